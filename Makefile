@@ -1,0 +1,51 @@
+# Every habit of this repository. `make` alone lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+
+.PHONY: help setup demo test lint format types contracts check docs clean
+
+help: ## List the tasks
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+setup: $(VENV)/.installed ## Install everything from the lock file into .venv
+
+$(VENV)/.installed: pyproject.toml uv.lock | uv
+	$(UV) sync --frozen --all-extras --python "$$(command -v $(PYTHON))"
+	@touch $@
+
+.PHONY: uv
+uv:
+	@if [ "$(UV)" = .uv/bin/uv ] && [ ! -x .uv/bin/uv ]; then \
+		$(PYTHON) -m venv .uv && .uv/bin/pip install --quiet uv; \
+	fi
+
+demo: setup ## Run the whole system here: database, Dagster, a ride simulation (ONCE=1: one round, then end)
+	$(BIN)/eventsql dev $(if $(ONCE),--once)
+
+test: setup ## Run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## Look for mistakes and unformatted code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup ## Check the types
+	$(BIN)/mypy
+
+contracts: setup ## Check that no floor imports a higher one
+	$(BIN)/lint-imports
+
+check: lint types contracts test ## Everything that CI runs
+
+clean: ## Remove what tests and tools left behind (the demo's data in .eventsql stays)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build spark-warehouse

@@ -1,0 +1,228 @@
+"""One PostgreSQL database: its connection pool, its schema, and its failures as errors of ours."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import psycopg
+import sqlalchemy
+from psycopg.rows import TupleRow
+from sqlalchemy import event, text
+from sqlalchemy.engine import URL, make_url
+
+from eventsql_orchestration.database import migrations
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    SchemaOutdatedError,
+)
+from eventsql_orchestration.settings import DEFAULT_SCHEMA
+
+logger = logging.getLogger(__name__)
+
+Connection: TypeAlias = psycopg.Connection[TupleRow]
+"""A psycopg connection as handlers and publishers take it."""
+
+
+def parse_dsn(dsn: str) -> URL:
+    """The database URL with psycopg as its driver.
+
+    Raises `ConfigurationError`, without the password in it, for anything but a PostgreSQL URL.
+    """
+    try:
+        url = make_url(dsn)
+    except sqlalchemy.exc.ArgumentError:
+        raise ConfigurationError(
+            "the database must be named by a URL such as postgresql://user:password@host:5432/database"
+        ) from None
+    except ValueError:
+        raise ConfigurationError("the database URL has a port that is not a number") from None
+    if url.get_backend_name() not in ("postgresql", "postgres"):
+        raise ConfigurationError(f"the database must be PostgreSQL, not {url.get_backend_name()}: postgresql://…")
+    return url.set(drivername="postgresql+psycopg")
+
+
+def translate(error: Exception, where: str) -> EventSQLError | None:
+    """The error of ours that says what a driver's error means for its user, or None where it is not known.
+
+    `where` names the database without its password.
+    """
+    cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
+    if not isinstance(cause, psycopg.Error):
+        return None
+    detail = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    if isinstance(cause, psycopg.errors.DiskFull | psycopg.errors.OutOfMemory):
+        return DatabaseFullError(f"{where} has no room left ({detail}): nothing of this call was stored")
+    if isinstance(cause, psycopg.errors.UndefinedTable | psycopg.errors.UndefinedColumn | psycopg.errors.InvalidSchemaName):
+        return SchemaOutdatedError(f"{where} lacks a table of the events platform ({detail}): run `eventsql migrate`")
+    if isinstance(cause, psycopg.OperationalError) and (cause.sqlstate is None or cause.sqlstate[:2] in ("08", "57", "53")):
+        return DatabaseUnavailableError(f"{where} cannot be reached ({detail}): is the server running, is the URL right?")
+    return None
+
+
+class Database:
+    """A pool of connections to one database and the schema in it that holds the platform's tables.
+
+    Nothing connects before the first connection is asked for. The first one finds the schema up to date, or brings it
+    up to date (`migrate=True`), or raises `SchemaOutdatedError`.
+
+    `dsn` is a PostgreSQL URL; `pool_size` bounds the connections that are kept, and `max_overflow` those that are
+    opened beyond it under load.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        *,
+        schema: str = DEFAULT_SCHEMA,
+        migrate: bool = True,
+        pool_size: int = 10,
+        max_overflow: int = 20,
+        application_name: str = "eventsql",
+    ) -> None:
+        self.url = parse_dsn(dsn)
+        self.schema = schema
+        self._migrate = migrate
+        self._ready = False
+        self._ready_lock = threading.Lock()
+        self.engine = sqlalchemy.create_engine(
+            self.url,
+            isolation_level="AUTOCOMMIT",
+            pool_size=pool_size,
+            max_overflow=max_overflow,
+            # A server that restarted, or a proxy that dropped an idle connection, costs a reconnect and no error.
+            pool_pre_ping=True,
+            connect_args={"application_name": application_name, "connect_timeout": 10},
+        )
+        event.listen(self.engine, "connect", self._prepare)
+
+    def __repr__(self) -> str:
+        return f"Database({self})"
+
+    def __str__(self) -> str:
+        return self.url.set(drivername="postgresql", query={}).render_as_string(hide_password=True)
+
+    @property
+    def dsn(self) -> str:
+        """The URL with its password, as libpq reads it."""
+        return self.url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+    @staticmethod
+    def _prepare(connection: Any, _record: object) -> None:
+        # Contracts of this package are written for READ COMMITTED: a statement after a row lock must see what the
+        # previous holder of the lock committed, whatever the server's default.
+        driver: Connection = connection.driver_connection if hasattr(connection, "driver_connection") else connection
+        driver.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """One pooled connection in autocommit mode; `with connection.transaction():` spans a transaction on it.
+
+        Raises `DatabaseUnavailableError` when the server cannot be reached or goes away, `DatabaseFullError`,
+        `SchemaOutdatedError`.
+        """
+        self.ensure_schema()
+        with self._pooled() as connection:
+            yield connection
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """One pooled connection inside a transaction that commits when the block ends well."""
+        with self.connection() as connection, connection.transaction():
+            yield connection
+
+    @contextmanager
+    def core(self) -> Iterator[sqlalchemy.Connection]:
+        """A transaction for SQLAlchemy Core in which the tables of `tables` and unqualified names mean `schema`."""
+        self.ensure_schema()
+        engine = self.engine.execution_options(
+            isolation_level="READ COMMITTED", schema_translate_map={None: self.schema}
+        )
+        with self.errors(), engine.begin() as connection:
+            connection.exec_driver_sql(f'SET LOCAL search_path TO "{self.schema}"')
+            yield connection
+
+    @contextmanager
+    def _pooled(self) -> Iterator[Connection]:
+        with self.errors():
+            proxied = self.engine.raw_connection()
+            try:
+                connection = proxied.driver_connection
+                assert isinstance(connection, psycopg.Connection)
+                # SQLAlchemy starts a fresh connection outside of autocommit until its own transaction wants it.
+                connection.autocommit = True
+                yield connection
+            except BaseException:
+                if proxied.is_valid and (driver := proxied.driver_connection) is not None and driver.closed:
+                    proxied.invalidate()
+                raise
+            finally:
+                proxied.close()
+
+    def dedicated(self) -> Connection:
+        """A connection of its own outside the pool, in autocommit mode; the caller closes it."""
+        self.ensure_schema()
+        with self.errors():
+            connection = psycopg.connect(self.dsn, autocommit=True, application_name="eventsql", connect_timeout=10)
+            connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            return connection
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns the driver's errors of the block into errors of ours, where it is known what they mean."""
+        try:
+            yield
+        except (psycopg.Error, sqlalchemy.exc.DBAPIError) as error:
+            known = translate(error, str(self))
+            if known is None:
+                raise
+            raise known from error
+
+    def ensure_schema(self) -> None:
+        """Check once that the tables are there and not older than this package; migrate if that was asked for."""
+        if self._ready:
+            return
+        with self._ready_lock:
+            if self._ready:
+                return
+            revision = self.revision()
+            if revision is None or (revision != migrations.head() and migrations.known(revision)):
+                if not self._migrate:
+                    raise SchemaOutdatedError(
+                        f"schema {self.schema!r} of {self} is "
+                        f"{'missing' if revision is None else f'at revision {revision}'}, this package needs "
+                        f"{migrations.head()}: run `eventsql migrate`"
+                    )
+                self.migrate()
+            self._ready = True
+
+    def revision(self) -> str | None:
+        """The schema's revision, or None where it was never migrated."""
+        with self.errors(), self.engine.connect() as connection:
+            table = f'"{self.schema}".{migrations.VERSION_TABLE}'
+            if connection.scalar(text("SELECT to_regclass(:table)"), {"table": table}) is None:
+                return None
+            revision = connection.scalar(text(f"SELECT version_num FROM {table}"))  # noqa: S608 - a checked identifier
+            return None if revision is None else str(revision)
+
+    def migrate(self) -> None:
+        """Bring the schema up to date; safe from many processes at once."""
+        with self.errors():
+            migrations.upgrade(self.engine.execution_options(isolation_level="READ COMMITTED"), self.schema)
+        logger.info("schema %s of %s is at revision %s", self.schema, self, migrations.head())
+
+    def close(self) -> None:
+        """Close every pooled connection; the database can be used again afterwards."""
+        self.engine.dispose()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,17 @@
+"""Alembic's entry: runs the revisions on the connection and schema that `migrations.upgrade` hands over."""
+
+from alembic import context
+from sqlalchemy.schema import CreateSchema
+
+from eventsql_orchestration.database.migrations import VERSION_TABLE
+
+connection = context.config.attributes["connection"]
+schema = context.config.attributes["schema"]
+
+connection.execute(CreateSchema(schema, if_not_exists=True))
+# Unqualified names of the revisions mean this schema, and a column of `timestamp` becomes `timestamptz` without a
+# rewrite of its table only where the session's time zone is UTC.
+connection.exec_driver_sql(f'SET LOCAL search_path TO "{schema}"')
+connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
+context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)
+context.run_migrations()

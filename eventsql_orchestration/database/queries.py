@@ -1,0 +1,55 @@
+"""Named SQL: every hot statement stands in a file under `sql/`, under its name and one line that describes it.
+
+A file is a sequence of `-- name -- description` headers, each followed by one statement. `{schema}` and names such as
+`{event_table}` are composed as identifiers; values are always parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+from typing import Final, LiteralString, cast
+
+from psycopg import sql
+
+_HEADER: Final = re.compile(r"^-- (?P<name>[a-z_]+) --(?P<description>.*)$", re.MULTILINE)
+
+
+@cache
+def _statements(file: str) -> dict[str, str]:
+    text = resources.files(__package__).joinpath("sql", f"{file}.sql").read_text(encoding="utf-8")
+    headers = list(_HEADER.finditer(text))
+    ends = [header.start() for header in headers[1:]] + [len(text)]
+    statements: dict[str, str] = {}
+    for header, end in zip(headers, ends, strict=True):
+        if header["name"] in statements:
+            raise ValueError(f"{file}.sql names {header['name']!r} twice")
+        statements[header["name"]] = text[header.end() : end].strip().removesuffix(";")
+    return statements
+
+
+def event_table(topic: str) -> str:
+    """The name of the table that holds a topic's ordered log."""
+    return f"{topic}_event"
+
+
+class Queries:
+    """The statements of one file, composed for one database schema and, where they ask for it, one topic."""
+
+    def __init__(self, file: str, schema: str) -> None:
+        self._file = file
+        self._schema = schema
+        self._composed: dict[tuple[str, str | None], sql.Composed] = {}
+
+    def __call__(self, name: str, *, topic: str | None = None) -> sql.Composed:
+        """The statement called `name`; `topic` fills `{event_table}`."""
+        composed = self._composed.get((name, topic))
+        if composed is None:
+            identifiers = {"schema": sql.Identifier(self._schema)}
+            if topic is not None:
+                identifiers["event_table"] = sql.Identifier(event_table(topic))
+            # The text comes from a file of this package, never from a caller.
+            text = cast(LiteralString, _statements(self._file)[name])
+            composed = self._composed[(name, topic)] = sql.SQL(text).format(**identifiers)
+        return composed

@@ -1,0 +1,212 @@
+-- publish -- One event into the buffer; the fastest way for a single one.
+INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+VALUES (%(topic)s, %(partition)s, %(key)s, %(value)s, %(metadata)s);
+
+-- publish_all -- Any number of events into the buffer.
+COPY {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+FROM STDIN (FORMAT binary);
+
+-- buffered_topics -- The topics with events in the buffer beyond the low-water mark that is known for each.
+SELECT waiting.topic
+FROM unnest(%(topics)s::text[], %(low_waters)s::bigint[]) AS waiting (topic, low_water)
+WHERE EXISTS (
+    SELECT FROM {schema}.event_buffer b
+    WHERE b.eql_topic = waiting.topic AND b.eql_id > waiting.low_water
+);
+
+-- lockable_topics -- Every topic that can be transferred.
+SELECT eql_topic FROM {schema}.event_buffer_lock ORDER BY eql_topic;
+
+-- last_buffered_id -- The newest id that was given out, by transactions that ended or not.
+SELECT last_value FROM {schema}.event_buffer_eql_id_seq;
+
+-- buffer_writers -- The open transactions that may have written to the buffer.
+SELECT l.virtualtransaction
+FROM pg_locks l
+WHERE l.locktype = 'relation'
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND l.relation = %(relation)s::regclass
+  AND l.mode = 'RowExclusiveLock'
+  AND l.granted
+  AND l.pid IS DISTINCT FROM pg_backend_pid();
+
+-- lock_topic -- Become the topic's one writer, or find that another transaction is.
+SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE SKIP LOCKED;
+
+-- batch_end -- The buffer id at which a batch of at most so many events ends, and their number.
+SELECT max(eql_id), count(*)
+FROM (
+    SELECT eql_id FROM {schema}.event_buffer
+    WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s
+    ORDER BY eql_id
+    LIMIT %(limit)s
+) batch;
+
+-- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
+WITH moved AS (
+    DELETE FROM {schema}.event_buffer
+    WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s AND eql_id <= %(upto)s
+    RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
+)
+INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_metadata)
+SELECT eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
+FROM moved
+ORDER BY eql_id;
+
+-- read -- Events of a range of offsets, all partitions, in order.
+SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata
+FROM {schema}.{event_table}
+WHERE eql_id > %(after)s AND eql_id <= %(upto)s
+ORDER BY eql_id
+LIMIT %(limit)s;
+
+-- read_partition -- Events of a range of offsets in one partition, in order.
+SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata
+FROM {schema}.{event_table}
+WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
+ORDER BY eql_id
+LIMIT %(limit)s;
+
+-- end -- The newest offset of a topic, 0 when it is empty.
+SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table};
+
+-- end_partition -- The newest offset of one partition, 0 when it is empty.
+SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table} WHERE eql_partition = %(partition)s;
+
+-- count -- How many events a range of offsets holds, all partitions.
+SELECT count(*) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;
+
+-- count_partition -- How many events a range of offsets holds in one partition.
+SELECT count(*) FROM {schema}.{event_table}
+WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s;
+
+-- waiting -- Of the events after an offset, at most so many: number, last offset, seconds since the first was moved.
+SELECT count(*), max(eql_id), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
+FROM (
+    SELECT eql_id, eql_created_at FROM {schema}.{event_table}
+    WHERE eql_id > %(after)s
+    ORDER BY eql_id
+    LIMIT %(limit)s
+) next;
+
+-- waiting_partition -- The same in one partition.
+SELECT count(*), max(eql_id), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
+FROM (
+    SELECT eql_id, eql_created_at FROM {schema}.{event_table}
+    WHERE eql_partition = %(partition)s AND eql_id > %(after)s
+    ORDER BY eql_id
+    LIMIT %(limit)s
+) next;
+
+-- oldest -- Seconds since the first event after an offset was published.
+SELECT extract(epoch FROM clock_timestamp() - eql_buffered_at)::float8
+FROM {schema}.{event_table}
+WHERE eql_id > %(after)s
+ORDER BY eql_id
+LIMIT 1;
+
+-- oldest_partition -- The same in one partition.
+SELECT extract(epoch FROM clock_timestamp() - eql_buffered_at)::float8
+FROM {schema}.{event_table}
+WHERE eql_partition = %(partition)s AND eql_id > %(after)s
+ORDER BY eql_id
+LIMIT 1;
+
+-- buffered -- What lies in the buffer per topic and partition: number of events, seconds since the oldest came.
+SELECT eql_topic, eql_partition, count(*), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
+FROM {schema}.event_buffer
+WHERE eql_topic = ANY (%(topics)s)
+GROUP BY eql_topic, eql_partition;
+
+-- lock_consumer -- Take a consumer partition for this transaction, or find that another one has it.
+SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
+       eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
+       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, clock_timestamp()
+FROM {schema}.consumer
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
+FOR UPDATE SKIP LOCKED;
+
+-- await_consumer -- Take a consumer partition for this transaction, after whoever has it now.
+SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
+       eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
+       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, clock_timestamp()
+FROM {schema}.consumer
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
+FOR UPDATE;
+
+-- consumer_exists -- Whether a consumer has this partition, locked or not.
+SELECT EXISTS (
+    SELECT FROM {schema}.consumer
+    WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
+);
+
+-- advance -- Move the offset of a locked consumer partition, if it is still where the consumption began.
+UPDATE {schema}.consumer
+SET eql_last_event_id = %(upto)s,
+    eql_first_event_id = coalesce(eql_first_event_id, %(first)s),
+    eql_consumed_events = eql_consumed_events + %(consumed)s,
+    eql_last_consumption_at = clock_timestamp(),
+    eql_failed_event_id = NULL,
+    eql_attempts = 0,
+    eql_failure = NULL,
+    eql_retry_at = NULL
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
+  AND coalesce(eql_last_event_id, 0) = %(after)s;
+
+-- record_failure -- Note that an event failed again and when it is due next.
+UPDATE {schema}.consumer
+SET eql_failed_event_id = %(event)s,
+    eql_attempts = %(attempts)s,
+    eql_failure = %(failure)s,
+    eql_retry_at = clock_timestamp() + make_interval(secs => %(backoff)s)
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
+
+-- release_live_claim -- End the partition's claim without consuming it.
+UPDATE {schema}.consumer_claim
+SET eql_state = 'released', eql_finished_at = clock_timestamp()
+WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
+  AND eql_state = 'claimed';
+
+-- insert_claim -- Claim a range of offsets.
+INSERT INTO {schema}.consumer_claim
+    (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, eql_events, eql_epoch, eql_owner)
+VALUES (%(topic)s, %(consumer)s, %(partition)s, %(after)s, %(upto)s, %(events)s, %(epoch)s, %(owner)s)
+RETURNING eql_id;
+
+-- lease -- Give a locked consumer partition to an owner under a new epoch.
+UPDATE {schema}.consumer
+SET eql_epoch = %(epoch)s,
+    eql_lease_owner = %(owner)s,
+    eql_lease_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
+
+-- renew_lease -- Prolong a lease while its epoch is still the partition's.
+UPDATE {schema}.consumer
+SET eql_lease_owner = %(owner)s,
+    eql_lease_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
+  AND eql_epoch = %(epoch)s AND eql_lease_owner IS NOT NULL;
+
+-- end_lease -- Give a partition back while the epoch is still the partition's.
+UPDATE {schema}.consumer
+SET eql_lease_owner = NULL, eql_lease_expires_at = NULL
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s AND eql_epoch = %(epoch)s;
+
+-- own_claim -- Write a live claim's new owner and epoch.
+UPDATE {schema}.consumer_claim SET eql_owner = %(owner)s, eql_epoch = %(epoch)s WHERE eql_id = %(claim)s AND eql_state = 'claimed';
+
+-- finish_claim -- End a claim as committed or released.
+UPDATE {schema}.consumer_claim
+SET eql_state = %(state)s, eql_finished_at = clock_timestamp()
+WHERE eql_id = %(claim)s AND eql_state = 'claimed';
+
+-- claim -- One claim.
+SELECT eql_id, eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, eql_events, eql_epoch, eql_owner, eql_state
+FROM {schema}.consumer_claim
+WHERE eql_id = %(claim)s;
+
+-- live_claim -- The claim of a partition that is neither committed nor released.
+SELECT eql_id, eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, eql_events, eql_epoch, eql_owner, eql_state
+FROM {schema}.consumer_claim
+WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
+  AND eql_state = 'claimed';

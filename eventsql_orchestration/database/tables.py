@@ -1,0 +1,232 @@
+"""The schema as SQLAlchemy Core describes it: the tables of EventSQL 1.0.0 and what this package adds to them.
+
+Columns of EventSQL keep their names; every added column has a default, so that its inserts go on working. The tables
+carry no schema of their own: `Database` maps them to the one that is configured.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    DateTime,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Sequence,
+    SmallInteger,
+    Table,
+    Text,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSON, JSONB, UUID
+
+from eventsql_orchestration.database.queries import event_table
+
+metadata = MetaData()
+
+_NOW = text("now()")
+
+
+def _time(name: str, *, now: bool = False) -> Column[object]:
+    if now:
+        return Column(name, DateTime(timezone=True), nullable=False, server_default=_NOW)
+    return Column(name, DateTime(timezone=True))
+
+
+topic = Table(
+    "topic",
+    metadata,
+    Column("eql_name", Text, primary_key=True),
+    Column("eql_partitions", SmallInteger, nullable=False),
+    _time("eql_created_at", now=True),
+)
+
+consumer = Table(
+    "consumer",
+    metadata,
+    Column("eql_topic", Text, primary_key=True),
+    Column("eql_name", Text, primary_key=True),
+    Column("eql_partition", SmallInteger, primary_key=True, autoincrement=False),
+    Column("eql_first_event_id", BigInteger),
+    Column("eql_last_event_id", BigInteger),
+    _time("eql_last_consumption_at"),
+    Column("eql_consumed_events", BigInteger, nullable=False),
+    _time("eql_created_at", now=True),
+    Column("eql_paused", Boolean, nullable=False, server_default=text("false")),
+    Column("eql_max_attempts", Integer, nullable=False, server_default=text("5")),
+    Column("eql_epoch", BigInteger, nullable=False, server_default=text("0")),
+    Column("eql_lease_owner", Text),
+    _time("eql_lease_expires_at"),
+    Column("eql_failed_event_id", BigInteger),
+    Column("eql_attempts", Integer, nullable=False, server_default=text("0")),
+    Column("eql_failure", Text),
+    _time("eql_retry_at"),
+)
+
+consumer_claim = Table(
+    "consumer_claim",
+    metadata,
+    Column("eql_id", BigInteger, Identity(always=True), primary_key=True),
+    Column("eql_topic", Text, nullable=False),
+    Column("eql_consumer", Text, nullable=False),
+    Column("eql_partition", SmallInteger, nullable=False),
+    Column("eql_after", BigInteger, nullable=False),
+    Column("eql_upto", BigInteger, nullable=False),
+    Column("eql_events", Integer, nullable=False),
+    Column("eql_epoch", BigInteger, nullable=False),
+    Column("eql_owner", Text, nullable=False),
+    Column("eql_state", Text, nullable=False, server_default=text("'claimed'")),
+    _time("eql_created_at", now=True),
+    _time("eql_finished_at"),
+)
+Index(
+    "consumer_claim_live",
+    consumer_claim.c.eql_topic,
+    consumer_claim.c.eql_consumer,
+    consumer_claim.c.eql_partition,
+    unique=True,
+    postgresql_where=text("eql_state = 'claimed'"),
+)
+Index(
+    "consumer_claim_range",
+    consumer_claim.c.eql_topic,
+    consumer_claim.c.eql_consumer,
+    consumer_claim.c.eql_partition,
+    consumer_claim.c.eql_upto,
+)
+
+event_buffer = Table(
+    "event_buffer",
+    metadata,
+    Column("eql_id", BigInteger, Sequence("event_buffer_eql_id_seq"), primary_key=True),
+    Column("eql_topic", Text, nullable=False),
+    Column("eql_partition", SmallInteger, nullable=False),
+    Column("eql_key", Text),
+    Column("eql_value", LargeBinary, nullable=False),
+    _time("eql_created_at", now=True),
+    Column("eql_metadata", JSON, nullable=False),
+)
+Index("event_buffer_topic_id", event_buffer.c.eql_topic, event_buffer.c.eql_id)
+
+event_buffer_lock = Table("event_buffer_lock", metadata, Column("eql_topic", Text, primary_key=True))
+
+# What a Spark sink has staged and what it has published: one publication for each (writer, batch).
+spark_publication = Table(
+    "spark_publication",
+    metadata,
+    Column("eql_writer", Text, primary_key=True),
+    Column("eql_batch", BigInteger, primary_key=True, autoincrement=False),
+    Column("eql_events", BigInteger, nullable=False),
+    _time("eql_created_at", now=True),
+)
+spark_staged_event = Table(
+    "spark_staged_event",
+    metadata,
+    Column("eql_attempt", UUID, primary_key=True),
+    Column("eql_position", BigInteger, primary_key=True, autoincrement=False),
+    Column("eql_topic", Text, nullable=False),
+    Column("eql_partition", SmallInteger, nullable=False),
+    Column("eql_key", Text),
+    Column("eql_value", LargeBinary, nullable=False),
+    Column("eql_metadata", JSON, nullable=False),
+    _time("eql_created_at", now=True),
+)
+
+# The three ways to use the log.
+queue_message = Table(
+    "queue_message",
+    metadata,
+    Column("eql_id", BigInteger, Identity(always=True), primary_key=True),
+    Column("eql_queue", Text, nullable=False),
+    Column("eql_key", Text),
+    Column("eql_body", LargeBinary, nullable=False),
+    Column("eql_metadata", JSON, nullable=False),
+    _time("eql_created_at", now=True),
+    Column("eql_visible_at", DateTime(timezone=True), nullable=False, server_default=_NOW),
+    Column("eql_receives", Integer, nullable=False, server_default=text("0")),
+    Column("eql_receipt", UUID),
+)
+Index("queue_message_visible", queue_message.c.eql_queue, queue_message.c.eql_visible_at, queue_message.c.eql_id)
+
+aggregate = Table(
+    "aggregate",
+    metadata,
+    Column("eql_type", Text, primary_key=True),
+    Column("eql_id", Text, primary_key=True),
+    Column("eql_version", BigInteger, nullable=False),
+    _time("eql_created_at", now=True),
+)
+aggregate_change = Table(
+    "aggregate_change",
+    metadata,
+    Column("eql_type", Text, primary_key=True),
+    Column("eql_aggregate_id", Text, primary_key=True),
+    Column("eql_version", BigInteger, primary_key=True, autoincrement=False),
+    Column("eql_kind", Text, nullable=False),
+    Column("eql_data", JSONB, nullable=False),
+    _time("eql_created_at", now=True),
+)
+aggregate_snapshot = Table(
+    "aggregate_snapshot",
+    metadata,
+    Column("eql_type", Text, primary_key=True),
+    Column("eql_aggregate_id", Text, primary_key=True),
+    Column("eql_version", BigInteger, primary_key=True, autoincrement=False),
+    Column("eql_data", JSONB, nullable=False),
+    _time("eql_created_at", now=True),
+)
+
+timeline_entry = Table(
+    "timeline_entry",
+    metadata,
+    Column("eql_id", BigInteger, Identity(always=True), primary_key=True),
+    Column("eql_timeline", Text, nullable=False),
+    Column("eql_resource", Text, nullable=False),
+    Column("eql_data", JSONB, nullable=False),
+    Column("eql_occurred_at", DateTime(timezone=True), nullable=False),
+)
+Index("timeline_entry_resource", timeline_entry.c.eql_timeline, timeline_entry.c.eql_resource, timeline_entry.c.eql_id)
+
+rollup_bucket = Table(
+    "rollup_bucket",
+    metadata,
+    Column("eql_rollup", Text, primary_key=True),
+    Column("eql_bucket", DateTime(timezone=True), primary_key=True),
+    Column("eql_dimension", Text, primary_key=True),
+    Column("eql_count", BigInteger, nullable=False),
+    Column("eql_sum", BigInteger, nullable=False),
+)
+
+log_line = Table(
+    "log_line",
+    metadata,
+    Column("eql_id", BigInteger, Identity(always=True), primary_key=True),
+    Column("eql_log", Text, nullable=False),
+    Column("eql_resource", Text, nullable=False),
+    Column("eql_line", Text, nullable=False),
+    Column("eql_written_at", DateTime(timezone=True), nullable=False),
+)
+Index("log_line_resource", log_line.c.eql_log, log_line.c.eql_resource, log_line.c.eql_written_at)
+Index("log_line_time", log_line.c.eql_log, log_line.c.eql_written_at)
+
+
+def event_log(topic_name: str, *, partitioned: bool) -> Table:
+    """The table of one topic's ordered log, in a `MetaData` of its own."""
+    table = Table(
+        event_table(topic_name),
+        MetaData(),
+        Column("eql_id", BigInteger, primary_key=True, autoincrement=True),
+        Column("eql_partition", SmallInteger, nullable=False),
+        Column("eql_key", Text),
+        Column("eql_value", LargeBinary, nullable=False),
+        Column("eql_buffered_at", DateTime(timezone=True), nullable=False),
+        _time("eql_created_at", now=True),
+        Column("eql_metadata", JSON, nullable=False),
+    )
+    if partitioned:
+        Index(None, table.c.eql_partition, table.c.eql_id)
+    return table

@@ -1,0 +1,131 @@
+"""Every error that this package raises on purpose, on one page.
+
+Catch `EventSQLError` for all of them. The message of each says what happened and what to do next; the docstring
+of a class is the message that it carries when none is given.
+"""
+
+from __future__ import annotations
+
+
+class EventSQLError(Exception):
+    """Something went wrong in the events platform."""
+
+    def __init__(self, message: str | None = None) -> None:
+        if message is None:
+            message = " ".join((type(self).__doc__ or type(self).__name__).split())
+        super().__init__(message)
+
+    @property
+    def message(self) -> str:
+        """The whole message, one line where its parts allow it."""
+        return str(self.args[0])
+
+
+# Configuration and installation
+
+
+class ConfigurationError(EventSQLError):
+    """A setting is missing or has a value that cannot be used."""
+
+
+class MissingExtraError(ConfigurationError):
+    """A part of the package was asked for whose dependencies are not installed."""
+
+    def __init__(self, extra: str, needed_for: str) -> None:
+        super().__init__(f"{needed_for} needs the extra [{extra}]: pip install 'eventsql-orchestration[{extra}]'")
+        self.extra = extra
+
+
+class EmbeddedServerError(EventSQLError):
+    """The embedded PostgreSQL server could not be started or stopped."""
+
+
+# Database
+
+
+class DatabaseError(EventSQLError):
+    """The database refused a statement."""
+
+
+class DatabaseUnavailableError(DatabaseError):
+    """The database cannot be reached, or it closed the connection."""
+
+
+class DatabaseFullError(DatabaseError):
+    """The database has no room left on its disk or in its memory."""
+
+
+class SchemaOutdatedError(DatabaseError):
+    """The tables of the events platform are missing or older than this package: run `eventsql migrate`."""
+
+
+# What callers hand in
+
+
+class ValidationError(EventSQLError, ValueError):
+    """A value breaks a rule of the platform; nothing was written."""
+
+
+class InvalidNameError(ValidationError):
+    """A topic or consumer name breaks the rules for names."""
+
+
+class InvalidPublicationError(ValidationError):
+    """A publication has a key, value or metadata that cannot be stored; nothing was written."""
+
+
+class PartitionOutOfRangeError(ValidationError):
+    """A partition was named that the topic does not have."""
+
+
+# Registry
+
+
+class RegistryError(EventSQLError):
+    """The registry refused a definition."""
+
+
+class TopicNotFoundError(RegistryError):
+    """There is no such topic: create it with `eventsql topic create`."""
+
+
+class ConsumerNotFoundError(RegistryError):
+    """There is no such consumer: create it with `eventsql consumer create`."""
+
+
+class RedefinitionError(RegistryError):
+    """A topic or consumer exists with another definition that cannot be changed any more."""
+
+
+# Consuming
+
+
+class ConsumptionError(EventSQLError):
+    """Raised by a handler to name the event of its batch that failed.
+
+    `event` is the event that could not be processed; it alone is retried, and dead-lettered when its attempts are
+    spent. The cause (`raise … from cause`) is what the dead letter records.
+    """
+
+    def __init__(self, event: object, message: str | None = None) -> None:
+        super().__init__(message or f"event {getattr(event, 'id', event)!r} could not be processed")
+        self.event = event
+
+
+class PartitionBlockedError(EventSQLError):
+    """A consumer partition stopped at an event that keeps failing and has no dead letter topic to go to."""
+
+
+class ClaimLostError(EventSQLError):
+    """The claim is not held any more: another owner took the partition, or its offset moved."""
+
+
+# Using the log
+
+
+class ConcurrentAppendError(EventSQLError):
+    """Another writer appended to this aggregate first: load it again and decide anew."""
+
+
+class MessageNotFoundError(EventSQLError):
+    """The queue holds no such message under this receipt: it was acknowledged, or its visibility timeout ended."""

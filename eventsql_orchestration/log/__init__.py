@@ -1,0 +1,1 @@
+"""Floor 2: the ordered log. Publishing, transfer, consuming, claims, dead letters and lag."""

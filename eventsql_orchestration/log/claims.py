@@ -1,0 +1,366 @@
+"""Claims: leased, immutable ranges of offsets for consumers whose work does not fit into a transaction.
+
+A claim is a row. Making one takes the consumer partition under a new epoch until the lease expires. Offsets are committed
+only while that epoch is still the partition's and the offset is where the owner left it, so an owner that was believed dead
+commits nothing, and neither does one that was overtaken by a consumer that knows nothing of leases.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, EventSQLError, ValidationError
+from eventsql_orchestration.log import consumption
+from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, Failure, LockedPartition
+from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.log.reader import fetch
+from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A range of a consumer partition that one owner may consume.
+
+    `range` never changes. `position` is the offset that its owner has committed up to, `range.after` at first. `epoch`
+    fences: it is the partition's only as long as nobody has taken it over.
+    """
+
+    id: int
+    consumer: str
+    range: OffsetRange
+    events: int
+    epoch: int
+    owner: str
+    position: int
+
+    @property
+    def key(self) -> ConsumerPartition:
+        return ConsumerPartition(self.range.topic, self.consumer, self.range.partition)
+
+    @property
+    def remaining(self) -> OffsetRange:
+        """The part of the range that is not committed yet."""
+        return replace(self.range, after=self.position)
+
+    def __str__(self) -> str:
+        return f"claim {self.id} of {self.range} for consumer {self.consumer!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class NoClaim:
+    """Why nothing was claimed, as one sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """What processing a claim came to: events consumed, and the event that stopped it, if one did."""
+
+    consumed: int
+    failure: Failure | None = None
+
+
+class Claims:
+    """Makes, renews, commits and releases claims."""
+
+    def __init__(self, database: Database, dead_letters: DeadLetters) -> None:
+        self._database = database
+        self._dead_letters = dead_letters
+        self._queries = Queries("log", database.schema)
+
+    def claim(
+        self,
+        topic: str,
+        consumer: str,
+        partition: int = NOT_PARTITIONED,
+        *,
+        owner: str,
+        min_events: int = 1,
+        max_events: int = 10_000,
+        max_wait: float = 10.0,
+        lease: float = 60.0,
+        timeout: float = 10.0,
+    ) -> Claim | NoClaim:
+        """Claim the next `min_events` to `max_events` of a consumer partition for `owner`.
+
+        Fewer than `min_events` are claimed once the oldest has waited `max_wait` seconds. The claim holds for `lease`
+        seconds unless it is renewed. No statement of this takes longer than `timeout` seconds.
+
+        Gives a `NoClaim` when another transaction has the partition, another owner leases it, it is paused, waits for a
+        retry or is blocked, or too few events wait. Raises `ConsumerNotFoundError`.
+        """
+        if not 1 <= min_events <= max_events:
+            raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
+        if lease <= 0 or timeout <= 0 or max_wait < 0:
+            raise ValidationError("lease and timeout are positive numbers of seconds, max_wait is not negative")
+        key = ConsumerPartition(topic, consumer, partition)
+        dead_letter_topic = self._dead_letters.topic_of(topic)
+        with self._database.transaction() as connection:
+            # A tick whose caller has given up must not go on holding the partition.
+            connection.execute(
+                "SELECT set_config('statement_timeout', %(ms)s, true), set_config('lock_timeout', %(ms)s, true), "
+                "set_config('idle_in_transaction_session_timeout', %(ms)s, true)",
+                {"ms": str(round(timeout * 1000))},
+            )
+            locked = consumption.lock(connection, self._queries, key, wait=False)
+            if locked is None:
+                return self._not_lockable(connection, key)
+            if (reason := self._refusal(locked, dead_letter_topic)) is not None:
+                return NoClaim(reason)
+            row = connection.execute(
+                self._queries("waiting" if partition == NOT_PARTITIONED else "waiting_partition", topic=topic),
+                {"partition": partition, "after": locked.offset, "limit": max_events},
+            ).fetchone()
+            assert row is not None, "an aggregate gives one row"
+            events, upto, waited = row
+            if not events:
+                return NoClaim(f"no events wait after offset {locked.offset}")
+            if events < min_events and waited < max_wait:
+                return NoClaim(f"{events} of {min_events} events wait, for {waited:.1f} s of {max_wait:g} s")
+            return self._insert(connection, locked, upto=upto, events=events, owner=owner, lease=lease)
+
+    def _not_lockable(self, connection: Connection, key: ConsumerPartition) -> NoClaim:
+        row = connection.execute(self._queries("consumer_exists"), key.parameters()).fetchone()
+        if row is None or not row[0]:
+            raise ConsumerNotFoundError(f"{key} does not exist: create it with `eventsql consumer create`")
+        return NoClaim("another consumption has the partition locked")
+
+    def _refusal(self, locked: LockedPartition, dead_letter_topic: str | None) -> str | None:
+        state = locked.state
+        if state.paused:
+            return "the consumer is paused"
+        if locked.leased:
+            assert state.lease_expires_at is not None
+            left = (state.lease_expires_at - locked.now).total_seconds()
+            return f"{state.lease_owner} leases the partition for {left:.0f} s more"
+        if locked.spent and dead_letter_topic is None:
+            return (
+                f"event {state.failed_event_id} blocks the partition: it failed {state.attempts} times "
+                f"({state.failure}) and topic {state.topic}_dlt does not exist"
+            )
+        if locked.retry_in:
+            return f"event {state.failed_event_id} is retried in {locked.retry_in:.0f} s ({state.failure})"
+        return None
+
+    def _insert(
+        self, connection: Connection, locked: LockedPartition, *, upto: int, events: int, owner: str, lease: float
+    ) -> Claim:
+        key, epoch = locked.key, locked.state.epoch + 1
+        connection.execute(self._queries("release_live_claim"), key.parameters())
+        row = connection.execute(
+            self._queries("insert_claim"),
+            {
+                **key.parameters(),
+                "after": locked.offset,
+                "upto": upto,
+                "events": events,
+                "epoch": epoch,
+                "owner": owner,
+            },
+        ).fetchone()
+        assert row is not None, "INSERT … RETURNING gives a row"
+        connection.execute(
+            self._queries("lease"), {**key.parameters(), "epoch": epoch, "owner": owner, "lease": lease}
+        )
+        offsets = OffsetRange(key.topic, key.partition, locked.offset, upto)
+        return Claim(row[0], key.consumer, offsets, events, epoch, owner, locked.offset)
+
+    def get(self, claim_id: int) -> tuple[Claim, str]:
+        """A claim and its state: `claimed`, `committed` or `released`. Raises `ClaimLostError` for an unknown id."""
+        with self._database.connection() as connection:
+            row = connection.execute(self._queries("claim"), {"claim": claim_id}).fetchone()
+        if row is None:
+            raise ClaimLostError(f"claim {claim_id} does not exist: its consumer or topic was deleted")
+        return _claim(row), str(row[9])
+
+    def live(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> Claim | None:
+        """The partition's claim that is neither committed nor released, its lease expired or not."""
+        key = ConsumerPartition(topic, consumer, partition)
+        with self._database.connection() as connection:
+            row = connection.execute(self._queries("live_claim"), key.parameters()).fetchone()
+        return None if row is None else _claim(row)
+
+    def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0) -> Claim:
+        """Take a claim over, for a run that starts or is retried; its position is where the offset is now.
+
+        Works after its lease expired too, as long as nobody else has claimed the partition since. Raises
+        `ClaimLostError`.
+        """
+        claim, state = self.get(claim_id)
+        if state != "claimed":
+            raise ClaimLostError(f"{claim} was {state} before")
+        with self._database.transaction() as connection:
+            locked = consumption.lock(connection, self._queries, claim.key, wait=True)
+            if locked is None or locked.state.epoch != claim.epoch:
+                raise ClaimLostError(f"{claim} was superseded")
+            if not claim.range.after <= locked.offset < claim.range.upto:
+                raise ClaimLostError(f"{claim} was overtaken: the offset is {locked.offset}")
+            # A new epoch for each owner: a run that was thought dead and is retried finds its claim lost.
+            epoch = claim.epoch + 1
+            parameters = {
+                **claim.key.parameters(),
+                "claim": claim.id,
+                "owner": owner,
+                "epoch": epoch,
+                "lease": lease,
+            }
+            # Nobody may have released it between the look above and the lock.
+            if connection.execute(self._queries("own_claim"), parameters).rowcount != 1:
+                raise ClaimLostError(f"{claim} was released")
+            connection.execute(self._queries("lease"), parameters)
+            return replace(claim, owner=owner, epoch=epoch, position=locked.offset)
+
+    def renew(self, claim: Claim, *, lease: float = 60.0) -> None:
+        """Prolong a claim's lease to `lease` seconds from now. Raises `ClaimLostError`."""
+        with self._database.connection() as connection:
+            renewed = connection.execute(
+                self._queries("renew_lease"),
+                {**claim.key.parameters(), "epoch": claim.epoch, "owner": claim.owner, "lease": lease},
+            ).rowcount
+        if renewed != 1:
+            raise ClaimLostError(f"{claim} is not {claim.owner}'s any more")
+
+    @contextmanager
+    def heartbeat(self, claim: Claim, *, lease: float = 60.0) -> Iterator[threading.Event]:
+        """Renew the claim in a thread while the block runs; gives an event that is set when the claim is lost."""
+        stop, lost = threading.Event(), threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(lease / 3):
+                try:
+                    self.renew(claim, lease=lease)
+                except ClaimLostError as error:
+                    logger.warning("%s", error)
+                    lost.set()
+                    return
+                except EventSQLError as error:
+                    logger.warning("%s could not be renewed: %s", claim, error)
+
+        thread = threading.Thread(target=beat, name=f"eventsql-claim-{claim.id}", daemon=True)
+        thread.start()
+        try:
+            yield lost
+        finally:
+            stop.set()
+            thread.join()
+
+    def check(self, connection: Connection, claim: Claim) -> None:
+        """Lock the consumer partition in the caller's transaction and make sure that the claim still holds.
+
+        Raises `ClaimLostError`.
+        """
+        self._locked(connection, claim)
+
+    def _locked(self, connection: Connection, claim: Claim) -> LockedPartition:
+        locked = consumption.lock(connection, self._queries, claim.key, wait=True)
+        if locked is None:
+            raise ClaimLostError(f"{claim} is void: the consumer was deleted")
+        if locked.state.epoch != claim.epoch or locked.state.lease_owner is None:
+            raise ClaimLostError(f"{claim} was taken over or released")
+        if locked.offset != claim.position:
+            raise ClaimLostError(
+                f"{claim} is void: another consumption moved the offset from {claim.position} to {locked.offset}"
+            )
+        return locked
+
+    def commit(self, connection: Connection, claim: Claim, *, consumed: int | None = None) -> None:
+        """Commit the whole claim in the caller's transaction: the offset goes to its end, the lease ends.
+
+        Together with effects written in the same transaction this is exactly once. `consumed` is the number of events
+        (the claim's by default). Raises `ClaimLostError`; the caller's transaction must then be rolled back.
+        """
+        locked = self._locked(connection, claim)
+        first = fetch(
+            connection, self._queries, claim.range.topic,
+            partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=1,
+        )  # fmt: skip
+        consumption.advance(
+            connection, self._queries, claim.key,
+            after=locked.offset,
+            upto=claim.range.upto,
+            first=first[0].id if first else None,
+            consumed=claim.events if consumed is None else consumed,
+        )  # fmt: skip
+        self._finish(connection, claim, "committed")
+
+    def _finish(self, connection: Connection, claim: Claim, state: str) -> bool:
+        finished = connection.execute(self._queries("finish_claim"), {"claim": claim.id, "state": state}).rowcount
+        connection.execute(self._queries("end_lease"), {**claim.key.parameters(), "epoch": claim.epoch})
+        return finished == 1
+
+    def release(self, claim: Claim) -> bool:
+        """Give the rest of a claim back, to be claimed anew; False when it had ended already."""
+        with self._database.transaction() as connection:
+            locked = consumption.lock(connection, self._queries, claim.key, wait=True)
+            if locked is None or locked.state.epoch != claim.epoch:
+                return False
+            return self._finish(connection, claim, "released")
+
+    def fail(self, claim: Claim, error: BaseException) -> Failure | None:
+        """Give a claim back because its range as a whole could not be processed.
+
+        The failure is noted on the range's first event: the partition waits for a backoff, and is blocked there once the
+        consumer's attempts are spent, since no single event is known to be at fault. None when the range has no event
+        left. Raises `ClaimLostError`.
+        """
+        with self._database.transaction() as connection:
+            locked = self._locked(connection, claim)
+            first = fetch(
+                connection, self._queries, claim.range.topic,
+                partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=1,
+            )  # fmt: skip
+            failure = None
+            if first:
+                failure = consumption.record_failure(connection, self._queries, locked, first[0], error)
+            self._finish(connection, claim, "released")
+            return failure
+
+    def process(
+        self, claim: Claim, handler: BatchHandler, *, batch: int = 1_000, lease: float = 60.0
+    ) -> Processed:
+        """Hand the rest of a claim to `handler(events, connection)`, `batch` events at a time, and commit it.
+
+        Each batch's effects through `connection` and its offset are one transaction, which holds the consumer's row: for
+        handlers that take seconds at most. A failing event ends the claim: what went before it is committed, the event is
+        noted for a retry, buried or blocks the partition, and the rest is given back. Raises `ClaimLostError`.
+        """
+        dead_letter_topic = self._dead_letters.topic_of(claim.range.topic)
+        consumed = 0
+        while True:
+            with self._database.transaction() as connection:
+                locked = self._locked(connection, claim)
+                events = fetch(
+                    connection, self._queries, claim.range.topic,
+                    partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=batch,
+                )  # fmt: skip
+                last = len(events) < batch
+                progress = consumption.consume(
+                    connection, self._queries, self._dead_letters, locked, events, handler,
+                    dead_letter_topic=dead_letter_topic, upto=claim.range.upto if last else None,
+                )  # fmt: skip
+                consumed += progress.consumed
+                claim = replace(claim, position=progress.offset)
+                if progress.failure is not None and progress.failure.outcome != Failure.DEAD_LETTER:
+                    self._finish(connection, claim, "released")
+                    return Processed(consumed, progress.failure)
+                if claim.position == claim.range.upto:
+                    self._finish(connection, claim, "committed")
+                    return Processed(consumed, progress.failure)
+                connection.execute(
+                    self._queries("renew_lease"),
+                    {**claim.key.parameters(), "epoch": claim.epoch, "owner": claim.owner, "lease": lease},
+                )
+
+
+def _claim(row: tuple[object, ...]) -> Claim:
+    claim_id, topic, consumer, partition, after, upto, events, epoch, owner, _state = row
+    offsets = OffsetRange(str(topic), int(str(partition)), int(str(after)), int(str(upto)))
+    return Claim(int(str(claim_id)), str(consumer), offsets, int(str(events)), int(str(epoch)), str(owner), offsets.after)

@@ -1,0 +1,30 @@
+"""Which partition an event goes to."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import TypeAlias
+
+from eventsql_orchestration.model import NOT_PARTITIONED, Publication
+
+Partitioner: TypeAlias = Callable[[Publication, int], int]
+"""Takes a publication and its topic's number of partitions (-1: not partitioned), gives the partition."""
+
+
+def partition_of_key(key: str, partitions: int) -> int:
+    """The partition of a key: its SHA-256 as an unsigned big-endian number, modulo `partitions` (at least 1).
+
+    The same for every publisher, EventSQL's Java library included: it must never change.
+    """
+    return int.from_bytes(hashlib.sha256(key.encode()).digest(), "big") % partitions
+
+
+def default_partition(publication: Publication, partitions: int) -> int:
+    """By key where there is one, else at random; -1 for a topic that is not partitioned."""
+    if partitions == NOT_PARTITIONED:
+        return NOT_PARTITIONED
+    if publication.key is None:
+        return random.randrange(partitions)
+    return partition_of_key(publication.key, partitions)

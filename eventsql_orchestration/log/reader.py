@@ -1,0 +1,103 @@
+"""Reading a topic's log by offsets, without consuming it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.log.registry import Registry
+from eventsql_orchestration.model import NOT_PARTITIONED, Event, check_partition
+
+MAX_OFFSET: Final = 2**63 - 1
+
+
+def fetch(
+    connection: Connection,
+    queries: Queries,
+    topic: str,
+    *,
+    partition: int,
+    after: int,
+    upto: int | None = None,
+    limit: int | None = None,
+) -> list[Event]:
+    """Events with `after < id <= upto` of a partition (-1: of all), in order, on a connection of the caller's."""
+    cursor = connection.execute(
+        queries("read" if partition == NOT_PARTITIONED else "read_partition", topic=topic),
+        {
+            "partition": partition,
+            "after": after,
+            "upto": MAX_OFFSET if upto is None else upto,
+            "limit": limit,
+        },
+        binary=True,
+    )
+    return [Event(topic, *row) for row in cursor]
+
+
+class Reader:
+    """Reads any range of any topic, as often as wanted."""
+
+    def __init__(self, database: Database, registry: Registry) -> None:
+        self._database = database
+        self._registry = registry
+        self._queries = Queries("log", database.schema)
+
+    def _partition(self, topic: str, partition: int | None) -> int:
+        partitions = self._registry.cached_topic(topic).partitions
+        return NOT_PARTITIONED if partition is None else check_partition(topic, partition, partitions)
+
+    def read(
+        self,
+        topic: str,
+        *,
+        after: int = 0,
+        upto: int | None = None,
+        partition: int | None = None,
+        limit: int | None = None,
+    ) -> list[Event]:
+        """At most `limit` events with `after < id <= upto`, of one partition or of all, in order."""
+        if limit is not None and limit < 0:
+            raise ValidationError(f"limit must not be negative: {limit}")
+        wanted = self._partition(topic, partition)
+        with self._database.connection() as connection:
+            return fetch(
+                connection, self._queries, topic, partition=wanted, after=after, upto=upto, limit=limit
+            )
+
+    def stream(
+        self,
+        topic: str,
+        *,
+        after: int = 0,
+        upto: int | None = None,
+        partition: int | None = None,
+        batch: int = 5_000,
+    ) -> Iterator[list[Event]]:
+        """The same in lists of at most `batch` events, each read when it is asked for; ends at the log's end."""
+        if batch < 1:
+            raise ValidationError(f"batch must be at least 1: {batch}")
+        while events := self.read(topic, after=after, upto=upto, partition=partition, limit=batch):
+            yield events
+            after = events[-1].id
+
+    def end(self, topic: str, partition: int | None = None) -> int:
+        """The newest offset of a topic or of one partition; 0 when it is empty."""
+        return int(self._scalar("end", topic, partition))
+
+    def count(self, topic: str, *, after: int = 0, upto: int | None = None, partition: int | None = None) -> int:
+        """How many events there are with `after < id <= upto`."""
+        return int(self._scalar("count", topic, partition, after=after, upto=MAX_OFFSET if upto is None else upto))
+
+    def seconds_behind(self, topic: str, *, after: int, partition: int | None = None) -> float:
+        """Seconds since the first event after an offset was published; 0 when there is none."""
+        return max(0.0, float(self._scalar("oldest", topic, partition, after=after) or 0.0))
+
+    def _scalar(self, name: str, topic: str, partition: int | None, **values: int) -> Any:
+        wanted = self._partition(topic, partition)
+        query = name if wanted == NOT_PARTITIONED else f"{name}_partition"
+        with self._database.connection() as connection:
+            row = connection.execute(self._queries(query, topic=topic), {"partition": wanted, **values}).fetchone()
+            return None if row is None else row[0]

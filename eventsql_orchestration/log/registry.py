@@ -1,0 +1,297 @@
+"""Topics and consumers: registering them, listing them, and what may be redefined."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Final, Literal
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, text, update
+from sqlalchemy.schema import DropTable
+
+from eventsql_orchestration.database import tables
+from eventsql_orchestration.database.database import Database
+from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
+    RedefinitionError,
+    RegistryError,
+    TopicNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, Topic
+
+CACHE_SECONDS: Final = 5.0
+"""How long a publisher goes on with a topic's definition before it looks again."""
+
+# All registrations of a database follow one another: they are rare, and DDL of two at once would collide.
+_REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
+
+_t, _c = tables.topic.c, tables.consumer.c
+
+
+class Registry:
+    """The topics and consumers of one database. Every registration is idempotent."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._cache: dict[str, tuple[float, Topic]] = {}
+        self._cache_lock = threading.Lock()
+
+    # Topics
+
+    def register_topic(self, topic: Topic) -> Registry:
+        """Create `topic`, or find it as it is.
+
+        Its number of partitions can be changed while it has neither events nor consumers; `RedefinitionError`
+        otherwise.
+        """
+        with self._database.core() as connection:
+            _lock(connection)
+            existing = _topic(connection, topic.name)
+            if existing is None:
+                connection.execute(insert(tables.topic).values(eql_name=topic.name, eql_partitions=topic.partitions))
+                _create_log(connection, topic)
+            elif existing.partitions != topic.partitions:
+                self._redefine(connection, existing, topic)
+            connection.execute(
+                text("INSERT INTO event_buffer_lock (eql_topic) VALUES (:topic) ON CONFLICT DO NOTHING"),
+                {"topic": topic.name},
+            )
+        self._forget(topic.name)
+        return self
+
+    def _redefine(self, connection: Connection, existing: Topic, topic: Topic) -> None:
+        change = f"topic {topic.name!r} has {_partitions(existing.partitions)} and cannot get {_partitions(topic.partitions)}"
+        consumers = connection.scalar(
+            select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name)
+        )
+        if consumers:
+            raise RedefinitionError(f"{change}: it has {consumers} consumer(s), whose offsets are per partition")
+        if _has_events(connection, topic.name):
+            raise RedefinitionError(f"{change}: it has events, whose keys would change their partition")
+        connection.execute(update(tables.topic).where(_t.eql_name == topic.name).values(eql_partitions=topic.partitions))
+        connection.execute(DropTable(tables.event_log(topic.name, partitioned=False)))
+        _create_log(connection, topic)
+
+    def topics(self) -> list[Topic]:
+        """All topics, by name."""
+        with self._database.core() as connection:
+            rows = connection.execute(select(_t.eql_name, _t.eql_partitions, _t.eql_created_at).order_by(_t.eql_name))
+            return [Topic(*row) for row in rows]
+
+    def topic(self, name: str) -> Topic:
+        """One topic. Raises `TopicNotFoundError`."""
+        with self._database.core() as connection:
+            topic = _topic(connection, name)
+        if topic is None:
+            raise TopicNotFoundError(f"topic {name!r} does not exist: create it with `eventsql topic create {name}`")
+        return topic
+
+    def cached_topic(self, name: str) -> Topic:
+        """The same from memory when it was looked up within the last seconds, for publishers."""
+        now = time.monotonic()
+        with self._cache_lock:
+            entry = self._cache.get(name)
+        if entry is not None and now - entry[0] < CACHE_SECONDS:
+            return entry[1]
+        topic = self.topic(name)
+        with self._cache_lock:
+            self._cache[name] = (now, topic)
+        return topic
+
+    def _forget(self, name: str) -> None:
+        with self._cache_lock:
+            self._cache.pop(name, None)
+
+    def unregister_topic(self, name: str, *, force: bool = False) -> None:
+        """Delete a topic with all its events.
+
+        Raises `TopicNotFoundError`, and `RegistryError` while it has consumers or events, unless `force` is set.
+        """
+        topic = self.topic(name)
+        with self._database.core() as connection:
+            _lock(connection)
+            # Waits for the transfer that holds the topic, and keeps others out of its table while it goes.
+            connection.execute(
+                select(tables.event_buffer_lock.c.eql_topic)
+                .where(tables.event_buffer_lock.c.eql_topic == name)
+                .with_for_update()
+            )
+            consumers = sorted({row.name for row in _states(connection, name)})
+            if consumers and not force:
+                raise RegistryError(f"topic {name!r} is kept: it has the consumers {', '.join(consumers)}")
+            if not force and _has_events(connection, name):
+                raise RegistryError(f"topic {name!r} is kept: it has events, which would be lost")
+            connection.execute(delete(tables.consumer_claim).where(tables.consumer_claim.c.eql_topic == name))
+            connection.execute(delete(tables.consumer).where(_c.eql_topic == name))
+            connection.execute(delete(tables.event_buffer).where(tables.event_buffer.c.eql_topic == name))
+            connection.execute(delete(tables.event_buffer_lock).where(tables.event_buffer_lock.c.eql_topic == name))
+            connection.execute(delete(tables.topic).where(_t.eql_name == name))
+            connection.execute(DropTable(tables.event_log(name, partitioned=topic.partitioned), if_exists=True))
+        self._forget(name)
+
+    # Consumers
+
+    def register_consumer(
+        self,
+        consumer: Consumer,
+        *,
+        max_attempts: int = 5,
+        start: Literal["earliest", "latest"] = "earliest",
+    ) -> Registry:
+        """Create `consumer`, or find it as it is, offsets untouched.
+
+        `max_attempts` (at least 1) is how often an event is tried before it goes to the dead letter topic. `start` says
+        where a new consumer begins. Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic
+        that is not; `RedefinitionError` for one that has consumed events in the other form.
+        """
+        if max_attempts < 1:
+            raise ValidationError(f"max_attempts must be at least 1, not {max_attempts}")
+        if start not in ("earliest", "latest"):
+            raise ValidationError(f"start must be 'earliest' or 'latest', not {start!r}")
+        topic = self.topic(consumer.topic)
+        if consumer.partitioned and not topic.partitioned:
+            raise ValidationError(
+                f"consumer {consumer.name!r} cannot be partitioned: topic {topic.name!r} is not partitioned"
+            )
+        wanted = topic.all_partitions if consumer.partitioned else (NOT_PARTITIONED,)
+        with self._database.core() as connection:
+            _lock(connection)
+            existing = [state for state in _states(connection, topic.name) if state.name == consumer.name]
+            if existing and {state.partition for state in existing} != set(wanted):
+                if any(state.consumed_events for state in existing):
+                    raise RedefinitionError(
+                        f"consumer {consumer.name!r} of topic {topic.name!r} stays "
+                        f"{'partitioned' if existing[0].partition >= 0 else 'not partitioned'}: it has consumed events"
+                    )
+                connection.execute(
+                    delete(tables.consumer).where(_c.eql_topic == topic.name, _c.eql_name == consumer.name)
+                )
+                existing = []
+            if existing:
+                connection.execute(
+                    update(tables.consumer)
+                    .where(
+                        _c.eql_topic == topic.name,
+                        _c.eql_name == consumer.name,
+                        _c.eql_max_attempts != max_attempts,
+                    )
+                    .values(eql_max_attempts=max_attempts)
+                )
+                return self
+            offset = _end(connection, topic) if start == "latest" else None
+            connection.execute(
+                insert(tables.consumer),
+                [
+                    {
+                        "eql_topic": topic.name,
+                        "eql_name": consumer.name,
+                        "eql_partition": partition,
+                        "eql_last_event_id": offset,
+                        "eql_consumed_events": 0,
+                        "eql_max_attempts": max_attempts,
+                    }
+                    for partition in wanted
+                ],
+            )
+        return self
+
+    def consumers(self, topic: str | None = None) -> list[ConsumerState]:
+        """Every consumer partition, of one topic or of all, by topic, name and partition."""
+        if topic is not None:
+            self.topic(topic)
+        with self._database.core() as connection:
+            return _states(connection, topic)
+
+    def consumer(self, topic: str, name: str) -> list[ConsumerState]:
+        """The partitions of one consumer. Raises `TopicNotFoundError` or `ConsumerNotFoundError`."""
+        states = [state for state in self.consumers(topic) if state.name == name]
+        if not states:
+            raise ConsumerNotFoundError(
+                f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`"
+            )
+        return states
+
+    def unregister_consumer(self, topic: str, name: str) -> None:
+        """Delete a consumer with its offsets. Waits for a consumption that is under way."""
+        self.consumer(topic, name)
+        claims = tables.consumer_claim.c
+        with self._database.core() as connection:
+            connection.execute(delete(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name))
+            connection.execute(
+                delete(tables.consumer_claim).where(claims.eql_topic == topic, claims.eql_consumer == name)
+            )
+
+    def pause(self, topic: str, name: str) -> None:
+        """Let no consumption of this consumer start until `resume`; one that is under way goes on."""
+        self._set(topic, name, eql_paused=True)
+
+    def resume(self, topic: str, name: str) -> None:
+        """End a pause, and give an event that blocks a partition a fresh set of attempts."""
+        self._set(
+            topic, name, eql_paused=False, eql_attempts=0, eql_failed_event_id=None, eql_failure=None, eql_retry_at=None
+        )
+
+    def _set(self, topic: str, name: str, **values: object) -> None:
+        self.consumer(topic, name)
+        with self._database.core() as connection:
+            connection.execute(
+                update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values)
+            )
+
+
+def _partitions(count: int) -> str:
+    return "no partitions" if count == NOT_PARTITIONED else f"{count} partition{'s' if count > 1 else ''}"
+
+
+def _lock(connection: Connection) -> None:
+    connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _REGISTRY_LOCK})
+
+
+def _topic(connection: Connection, name: str) -> Topic | None:
+    row = connection.execute(
+        select(_t.eql_name, _t.eql_partitions, _t.eql_created_at).where(_t.eql_name == name)
+    ).one_or_none()
+    return None if row is None else Topic(*row)
+
+
+def _create_log(connection: Connection, topic: Topic) -> None:
+    tables.event_log(topic.name, partitioned=topic.partitioned).create(connection, checkfirst=True)
+
+
+def _end(connection: Connection, topic: Topic) -> int:
+    log = tables.event_log(topic.name, partitioned=topic.partitioned)
+    return int(connection.scalar(select(func.coalesce(func.max(log.c.eql_id), 0))) or 0)
+
+
+def _has_events(connection: Connection, name: str) -> bool:
+    log = tables.event_log(name, partitioned=False)
+    buffered = select(tables.event_buffer.c.eql_id).where(tables.event_buffer.c.eql_topic == name).limit(1)
+    return (
+        connection.execute(select(log.c.eql_id).limit(1)).first() is not None
+        or connection.execute(buffered).first() is not None
+    )
+
+
+def _states(connection: Connection, topic: str | None) -> list[ConsumerState]:
+    query = select(
+        _c.eql_topic,
+        _c.eql_name,
+        _c.eql_partition,
+        func.coalesce(_c.eql_last_event_id, 0),
+        _c.eql_consumed_events,
+        _c.eql_last_consumption_at,
+        _c.eql_paused,
+        _c.eql_epoch,
+        _c.eql_lease_owner,
+        _c.eql_lease_expires_at,
+        _c.eql_failed_event_id,
+        _c.eql_attempts,
+        _c.eql_failure,
+        _c.eql_retry_at,
+        _c.eql_max_attempts,
+    ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)
+    if topic is not None:
+        query = query.where(_c.eql_topic == topic)
+    rows: list[Row[tuple[object, ...]]] = list(connection.execute(query))
+    return [ConsumerState(*row) for row in rows]  # type: ignore[arg-type]  # columns in the order of the fields

@@ -1,0 +1,113 @@
+"""What a queue hands out, and the rules for what it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+from uuid import UUID
+
+from eventsql_orchestration.errors import InvalidNameError, ValidationError
+from eventsql_orchestration.model import MAX_KEY_BYTES, MAX_VALUE_BYTES
+
+MAX_NAME_LENGTH: Final = 200
+
+MAX_MESSAGES: Final = 10_000
+"""In one receive. More would sit in memory longer than their visibility timeout lasts."""
+
+MAX_SECONDS: Final = 31_536_000.0
+"""A year, as a bound for delays and visibility timeouts: what is hidden longer is lost rather than hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message as one receiver holds it, until it acknowledges or releases it or its visibility timeout ends.
+
+    `receives` counts how often the message has been received, this time included. `receipt` belongs to this receive
+    alone: the next receiver gets another one.
+    """
+
+    id: int
+    body: bytes
+    key: str | None
+    metadata: Mapping[str, str]
+    receives: int
+    receipt: UUID
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """The number of messages that could be received now, and of those that are delayed or held by a receiver."""
+
+    visible: int
+    invisible: int
+
+
+def check_name(name: object) -> str:
+    """Return a queue's name, or raise `InvalidNameError`: 1 to 200 printable characters, no space at either end."""
+    if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
+        raise InvalidNameError(f"queue name {name!r} is not usable: take printable characters, no space at its ends")
+    if len(name) > MAX_NAME_LENGTH:
+        raise InvalidNameError(f"queue name {name[:40]!r}… has {len(name)} characters; {MAX_NAME_LENGTH} are allowed")
+    return name
+
+
+def check_body(body: bytes) -> bytes:
+    """Return a message's body, or raise `ValidationError`: any bytes, up to 64 MiB."""
+    if not isinstance(body, bytes | bytearray | memoryview):
+        raise ValidationError(f"body must be bytes, not {type(body).__name__}: encode it first, as UTF-8 for example")
+    body = bytes(body)
+    if len(body) > MAX_VALUE_BYTES:
+        raise ValidationError(
+            f"body has {len(body)} bytes; {MAX_VALUE_BYTES} are allowed: send a reference to it instead"
+        )
+    return body
+
+
+def check_key(key: str | None) -> str | None:
+    """Return a message's key, or raise `ValidationError`: text of at most 64 KiB without NUL."""
+    if key is not None and len(_check_text("key", key).encode()) > MAX_KEY_BYTES:
+        raise ValidationError(f"key has more than {MAX_KEY_BYTES} bytes")
+    return key
+
+
+def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return a message's metadata, or raise `ValidationError` unless it maps text to text without NUL."""
+    if not isinstance(metadata, Mapping):
+        raise ValidationError(f"metadata must be a mapping, not {type(metadata).__name__}")
+    return {
+        _check_text("a metadata name", name): _check_text(f"metadata {name!r}", value)
+        for name, value in metadata.items()
+    }
+
+
+def check_max_messages(max_messages: object) -> int:
+    """Return `max_messages`, or raise `ValidationError`: 1 to 10,000."""
+    if isinstance(max_messages, bool) or not isinstance(max_messages, int) or not 1 <= max_messages <= MAX_MESSAGES:
+        raise ValidationError(f"max_messages must be a whole number from 1 to {MAX_MESSAGES}, not {max_messages!r}")
+    return max_messages
+
+
+def check_seconds(what: str, duration: float | timedelta, *, zero: bool) -> float:
+    """Return `duration` in seconds, or raise `ValidationError`: finite, positive (or `zero`), a year at most."""
+    seconds: object = duration.total_seconds() if isinstance(duration, timedelta) else duration
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise ValidationError(f"{what} must be a number of seconds, not {duration!r}")
+    if seconds < 0 or (seconds == 0 and not zero) or seconds > MAX_SECONDS:
+        least = "0" if zero else "more than 0"
+        raise ValidationError(f"{what} of {seconds:g} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
+    return float(seconds)
+
+
+def _check_text(what: str, value: str) -> str:
+    if not isinstance(value, str):
+        raise ValidationError(f"{what} must be text, not {type(value).__name__}")
+    if "\x00" in value:
+        raise ValidationError(f"{what} holds a NUL character, which PostgreSQL text cannot store")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValidationError(f"{what} {value!r} is not valid Unicode text (a lone surrogate)") from None
+    return value

@@ -1,0 +1,63 @@
+"""Configuration from the environment (`EVENTSQL_…`) and from `eventsql.toml`, the environment first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from eventsql_orchestration.errors import ConfigurationError
+
+DEFAULT_SCHEMA = "eventsql"
+
+
+class Settings(BaseSettings):
+    """The settings of one installation.
+
+    `dsn` names the database (a PostgreSQL URL); without one the embedded server of `home` is used. `db_schema`
+    (`EVENTSQL_SCHEMA`) is the schema that holds the platform's tables. `home` is where the embedded server, the Java
+    shim and Dagster's instance of this directory live.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="EVENTSQL_", toml_file="eventsql.toml", extra="forbid", frozen=True, populate_by_name=True
+    )
+
+    dsn: SecretStr | None = None
+    db_schema: str = Field(
+        default=DEFAULT_SCHEMA, validation_alias=pydantic.AliasChoices("EVENTSQL_SCHEMA", "schema", "db_schema")
+    )
+    home: Path = Path(".eventsql")
+
+    @field_validator("db_schema")
+    @classmethod
+    def _schema_is_an_identifier(cls, value: str) -> str:
+        if not value.isidentifier() or not value.isascii() or value != value.lower() or len(value) > 63:
+            raise ValueError("take a lower-case SQL identifier of at most 63 characters")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Settings:
+        """Read the settings; `overrides` that are None count as not given.
+
+        Raises `ConfigurationError` that names the setting and never repeats a secret value.
+        """
+        try:
+            return cls(**{name: value for name, value in overrides.items() if value is not None})
+        except pydantic.ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigurationError(f"settings cannot be used: {faults}") from None

@@ -1,0 +1,139 @@
+"""The event store: appends changes of aggregates with optimistic concurrency, and reads them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from psycopg.errors import SerializationFailure
+from psycopg.rows import class_row
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import ConcurrentAppendError, ValidationError
+from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, check_name, check_version, encode
+
+
+class Store:
+    """Changes and snapshots of every aggregate in one database.
+
+    An aggregate is named by its type and its id. Its version is the number of its changes, 0 before the first. What
+    was appended is never altered.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._queries = Queries("store", database.schema)
+
+    def append(
+        self,
+        connection: Connection,
+        aggregate_type: str,
+        aggregate_id: str,
+        changes: Sequence[Change],
+        *,
+        expected_version: int,
+    ) -> int:
+        """Append `changes` in the caller's transaction and return the aggregate's new version.
+
+        `expected_version` is the version that the decision was made on, 0 for a new aggregate. Raises
+        `ConcurrentAppendError` when the aggregate is at another one; nothing was appended then, and the transaction
+        can go on unless it is stricter than READ COMMITTED. Another writer's uncommitted append is waited for.
+        """
+        _check_aggregate(aggregate_type, aggregate_id)
+        check_version("expected_version", expected_version, least=0)
+        if not changes:
+            raise ValidationError(f"there are no changes to append to {aggregate_type} {aggregate_id!r}")
+        values = {
+            "type": aggregate_type,
+            "id": aggregate_id,
+            "expected_version": expected_version,
+            "new_version": expected_version + len(changes),
+            "kinds": [change.kind for change in changes],
+            "data": [change.encoded for change in changes],
+        }
+        with self._on(connection):
+            try:
+                appended = connection.execute(self._queries("append"), values).rowcount
+            except SerializationFailure:
+                appended = 0
+        if not appended:
+            at = f"at version {expected_version}" if expected_version else "new"
+            raise ConcurrentAppendError(
+                f"{aggregate_type} {aggregate_id!r} is not {at} any more: load it again and decide anew"
+            )
+        return expected_version + len(changes)
+
+    def load(
+        self,
+        aggregate_type: str,
+        aggregate_id: str,
+        *,
+        after_version: int = 0,
+        upto_version: int | None = None,
+        connection: Connection | None = None,
+    ) -> list[RecordedChange]:
+        """The changes with `after_version < version <= upto_version` in their order; empty for an unknown aggregate.
+
+        With `connection` the caller's transaction reads, so that it sees what it appended itself.
+        """
+        values = self._values(aggregate_type, aggregate_id, upto_version)
+        values["after_version"] = check_version("after_version", after_version, least=0)
+        with self._on(connection) as joined, joined.cursor(row_factory=class_row(RecordedChange)) as cursor:
+            return cursor.execute(self._queries("load"), values).fetchall()
+
+    def save_snapshot(
+        self, connection: Connection, aggregate_type: str, aggregate_id: str, version: int, state: Mapping[str, Any]
+    ) -> None:
+        """Keep `state` as what the aggregate was at `version`, in place of an earlier snapshot of that version.
+
+        Raises `ValidationError` for a version that the aggregate has not reached.
+        """
+        _check_aggregate(aggregate_type, aggregate_id)
+        values = {
+            "type": aggregate_type,
+            "id": aggregate_id,
+            "version": check_version("version", version, least=1),
+            "state": encode(f"the state of {aggregate_type} {aggregate_id!r}", state),
+        }
+        with self._on(connection):
+            saved = connection.execute(self._queries("save_snapshot"), values).rowcount
+        if not saved:
+            raise ValidationError(
+                f"{aggregate_type} {aggregate_id!r} has not reached version {version}: no snapshot was saved"
+            )
+
+    def snapshot(
+        self,
+        aggregate_type: str,
+        aggregate_id: str,
+        *,
+        upto_version: int | None = None,
+        connection: Connection | None = None,
+    ) -> Snapshot | None:
+        """The newest snapshot, or the newest up to `upto_version`; None where there is none."""
+        values = self._values(aggregate_type, aggregate_id, upto_version)
+        with self._on(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:
+            return cursor.execute(self._queries("snapshot"), values).fetchone()
+
+    @staticmethod
+    def _values(aggregate_type: str, aggregate_id: str, upto_version: int | None) -> dict[str, Any]:
+        _check_aggregate(aggregate_type, aggregate_id)
+        if upto_version is not None:
+            check_version("upto_version", upto_version, least=0)
+        return {"type": aggregate_type, "id": aggregate_id, "upto_version": upto_version}
+
+    @contextmanager
+    def _on(self, connection: Connection | None) -> Iterator[Connection]:
+        if connection is None:
+            with self.database.connection() as pooled:
+                yield pooled
+        else:
+            self.database.ensure_schema()
+            with self.database.errors():
+                yield connection
+
+
+def _check_aggregate(aggregate_type: str, aggregate_id: str) -> None:
+    check_name("aggregate type", aggregate_type)
+    check_name("aggregate id", aggregate_id)

@@ -1,0 +1,90 @@
+"""Logs: lines that resources wrote, found again by resource, time and text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from psycopg.rows import class_row
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.views.rules import check_name, check_range, check_text, check_time, check_whole
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line that a resource wrote; `id` grows in the order in which lines were stored."""
+
+    id: int
+    resource: str
+    line: str
+    written_at: datetime
+
+
+class Logs:
+    """The logs of one database; each exists as soon as a line is written to it.
+
+    Writing takes the caller's connection, so that an event's handler writes its lines exactly once, in the transaction
+    that moves its offset.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queries = Queries("views", database.schema)
+
+    def write(self, connection: Connection, log: str, rows: Iterable[tuple[str, str, datetime]]) -> int:
+        """Write `(resource, line, written_at)` rows in the caller's transaction, with one statement; how many it were.
+
+        Raises `ValidationError` for what cannot be stored; none of the rows is written then.
+        """
+        check_name("log", log)
+        checked = [
+            (check_name("resource", resource), check_text("line", line), check_time("written_at", written_at))
+            for resource, line, written_at in rows
+        ]
+        if not checked:
+            return 0
+        resources, lines, times = (list(column) for column in zip(*checked, strict=True))
+        values = {"log": log, "resources": resources, "lines": lines, "written_at": times}
+        self._database.ensure_schema()
+        with self._database.errors():
+            connection.execute(self._queries("write_log"), values)
+        return len(checked)
+
+    def search(
+        self,
+        log: str,
+        *,
+        resource: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        text: str | None = None,
+        limit: int = 100,
+    ) -> list[LogLine]:
+        """The newest lines, newest first, `limit` at most.
+
+        `since <= written_at < until`. `text` is looked for anywhere in a line, in upper or lower case; lines of the
+        time range are read one after another for it, so name a range or a resource in a log that is large.
+        """
+        check_range(since, until)
+        if text is not None and not check_text("text", text):
+            raise ValidationError("text to search for is empty: leave it out to find every line")
+        values = {
+            "log": check_name("log", log),
+            "resource": None if resource is None else check_name("resource", resource),
+            "since": since,
+            "until": until,
+            "pattern": None if text is None else _containing(text),
+            "limit": check_whole("limit", limit, least=1),
+        }
+        # Two statements, each with the index that its conditions name.
+        statement = "search_log" if resource is None else "search_log_of_resource"
+        with self._database.connection() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
+            return found.execute(self._queries(statement), values).fetchall()
+
+
+def _containing(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+    return f"%{escaped}%"

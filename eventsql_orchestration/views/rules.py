@@ -1,0 +1,84 @@
+"""The rules for what timelines, rollups and logs take; each raises an error of ours before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from eventsql_orchestration.errors import InvalidNameError, ValidationError
+from eventsql_orchestration.model import MAX_VALUE_BYTES
+
+MAX_NAME_LENGTH: Final = 200
+
+# An escape of NUL in JSON text: its backslash is not itself escaped by another one.
+_ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def check_name(what: str, name: object) -> str:
+    """Return `name`, or raise `InvalidNameError`: 1 to 200 printable characters, no space at either end."""
+    if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
+        raise InvalidNameError(f"{what} {name!r} is not usable: take printable characters, no space at its ends")
+    if len(name) > MAX_NAME_LENGTH:
+        raise InvalidNameError(f"{what} {name[:40]!r}… has {len(name)} characters; {MAX_NAME_LENGTH} are allowed")
+    return name
+
+
+def check_text(what: str, text: str) -> str:
+    """Return `text`, or raise `ValidationError`: valid Unicode without NUL, up to 64 MiB."""
+    if not isinstance(text, str):
+        raise ValidationError(f"{what} must be text, not {type(text).__name__}")
+    if "\x00" in text:
+        raise ValidationError(f"{what} holds a NUL character, which PostgreSQL text cannot store")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise ValidationError(f"{what} is not valid Unicode text (a lone surrogate)") from None
+    if size > MAX_VALUE_BYTES:
+        raise ValidationError(f"{what} has {size} bytes; {MAX_VALUE_BYTES} are allowed")
+    return text
+
+
+def check_time(what: str, time: datetime) -> datetime:
+    """Return `time` in UTC, or raise `ValidationError` unless it has a time zone.
+
+    In UTC because Python takes the two times of a repeated local hour for equal.
+    """
+    if not isinstance(time, datetime):
+        raise ValidationError(f"{what} must be a datetime, not {type(time).__name__}")
+    if time.utcoffset() is None:
+        raise ValidationError(f"{what} {time} has no time zone: say which, such as datetime.now(UTC)")
+    try:
+        return time.astimezone(UTC)
+    except OverflowError:
+        raise ValidationError(f"{what} {time} lies outside of the years 1 to 9999 in UTC") from None
+
+
+def check_range(since: datetime | None, until: datetime | None) -> None:
+    """Raise `ValidationError` unless both ends, where given, have a time zone."""
+    if since is not None:
+        check_time("since", since)
+    if until is not None:
+        check_time("until", until)
+
+
+def check_whole(what: str, number: object, *, least: int = -(2**63)) -> int:
+    """Return `number`, or raise `ValidationError` unless it is a whole number that fits PostgreSQL's bigint."""
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number < 2**63:
+        raise ValidationError(f"{what} must be a whole number from {least} to {2**63 - 1}, not {number!r}")
+    return number
+
+
+def encode(what: str, data: Mapping[str, Any]) -> str:
+    """`data` as JSON text, or `ValidationError` where PostgreSQL cannot store it."""
+    if not isinstance(data, Mapping):
+        raise ValidationError(f"{what} must be a mapping, not {type(data).__name__}")
+    try:
+        text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValidationError(f"{what} cannot be written as JSON: {error}") from None
+    if _ESCAPED_NUL.search(text):
+        raise ValidationError(f"{what} holds a NUL character, which PostgreSQL cannot store")
+    return check_text(what, text)

