@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: help setup demo test lint format types contracts check docs clean
+.PHONY: help setup demo browser test lint format types contracts check docs clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -28,7 +28,16 @@ uv:
 demo: setup ## Run the whole system here: database, Dagster, a ride simulation (ONCE=1: one round, then end)
 	$(BIN)/eventsql dev $(if $(ONCE),--once)
 
-test: setup ## Run all tests
+browser: ## Install Chromium for the tests of what a person sees, where apt-get can
+	@if ! command -v chromium chromium-browser google-chrome >/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver; \
+		else \
+			echo "No Chromium here: the browser tests will say that they did not run. Install chromium and chromium-driver."; \
+		fi; \
+	fi
+
+test: setup browser ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: setup ## Look for mistakes and unformatted code

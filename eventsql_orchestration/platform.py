@@ -51,6 +51,10 @@ class EventSQL:
         """The lag of every consumer partition, of one topic or of all. Raises `TopicNotFoundError`."""
         return self._lag.read(topic)
 
+    def buffered(self) -> dict[str, int]:
+        """How many events of each topic are published and not transferred yet; topics without any are left out."""
+        return self._lag.buffered()
+
     def _wake_transfer(self) -> None:
         self._wake.set()
         if self._background is None:

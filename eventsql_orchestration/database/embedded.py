@@ -244,6 +244,9 @@ class EmbeddedPostgres:
             account = _server_account(self._data)
             programs = _reachable_programs(installation, account)
             self._place_data(account)
+            for leftover in self._data.parent.glob(".eventsql-initdb-*"):
+                # Of a process that was killed; its initdb may still be at work there, and then stays for the next time.
+                shutil.rmtree(leftover, ignore_errors=True)
             if not (self._data / "PG_VERSION").exists():
                 self._initialise(programs, account, deadline)
             elif not self._password_file.exists():
@@ -283,8 +286,6 @@ class EmbeddedPostgres:
         """Run initdb beside the data directory and rename its result, so that a half-made one is never started."""
         password = self._keep_password()
         home = self._data.parent
-        for leftover in home.glob(".eventsql-initdb-*"):
-            shutil.rmtree(leftover)
         work = Path(tempfile.mkdtemp(prefix=".eventsql-initdb-", dir=home))
         try:
             new, password_file = work / "data", work / "password"

@@ -60,6 +60,13 @@ class LagReader:
         buffered = self._buffered({state.topic for state in states})
         return [self._lag(state, buffered) for state in states]
 
+    def buffered(self) -> dict[str, int]:
+        """How many events of each topic lie in the buffer; topics without any are left out."""
+        counts: dict[str, int] = {}
+        for (topic, _), (count, _) in self._buffered(topic.name for topic in self._registry.topics()).items():
+            counts[topic] = counts.get(topic, 0) + count
+        return counts
+
     def _buffered(self, topics: Iterable[str]) -> dict[tuple[str, int], tuple[int, float]]:
         with self._database.connection() as connection:
             rows = connection.execute(self._queries("buffered"), {"topics": sorted(topics)})

@@ -38,9 +38,12 @@ error. With a `claim` and no `writerId` the writer is that claim's, so that a ru
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from typing import Final
 
+from eventsql_orchestration import errors
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 
 FORMAT: Final = "eventsql"
@@ -63,7 +66,11 @@ def spark_config(**overrides: str) -> dict[str, str]:
     """Settings for a Spark session on this machine, for a session's builder or dagster-pyspark's resources.
 
     `overrides` replaces any of them or adds to them: `spark_config(**{"spark.master": "local[4]"})`.
+
+    Unless it is set, PYSPARK_PYTHON is made to name this Python: Spark looks for data sources in the Python of its own
+    environment, which no setting changes, and finds none in the `python3` of PATH.
     """
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     return {
         "spark.master": "local[2]",
         "spark.app.name": "eventsql",
@@ -77,11 +84,20 @@ def spark_config(**overrides: str) -> dict[str, str]:
         "spark.sql.execution.arrow.pyspark.enabled": "true",
         # Spark's 200 are for a cluster; on two cores each empty one costs its scheduling.
         "spark.sql.shuffle.partitions": "4",
-        # Workers must run in the environment that has this package, also where PATH leads to another Python.
-        "spark.pyspark.python": sys.executable,
-        "spark.pyspark.driver.python": sys.executable,
         # A `dsn` holds a password; Spark's own pattern hides an option called `url` only.
         "spark.sql.redaction.options.regex": "(?i)url|dsn",
-        "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|dsn",
         **overrides,
     }
+
+
+def eventsql_error(error: BaseException) -> errors.EventSQLError | None:
+    """The error of this package within one of Spark's, which carries it as text; None where it has another cause."""
+    found = re.findall(rf"^\s*{re.escape(errors.__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
+    if not found:
+        return None
+    name, message = found[-1]
+    kind = getattr(errors, name, errors.EventSQLError)
+    if kind.__init__ is not errors.EventSQLError.__init__:
+        # It takes more than a message, and the message has it all.
+        kind = errors.EventSQLError
+    return kind(message)

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import adbc_driver_manager
-import pyarrow as pa
-import pyarrow.compute as pc
-from adbc_driver_postgresql import StatementOptions, dbapi
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
+from adbc_driver_postgresql import StatementOptions, dbapi  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
 
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
@@ -59,7 +59,11 @@ def read_batches(source: Source, offsets: OffsetRange, columns: Sequence[str]) -
     """
     schema = pa.schema([pa.field(name, TYPES[name]) for name in columns])
     fetched = [name for name in columns if name in _EXPRESSIONS]
-    with _errors(source, offsets), dbapi.connect(source.dsn, autocommit=True) as connection, connection.cursor() as cursor:
+    with (
+        _errors(source, offsets),
+        dbapi.connect(source.dsn, autocommit=True) as connection,
+        connection.cursor() as cursor,
+    ):
         cursor.adbc_statement.set_options(**{StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
         cursor.execute(_query(source, offsets, fetched))
         for batch in cursor.fetch_record_batch():

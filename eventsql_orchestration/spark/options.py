@@ -145,9 +145,9 @@ class _Given:
                 raise ConfigurationError(f"option {name} is not known: is {names[near[0]]} meant?")
 
     def source(self) -> Source:
-        # The tasks of a read import this module too, and these take a second to load.
-        from eventsql_orchestration.database import Database
-        from eventsql_orchestration.settings import Settings
+        # Not for the tasks, which import this module too: these load longer than a small range is read.
+        from eventsql_orchestration.database import Database  # noqa: PLC0415
+        from eventsql_orchestration.settings import Settings  # noqa: PLC0415
 
         settings = Settings.load(dsn=self.text("dsn"), schema=self.text("schema"))
         if settings.dsn is None:

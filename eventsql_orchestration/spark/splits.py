@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 PROBES: Final = 256
@@ -10,8 +11,8 @@ PROBES: Final = 256
 two steps down the index each. A gap that is wider than a part is always seen, a smaller one may be."""
 
 EVENTS_PER_SPLIT: Final = 250_000
-"""Events of a task when nobody asked for a number of tasks: a quarter of a second of reading, ten times what Spark needs
-to start one."""
+"""Events of a task when nobody asked for a number of tasks: a quarter of a second of reading, several times what Spark
+needs to start one."""
 
 Bounds = tuple[int, int]
 """`after` exclusive, `upto` inclusive."""
@@ -21,7 +22,7 @@ def equal_parts(after: int, upto: int, parts: int) -> list[Bounds]:
     """A range of offsets in at most so many parts of equal width."""
     parts = min(parts, upto - after)
     edges = [after + (upto - after) * part // parts for part in range(parts + 1)] if parts else []
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def even_splits(after: int, upto: int, occupied: Sequence[Bounds], splits: int | None) -> list[Bounds]:

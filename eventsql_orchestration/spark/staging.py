@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import adbc_driver_manager
-import pyarrow as pa
-import pyarrow.compute as pc
-from adbc_driver_postgresql import dbapi
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
+from adbc_driver_postgresql import dbapi  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
 
 from eventsql_orchestration.errors import (
@@ -88,10 +88,10 @@ class Encoder:
         topics: list[str] = column.to_pylist()
         for topic in set(topics):
             if topic is None:
-                raise InvalidPublicationError("column topic is null: every row needs a topic")
+                raise InvalidPublicationError("column 'topic' is null: every row needs a topic")
             if topic not in self.partitions:
                 raise TopicNotFoundError(
-                    f"column topic: topic {topic!r} does not exist: create it with `eventsql topic create {topic}`"
+                    f"column 'topic': topic {topic!r} does not exist: create it with `eventsql topic create {topic}`"
                 )
         return topics
 
@@ -106,11 +106,11 @@ class Encoder:
                 try:
                     partition = check_partition(topic, wanted, count)
                 except PartitionOutOfRangeError as error:
-                    raise PartitionOutOfRangeError(f"column partition: {error}") from None
+                    raise PartitionOutOfRangeError(f"column 'partition': {error}") from None
             elif count == NOT_PARTITIONED:
                 partition = NOT_PARTITIONED
             elif key is None:
-                partition = random.randrange(count)
+                partition = random.randrange(count)  # noqa: S311 - spreads load, guards nothing
             else:
                 partition = known.get((topic, key), -1)
                 if partition < 0:
@@ -129,10 +129,10 @@ class Encoder:
             if text is None:
                 for name, value in headers:
                     if value is None:
-                        raise InvalidPublicationError(f"column headers: {name!r} is null, metadata is text")
+                        raise InvalidPublicationError(f"column 'headers': {name!r} is null, metadata is text")
                     if "\x00" in name or "\x00" in value:
                         raise InvalidPublicationError(
-                            f"column headers: {name!r} holds a NUL character, which PostgreSQL text cannot store"
+                            f"column 'headers': {name!r} holds a NUL character, which PostgreSQL text cannot store"
                         )
                 text = texts[headers] = json.dumps({**dict(headers), **self.headers})
             encoded.append(text)
@@ -141,12 +141,12 @@ class Encoder:
 
 def _values(column: Any) -> Any:
     if column.null_count:
-        raise InvalidPublicationError("column value is null: every event needs a value")
+        raise InvalidPublicationError("column 'value' is null: every event needs a value")
     value = column.cast(pa.binary())
     longest = pc.max(pc.binary_length(value)).as_py() or 0
     if longest > MAX_VALUE_BYTES:
         raise InvalidPublicationError(
-            f"column value: one has {longest} bytes, {MAX_VALUE_BYTES} are allowed: publish a reference to it instead"
+            f"column 'value': one has {longest} bytes, {MAX_VALUE_BYTES} are allowed: publish a reference to it instead"
         )
     return value
 
@@ -158,18 +158,20 @@ def _keys(column: Any, rows: int) -> Any:
         # Spark lets any bytes pass for a string.
         column.validate(full=True)
     except pa.ArrowInvalid:
-        raise InvalidPublicationError("column key: one is not valid UTF-8 text") from None
+        raise InvalidPublicationError("column 'key': one is not valid UTF-8 text") from None
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_KEY_BYTES:
-        raise InvalidPublicationError(f"column key: one has {longest} bytes, {MAX_KEY_BYTES} are allowed")
+        raise InvalidPublicationError(f"column 'key': one has {longest} bytes, {MAX_KEY_BYTES} are allowed")
     if pc.any(pc.match_substring(column, "\x00")).as_py():
-        raise InvalidPublicationError("column key: one holds a NUL character, which PostgreSQL text cannot store")
+        raise InvalidPublicationError("column 'key': one holds a NUL character, which PostgreSQL text cannot store")
     return column
 
 
 def stage(source: Source, encoder: Encoder, batches: Iterable[pa.RecordBatch]) -> Attempt:
-    """Stage the rows of one attempt, each batch in a transaction of its own: a slow query that feeds it must not keep one
-    open, which would stop the clearing away of dead rows in the whole database.
+    """Stage the rows of one attempt, each batch in a transaction of its own.
+
+    The query that feeds it may be slow, and an open transaction would keep dead rows from being removed anywhere in the
+    database.
 
     Leaves nothing behind when it raises: what `Encoder.encode` does, `DatabaseUnavailableError`, `DatabaseError`.
     """

@@ -36,10 +36,19 @@ START = (
 )
 
 
+def memory_disk() -> Path | None:
+    """A disk in memory that takes some servers and runs programs, where there is one: nothing here tests the disk."""
+    disk = Path("/dev/shm")
+    if not disk.is_dir():
+        return None
+    state = os.statvfs(disk)
+    return disk if state.f_bavail * state.f_frsize > 2**31 and not state.f_flag & os.ST_NOEXEC else None
+
+
 @contextlib.contextmanager
 def public_directory() -> Iterator[Path]:
     """A directory that every account may traverse, which pytest's own are not; its servers are removed with it."""
-    base = Path(tempfile.mkdtemp(prefix="eventsql-"))
+    base = Path(tempfile.mkdtemp(prefix="eventsql-", dir=memory_disk()))
     base.chmod(0o755)
     try:
         yield base
@@ -105,13 +114,14 @@ def remembered(server: EmbeddedServer) -> list[tuple[Any, ...]]:
     return query(server.dsn, "SELECT value FROM kept ORDER BY value")
 
 
-def postmasters(data: Path) -> list[int]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or [""]
-        if command[0].endswith("/postgres") and str(data) in command:
-            found.append(process.pid)
-    return found
+def processes_of(program: str, path: Path) -> list[int]:
+    """The processes of a program that have the path, or one below it, among their arguments."""
+    commands = {process.pid: process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])}
+    return [
+        pid
+        for pid, (command, *arguments) in commands.items()
+        if command.endswith(f"/{program}") and any(argument.startswith(str(path)) for argument in arguments)
+    ]
 
 
 def start_in_another_process(postgres: EmbeddedPostgres, then: str = "") -> subprocess.Popen[str]:
@@ -226,13 +236,11 @@ def test_any_name_makes_a_database_that_its_dsn_leads_to(shared: EmbeddedPostgre
 
 
 def test_database_errors_say_what_to_do(shared: EmbeddedPostgres) -> None:
-    dsn = shared.create_database("taken")
+    shared.create_database("taken")
     with pytest.raises(EmbeddedServerError, match="'taken' could not be created: it exists; choose another name"):
         shared.create_database("taken")
     with pytest.raises(EmbeddedServerError, match='template database "absent" does not exist'):
         shared.create_database("other", template="absent")
-    with psycopg.connect(dsn), pytest.raises(EmbeddedServerError, match="being accessed by other users; close"):
-        shared.create_database("other", template="taken")
     with pytest.raises(EmbeddedServerError, match="belongs to the embedded server"):
         shared.drop_database("eventsql")
 
@@ -246,7 +254,7 @@ def test_processes_that_start_at_once_share_one_server(fresh: EmbeddedPostgres) 
     assert [starter.returncode for starter in starters] == [0] * 4
     server = fresh.start()
     assert said == {f"{server.pid} {server.port}\n"}
-    assert postmasters(server.data_directory) == [server.pid]
+    assert processes_of("postgres", server.data_directory) == [server.pid]
 
 
 def test_threads_that_start_at_once_share_one_server(fresh: EmbeddedPostgres) -> None:
@@ -277,6 +285,9 @@ def test_a_process_killed_amid_initdb_leaves_nothing_in_the_way(fresh: EmbeddedP
     kill(starter)
     server = fresh.start()
     assert query(server.dsn, "SELECT 1") == [(1,)]
+    fresh.stop()
+    eventually(lambda: not processes_of("initdb", fresh.directory))
+    fresh.start()
     assert not list(fresh.directory.glob(".eventsql-initdb-*"))
 
 
@@ -474,7 +485,7 @@ def test_a_directory_that_the_servers_account_cannot_reach_works(base: Path, cap
     assert remembered(postgres.start()) == [(1,)]
     postgres.destroy()
     assert not server.data_directory.parent.exists()
-    assert postmasters(server.data_directory) == []
+    assert processes_of("postgres", server.data_directory) == []
 
 
 @as_root

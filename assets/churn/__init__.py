@@ -1,0 +1,1 @@
+"""Code churn: how much every directory of a repository changes in every month."""

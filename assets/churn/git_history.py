@@ -1,0 +1,79 @@
+"""The file changes of a git repository's own history, one JSON object a line, oldest first.
+
+    python -m assets.churn.git_history /path/to/repository > file_changes.jsonl
+
+Each line names the repository, the commit (12 digits), its time in UTC, a path, and the lines added and deleted (null for
+a binary file). Merge commits are left out, as `git log` leaves their changes out; a renamed file counts under its new path.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+_COMMIT = "\x01"
+
+
+def file_changes(
+    repository: Path, *, name: str | None = None, limit: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """The changes in the history of `repository`'s current commit; with `limit`, of its newest so many commits.
+
+    `name` is what the changes call the repository, the name of its directory by default. Raises `ValueError` when there is no git repository, or no git.
+    """
+    command = ["git", "-C", str(repository), "log", "--reverse", "--numstat", "-z", "-M", f"--format={_COMMIT}%H %ct"]
+    if limit is not None:
+        command.append(f"--max-count={limit}")
+    try:
+        log = subprocess.run(command, capture_output=True, check=True)
+    except FileNotFoundError:
+        raise ValueError("git is not installed") from None
+    except subprocess.CalledProcessError as error:
+        detail = error.stderr.decode(errors="replace").strip().splitlines()
+        raise ValueError(f"{repository} has no git history: {detail[-1] if detail else 'git log failed'}") from None
+    yield from _parse(name or repository.resolve().name, log.stdout.decode(errors="replace"))
+
+
+def _parse(repo: str, log: str) -> Iterator[dict[str, Any]]:
+    fields = iter(log.split("\x00"))
+    commit = committed_at = ""
+    for raw in fields:
+        field = raw.lstrip("\n")
+        if field.startswith(_COMMIT):
+            commit, seconds = field.removeprefix(_COMMIT).split()
+            committed_at = datetime.fromtimestamp(int(seconds), UTC).isoformat()
+        elif field:
+            added, deleted, path = field.split("\t", 2)
+            if not path:  # a rename: the old and the new path follow
+                next(fields)
+                path = next(fields)
+            yield {
+                "repo": repo,
+                "commit": commit[:12],
+                "committed_at": committed_at,
+                "path": path,
+                "added": None if added == "-" else int(added),
+                "deleted": None if deleted == "-" else int(deleted),
+            }
+
+
+@click.command(help=__doc__)
+@click.argument("repository", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".")
+@click.option("--name", help="What the changes call the repository; the name of its directory by default.")
+def main(repository: Path, name: str | None) -> None:
+    """Write the file changes to standard output."""
+    try:
+        for change in file_changes(repository, name=name):
+            click.echo(json.dumps(change, ensure_ascii=False, separators=(",", ":")))
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""File changes in, churn per directory and month out: a topic, a Spark asset, a second topic and a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from dagster_pyspark import LazyPySparkResource
+
+from assets.churn.counting import count, differing, stored
+from assets.churn.git_history import file_changes as history
+from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration.dagster import (
+    EventSQLResource,
+    consumer_asset,
+    publish_dataframe,
+    range_asset,
+    topic_key,
+)
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.log.claims import Claim
+
+FILE_CHANGES = Topic("file_changes", partitions=4)
+"""One event for each file that a commit changed; keyed by path."""
+
+DIRECTORY_CHURN = Topic("directory_churn", partitions=2)
+"""What a range of file changes adds to a directory's month; keyed by directory."""
+
+CHANGE_SCHEMA = "repo string, commit string, committed_at timestamp, path string, added long, deleted long"
+
+
+class HistoryConfig(dg.Config):
+    """Which repository's history a round publishes, and how many of its newest commits."""
+
+    repository: str = "."
+    commits: int = 50
+
+
+@dg.asset(
+    key=topic_key(FILE_CHANGES.name),
+    group_name="churn",
+    kinds={"eventsql", "git"},
+    description="The file changes of a git repository; `eventsql publish file_changes --key path` publishes any others.",
+    metadata={"partitions": FILE_CHANGES.partitions},
+)
+def file_changes(
+    context: dg.AssetExecutionContext, config: HistoryConfig, eventsql: EventSQLResource
+) -> dg.MaterializeResult[None]:
+    """Publish the newest file changes of a repository's history, in one commit."""
+    try:
+        changes = list(history(Path(config.repository), limit=config.commits))
+    except ValueError as error:
+        raise dg.Failure(f"no file changes were published: {error}") from error
+    published = eventsql.platform.publisher.publish_all(
+        Publication(
+            FILE_CHANGES.name,
+            json.dumps(change, ensure_ascii=False).encode(),
+            key=change["path"],
+            metadata={"dagster_run_id": context.run_id},
+        )
+        for change in changes
+    )
+    context.log.info("published %d file changes to topic %s", published, FILE_CHANGES.name)
+    return dg.MaterializeResult(metadata={"topic": FILE_CHANGES.name, "events": published})
+
+
+@range_asset(
+    topic=FILE_CHANGES,
+    consumer="directory_churn",
+    publishes=DIRECTORY_CHURN,
+    max_events=100_000,
+    max_wait=5.0,
+    group_name="churn",
+    description="Changes, lines added and lines deleted per directory and month, as Spark sums up a range of "
+    "file_changes.",
+)
+def directory_churn(
+    context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
+) -> Mapping[str, Any]:
+    """Sum up the claimed range and publish the sums, together with the consumer's offset."""
+    from pyspark.sql import functions as f
+
+    events = eventsql.read_range(spark.spark_session, claim.remaining)
+    churn = (
+        events.select(f.from_json(f.col("value").cast("string"), CHANGE_SCHEMA).alias("change"))
+        .select(
+            "change.repo",
+            # Everything before the last slash; files at the top belong to ".".
+            f.when(
+                f.contains("change.path", f.lit("/")), f.regexp_replace("change.path", "/[^/]*$", "")
+            ).otherwise(".").alias("directory"),
+            f.date_format("change.committed_at", "yyyy-MM").alias("month"),
+            "change.added",
+            "change.deleted",
+        )
+        .groupBy("repo", "directory", "month")
+        .agg(
+            f.count("*").alias("changes"),
+            f.coalesce(f.sum("added"), f.lit(0)).alias("added"),
+            f.coalesce(f.sum("deleted"), f.lit(0)).alias("deleted"),
+        )
+    )
+    return publish_dataframe(
+        context,
+        churn.select(f.col("directory").alias("key"), f.to_json(f.struct(*churn.columns)).alias("value")),
+        eventsql=eventsql,
+        topic=DIRECTORY_CHURN.name,
+        claim=claim,
+    )
+
+
+_ADD = """
+INSERT INTO churn.directory_churn (repo, directory, month, changes, added, deleted)
+VALUES (%(repo)s, %(directory)s, %(month)s, %(changes)s, %(added)s, %(deleted)s)
+ON CONFLICT (repo, directory, month) DO UPDATE
+SET changes = directory_churn.changes + excluded.changes,
+    added = directory_churn.added + excluded.added,
+    deleted = directory_churn.deleted + excluded.deleted
+"""
+
+
+@consumer_asset(
+    topic=DIRECTORY_CHURN,
+    consumer="directory_churn_table",
+    partitioned=True,
+    max_wait=2.0,
+    deps=[directory_churn.key],
+    group_name="churn",
+    description="Table churn.directory_churn: all changes per repository, directory and month.",
+)
+def directory_churn_table(events: Sequence[Event], connection: Connection) -> None:
+    """Add the events' sums to the table."""
+    with connection.cursor() as cursor:
+        cursor.executemany(_ADD, [json.loads(event.value) for event in events])
+
+
+@dg.asset_check(
+    asset=directory_churn_table.key,
+    description="The table holds what plain Python counts over the whole log of file_changes.",
+)
+def directory_churn_table_matches_log(eventsql: EventSQLResource) -> dg.AssetCheckResult:
+    """Count without Spark and compare row by row."""
+    platform = eventsql.platform
+    batches = platform.reader.stream(FILE_CHANGES.name)
+    expected = count(json.loads(event.value) for batch in batches for event in batch)
+    with platform.database.transaction() as connection:
+        found = stored(connection)
+    wrong = differing(expected, found)
+    return dg.AssetCheckResult(
+        passed=not wrong, metadata={"rows": len(expected), "rows that differ": len(wrong), "differing": str(wrong[:5])}
+    )

@@ -1,0 +1,60 @@
+"""The reference location's own tables, which its consumers write to: effects, beside the platform's schema."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import BigInteger, Column, DateTime, Integer, MetaData, Table, Text
+from sqlalchemy.schema import CreateSchema
+
+from eventsql_orchestration.database import Database
+
+RIDES: Final = "rides"
+CHURN: Final = "churn"
+
+metadata = MetaData()
+
+order_status = Table(
+    "order_status",
+    metadata,
+    Column("order_id", Text, primary_key=True),
+    Column("version", Integer, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("rider", Text, nullable=False),
+    Column("driver", Text),
+    Column("zone", Text, nullable=False),
+    Column("price_cents", BigInteger, nullable=False),
+    Column("placed_at", DateTime(timezone=True), nullable=False),
+    Column("updated_at", DateTime(timezone=True), nullable=False),
+    schema=RIDES,
+)
+
+zone_fares = Table(
+    "zone_fares",
+    metadata,
+    Column("zone", Text, primary_key=True),
+    Column("quarter_hour", DateTime(timezone=True), primary_key=True),
+    Column("rides", BigInteger, nullable=False),
+    Column("fares_cents", BigInteger, nullable=False),
+    schema=RIDES,
+)
+
+directory_churn = Table(
+    "directory_churn",
+    metadata,
+    Column("repo", Text, primary_key=True),
+    Column("directory", Text, primary_key=True),
+    Column("month", Text, primary_key=True),
+    Column("changes", BigInteger, nullable=False),
+    Column("added", BigInteger, nullable=False),
+    Column("deleted", BigInteger, nullable=False),
+    schema=CHURN,
+)
+
+
+def create(database: Database) -> None:
+    """Create the tables that are missing."""
+    with database.core() as connection:
+        for schema in (RIDES, CHURN):
+            connection.execute(CreateSchema(schema, if_not_exists=True))
+        metadata.create_all(connection)

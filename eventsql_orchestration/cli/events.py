@@ -1,0 +1,200 @@
+"""`eventsql consume` and `eventsql tail`: events as JSON lines, with and without committing offsets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import click
+
+from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.output import counted, say, write_events
+from eventsql_orchestration.cli.parameters import (
+    choose_partitions,
+    consumer_argument,
+    follow_option,
+    max_option,
+    partition_option,
+    topic_argument,
+)
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.log.lag import ConsumerLag, LagCause
+from eventsql_orchestration.model import Event, check_partition
+from eventsql_orchestration.platform import EventSQL
+
+_BATCH: Final = 1_000
+
+_FOLLOW_DELAY: Final = 0.3
+"""Seconds between two looks at a log that had nothing new."""
+
+_LOCKED_SECONDS: Final = 2.0
+"""How long another consumption may keep the partition before `consume` gives up; its batches take less."""
+
+
+class OffsetOrEnd(click.ParamType):
+    """An offset, `earliest` or `latest`."""
+
+    name = "offset|earliest|latest"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value in ("earliest", "latest"):
+            return str(value)
+        if not str(value).isdecimal() or not str(value).isascii() or not 0 <= int(value) < 2**63:
+            self.fail(f"{value!r} is neither an offset nor earliest or latest", param, ctx)
+        return int(value)
+
+
+@click.command()
+@topic_argument
+@click.option(
+    "--from",
+    "start",
+    type=OffsetOrEnd(),
+    help="The first offset to print, or earliest or latest (what comes from now on). Without it: earliest, with --follow "
+    "latest.",
+)
+@max_option
+@follow_option
+@partition_option
+@pass_session
+def tail(
+    session: Session,
+    topic: str,
+    start: int | str | None,
+    max_events: int | None,
+    follow: bool,
+    partition: int | None,
+) -> None:
+    """Print the events of TOPIC as JSON lines. Nothing is committed.
+
+    A value that is not UTF-8 text is printed as base64, with "encoding": "base64".
+    """
+    with session.platform() as platform:
+        found = platform.registry.topic(topic)
+        if partition is not None:
+            check_partition(topic, partition, found.partitions)
+        if start is None:
+            start = "latest" if follow else "earliest"
+        if isinstance(start, int):
+            after = max(0, start - 1)
+        else:
+            after = platform.reader.end(topic) if start == "latest" else 0
+        left = max_events
+        while left is None or left > 0:
+            limit = _BATCH if left is None else min(_BATCH, left)
+            events = platform.reader.read(topic, after=after, partition=partition, limit=limit)
+            if events:
+                write_events(events)
+                after = events[-1].id
+                left = None if left is None else left - len(events)
+            elif follow:
+                time.sleep(_FOLLOW_DELAY)
+            else:
+                return
+
+
+@click.command()
+@topic_argument
+@consumer_argument
+@max_option
+@follow_option
+@partition_option
+@pass_session
+def consume(
+    session: Session, topic: str, consumer: str, max_events: int | None, follow: bool, partition: int | None
+) -> None:
+    """Print the events of TOPIC that CONSUMER has not consumed yet, as JSON lines, and commit its offsets.
+
+    An offset is committed after its event was written: one that is printed when the command is killed may be printed
+    again. Fails when events wait that the consumer cannot get, because it is paused for example. The output is that of
+    `eventsql tail`.
+    """
+    with session.platform() as platform:
+        partitions = choose_partitions(platform.registry.consumer(topic, consumer), partition)
+        _Printer(platform, topic, consumer, partitions, everything=partition is None).run(max_events, follow=follow)
+
+
+class _Printer:
+    """Consumes by printing."""
+
+    def __init__(
+        self, platform: EventSQL, topic: str, consumer: str, partitions: list[int], *, everything: bool
+    ) -> None:
+        self._platform = platform
+        self._topic = topic
+        self._consumer = consumer
+        self._partitions = partitions
+        self._everything = everything
+        self._said: list[str] = []
+
+    def run(self, max_events: int | None, *, follow: bool) -> None:
+        left = max_events
+        locked_since: float | None = None
+        while left is None or left > 0:
+            consumed = self._pass(left)
+            left = None if left is None else left - consumed
+            if consumed:
+                locked_since = None
+                continue
+            waiting = self._waiting()
+            if follow:
+                self._say_once(waiting)
+            elif any(each.cause is LagCause.WAITING for each in waiting):
+                # They came a moment ago, or another consumption has the partition for as long as its batch takes.
+                locked_since = locked_since or time.monotonic()
+                if time.monotonic() - locked_since > _LOCKED_SECONDS:
+                    raise EventSQLError(f"another consumption of consumer {self._consumer!r} has its partition")
+            else:
+                self._end(waiting)
+                return
+            time.sleep(_FOLLOW_DELAY)
+
+    def _pass(self, left: int | None) -> int:
+        if self._everything and left is None:
+            return self._consume_once(None, _BATCH)
+        consumed = 0
+        for partition in self._partitions:
+            limit = _BATCH if left is None else min(_BATCH, left - consumed)
+            if limit:
+                consumed += self._consume_once(partition, limit)
+        return consumed
+
+    def _consume_once(self, partition: int | None, limit: int) -> int:
+        return self._platform.consumers.consume_once(
+            self._topic, self._consumer, _print, partition=partition, max_events=limit
+        )
+
+    def _waiting(self) -> list[ConsumerLag]:
+        return [
+            lag
+            for lag in self._platform.lag(self._topic)
+            if lag.consumer == self._consumer and lag.partition in self._partitions and lag.events
+        ]
+
+    def _end(self, waiting: list[ConsumerLag]) -> None:
+        refused = [_explain(lag) for lag in waiting if lag.cause is not LagCause.TRANSFER]
+        if refused:
+            raise EventSQLError("; ".join(refused))
+        if waiting:
+            events = sum(lag.buffered for lag in waiting)
+            say(f"{counted(events, 'event')} not transferred yet: `eventsql transfer --once` moves them")
+
+    def _say_once(self, waiting: list[ConsumerLag]) -> None:
+        stopped = [lag for lag in waiting if lag.cause in (LagCause.PAUSED, LagCause.BLOCKED, LagCause.LEASED)]
+        explained = [_explain(lag, count=False) for lag in stopped]
+        for line in explained:
+            if line not in self._said:
+                say(line)
+        self._said = explained
+
+
+def _print(events: Sequence[Event], _connection: Connection) -> None:
+    write_events(events)
+
+
+def _explain(lag: ConsumerLag, *, count: bool = True) -> str:
+    partition = "" if lag.partition < 0 else f" partition {lag.partition}"
+    what = f"{counted(lag.events, 'event')} not consumed: " if count else ""
+    return f"{what}consumer {lag.consumer!r} of topic {lag.topic!r}{partition} is {lag.cause.value}, {lag.detail}"

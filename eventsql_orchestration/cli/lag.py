@@ -1,0 +1,82 @@
+"""`eventsql lag`: how far each consumer partition is behind, and why."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.output import partition_name, show, stdout_is_terminal, table, write_json
+from eventsql_orchestration.cli.parameters import json_option, optional_topic_argument
+from eventsql_orchestration.log.lag import ConsumerLag, LagCause
+
+
+@click.command()
+@optional_topic_argument
+@click.option("--watch", is_flag=True, help="Show it anew all the time, until Ctrl-C.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often --watch looks.",
+)
+@json_option
+@pass_session
+def lag(session: Session, topic: str | None, watch: bool, interval: float, as_json: bool) -> None:
+    """Show how far the consumers of TOPIC, or of all topics, are behind.
+
+    Events counts those that are not consumed yet, buffered those of them that are not transferred yet; seconds is how
+    long ago the oldest of them was published. With --json and --watch each look is one line.
+    """
+    with session.platform() as platform:
+        if not watch:
+            _show(platform.lag(topic), as_json=as_json)
+        elif as_json or not stdout_is_terminal():
+            while True:
+                _show(platform.lag(topic), as_json=as_json, indent=None)
+                time.sleep(interval)
+        else:
+            with Live(_table(platform.lag(topic)), console=Console(), auto_refresh=False) as live:
+                while True:
+                    time.sleep(interval)
+                    live.update(_table(platform.lag(topic)), refresh=True)
+
+
+def _show(lags: list[ConsumerLag], *, as_json: bool, indent: int | None = 2) -> None:
+    if as_json:
+        write_json([_object(each) for each in lags], indent=indent)
+    else:
+        show(_table(lags))
+
+
+def _object(lag: ConsumerLag) -> dict[str, object]:
+    values = asdict(lag)
+    return {"offset" if name == "last_event_id" else name: value for name, value in values.items()}
+
+
+def _table(lags: list[ConsumerLag]) -> Table:
+    return table(
+        ["topic", "consumer", "partition", "events", "seconds", "offset", "end", "buffered", "cause", "detail"],
+        [
+            (
+                each.topic,
+                each.consumer,
+                partition_name(each.partition),
+                each.events,
+                each.seconds,
+                each.last_event_id,
+                each.end,
+                each.buffered,
+                None if each.cause is LagCause.NONE else each.cause.value,
+                each.detail,
+            )
+            for each in lags
+        ],
+    )

@@ -1,0 +1,184 @@
+"""What the commands write: data to standard output, messages to standard error, and no password to either."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import click
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from eventsql_orchestration.model import NOT_PARTITIONED, Event
+
+_UNBOUNDED: Final = 100_000
+"""Columns of a "terminal" that is a pipe or a file: a row there is one line, however long."""
+
+_SECRETS: Final = (
+    # Up to the last @: a password that should have been quoted may hold one itself.
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^:/@\s'\"]*:)[^\s'\"]*@", re.IGNORECASE), r"\1***@"),
+    (re.compile(r"(password\s*=\s*)('[^']*'|[^\s&'\"]+)", re.IGNORECASE), r"\1***"),
+)
+
+
+class OutputClosedError(BaseException):
+    """Whoever read standard output has had enough.
+
+    Not an `Exception`: a handler of events in which it is raised has not failed, and is not retried.
+    """
+
+
+class OutputFailedError(BaseException):
+    """Standard output takes no more, because its disk is full for example; not an `Exception` for the same reason."""
+
+
+def redact(text: str) -> str:
+    """`text` without the passwords of the database URLs and connection strings in it."""
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def say(message: str) -> None:
+    """One line for the user, on standard error."""
+    click.echo(f"eventsql: {redact(' '.join(message.split()))}", err=True)
+
+
+def write(text: str) -> None:
+    """Write data to standard output, and through to whoever reads it.
+
+    Raises `OutputClosedError` or `OutputFailedError`.
+    """
+    try:
+        stream = click.get_binary_stream("stdout")
+        stream.write(text.encode())
+        stream.flush()
+    except BrokenPipeError as error:
+        raise OutputClosedError from error
+    except OSError as error:
+        raise OutputFailedError(f"standard output cannot be written: {error.strerror or error}") from error
+
+
+def discard_output() -> None:
+    """Let nothing more go to standard output: the interpreter would fail at its end with what is left for it."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def write_json(value: object, *, indent: int | None = 2) -> None:
+    """Write one JSON document; with `indent=None` it is one line."""
+    write(json.dumps(value, ensure_ascii=False, indent=indent, default=_as_json) + "\n")
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, datetime):
+        return timestamp(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def event_object(event: Event) -> dict[str, Any]:
+    """An event as the commands print it; `timestamp` is when it was published."""
+    printed: dict[str, Any] = {
+        "topic": event.topic,
+        "offset": event.id,
+        "partition": event.partition,
+        "key": event.key,
+    }
+    try:
+        printed["value"] = event.value.decode()
+    except UnicodeDecodeError:
+        printed["value"] = base64.b64encode(event.value).decode()
+        printed["encoding"] = "base64"
+    printed["timestamp"] = timestamp(event.buffered_at)
+    printed["metadata"] = dict(event.metadata)
+    return printed
+
+
+def write_events(events: Iterable[Event]) -> None:
+    """Write events as JSON lines."""
+    lines = [json.dumps(event_object(event), ensure_ascii=False) for event in events]
+    if lines:
+        write("\n".join(lines) + "\n")
+
+
+def timestamp(value: datetime) -> str:
+    """A time as text, in UTC."""
+    return value.astimezone(UTC).isoformat()
+
+
+def stdout_is_terminal() -> bool:
+    return click.get_text_stream("stdout").isatty()
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Rows for people: numbers to the right, in groups of three digits; None is a dash."""
+    listed = [list(row) for row in rows]
+    drawn = Table(box=box.SIMPLE_HEAD if stdout_is_terminal() else None, pad_edge=False, header_style="bold")
+    for position, column in enumerate(columns):
+        numeric = bool(listed) and all(isinstance(row[position], int | float | None) for row in listed)
+        drawn.add_column(column, justify="right" if numeric else "left")
+    for row in listed:
+        drawn.add_row(*(Text(_cell(value)) for value in row))
+    return drawn
+
+
+def _cell(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.1f}"
+        case datetime():
+            return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        case _:
+            return str(value)
+
+
+def show(renderable: RenderableType) -> None:
+    """Write something of rich's to standard output."""
+    terminal = stdout_is_terminal()
+    console = Console(
+        file=io.StringIO() if not terminal else None, width=None if terminal else _UNBOUNDED, highlight=False
+    )
+    with console.capture() as capture:
+        console.print(renderable)
+    lines = capture.get().splitlines()
+    write("".join(f"{line if terminal else line.rstrip()}\n" for line in lines))
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    show(table(columns, rows))
+
+
+def show_fields(fields: Mapping[str, object]) -> None:
+    """Write names with their values, one to a line."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in fields.items():
+        grid.add_row(Text(name, style="bold"), Text(_cell(value)))
+    show(grid)
+
+
+def partition_name(partition: int) -> str:
+    """A partition for people: the one of what is not partitioned has no number."""
+    return "all" if partition == NOT_PARTITIONED else str(partition)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 event`, `2 events`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,92 @@
+"""`eventsql transfer`: moves published events from the buffer into the ordered logs of their topics."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+import click
+
+from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.output import counted, say
+
+_REPORT_SECONDS: Final = 1.0
+
+
+class _Report:
+    """Says what was moved, at most once a second."""
+
+    def __init__(self) -> None:
+        self._moved: dict[str, int] = {}
+        self._said = 0.0
+
+    def add(self, moved: dict[str, int]) -> None:
+        for topic, events in moved.items():
+            self._moved[topic] = self._moved.get(topic, 0) + events
+        if time.monotonic() - self._said >= _REPORT_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._moved:
+            topics = ", ".join(f"{topic} {events:,}" for topic, events in sorted(self._moved.items()))
+            say(f"transferred {counted(sum(self._moved.values()), 'event')} ({topics})")
+        self._moved = {}
+        self._said = time.monotonic()
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="Move what is there now, and end.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.01),
+    default=0.2,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait before the next look when nothing was left to move.",
+)
+@pass_session
+def transfer(session: Session, once: bool, interval: float) -> None:
+    """Move published events into the ordered logs of their topics, until Ctrl-C or SIGTERM.
+
+    Several may run at once, here or in other programs, and share the topics. A database that goes away while it runs is
+    waited for.
+    """
+    with session.platform() as platform:
+        # A database that is down when the command starts is an error, not something to wait for.
+        platform.database.ensure_schema()
+        report = _Report()
+        if once:
+            moved = platform.transfer.run_once()
+            report.add(moved)
+            if not moved:
+                say("nothing to transfer")
+            return
+        with _until_terminated() as stop:
+            say("transferring; Ctrl-C ends it")
+            try:
+                platform.transfer.run(stop, polling_delay=interval, on_moved=report.add)
+            finally:
+                report.flush()
+
+
+@contextmanager
+def _until_terminated() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, so that a service manager's stop finishes the batch under way."""
+    stop = threading.Event()
+
+    def terminate(_signal: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

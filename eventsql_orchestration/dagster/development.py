@@ -1,0 +1,212 @@
+"""Dagster on this machine: webserver and daemon as one child process, driven through its GraphQL API."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import dagster as dg
+import requests
+from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError
+
+from eventsql_orchestration.errors import EventSQLError
+
+logger = logging.getLogger(__name__)
+
+HOST: Final = "127.0.0.1"
+
+FINISHED: Final = frozenset({dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED})
+
+_LOCATIONS = """
+{ workspaceOrError {
+    ... on Workspace { locationEntries { name loadStatus locationOrLoadError { ... on PythonError { message } } } }
+    ... on PythonError { message }
+} }
+"""
+
+
+class DagsterStartError(EventSQLError):
+    """Dagster did not start, or could not load the code location."""
+
+
+class RunFailedError(EventSQLError):
+    """A Dagster run failed."""
+
+
+def free_port(preferred: int) -> int:
+    """`preferred` if nobody listens there, else one that the system chooses."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind((HOST, port))
+                return int(probe.getsockname()[1])
+    raise DagsterStartError("no TCP port is free on 127.0.0.1")
+
+
+class LocalDagster:
+    """`dagster dev` on one file of definitions, listening on loopback only.
+
+    `instance_home` is a directory with a dagster.yaml; `environment` is added to the environment of the processes. The
+    context starts them and waits until the location is loaded; leaving it ends its unfinished runs and the processes.
+
+    Raises `DagsterStartError`.
+    """
+
+    def __init__(
+        self, definitions: Path, *, instance_home: Path, port: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.definitions = definitions.resolve()
+        self.instance_home = instance_home.resolve()
+        self.port = port
+        self.log = self.instance_home / "dagster.log"
+        self._environment = {**os.environ, **(environment or {}), "DAGSTER_HOME": str(self.instance_home)}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the UI is."""
+        return f"http://{HOST}:{self.port}"
+
+    def start(self, *, timeout: float = 120.0, on_wait: Callable[[str], None] = lambda _: None) -> None:
+        """Start the processes and wait at most `timeout` seconds until the location is loaded.
+
+        `on_wait` is told what is being waited for.
+        """
+        # fmt: off
+        command = [
+            sys.executable, "-m", "dagster", "dev", "-h", HOST, "-p", str(self.port),
+            "-f", str(self.definitions), "-d", str(self.definitions.parent),
+            "--log-level", "warning", "--log-format", "rich",
+        ]
+        # fmt: on
+        with self.log.open("wb") as log:
+            # A session of its own: a Ctrl-C of the terminal reaches this process alone, which then ends the others.
+            self._process = subprocess.Popen(
+                command,
+                cwd=self.definitions.parent,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + timeout
+        while True:
+            waiting_for = self._not_ready()
+            if waiting_for is None:
+                return
+            if self._process.poll() is not None:
+                raise DagsterStartError(f"Dagster ended while it started: {self._last_words()}; see {self.log}")
+            if time.monotonic() > deadline:
+                raise DagsterStartError(f"Dagster did not start in {timeout:.0f} s ({waiting_for}); see {self.log}")
+            on_wait(waiting_for)
+            time.sleep(0.25)
+
+    def _not_ready(self) -> str | None:
+        """What is still missing for the start, or None. Raises `DagsterStartError` when the location cannot load."""
+        try:
+            answer = requests.post(f"{self.url}/graphql", json={"query": _LOCATIONS}, timeout=10)
+            answer.raise_for_status()
+            workspace = answer.json()["data"]["workspaceOrError"]
+        except (requests.RequestException, ValueError, KeyError):
+            return "the webserver"
+        entries = workspace.get("locationEntries")
+        if not entries or any(entry["loadStatus"] == "LOADING" for entry in entries):
+            return "the code location"
+        for entry in entries:
+            message = (entry["locationOrLoadError"] or {}).get("message")
+            if message:
+                lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+                raise DagsterStartError(f"{self.definitions.name} cannot be loaded: {lines[-1]}; see {self.log}")
+        return None
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text(errors="replace").strip().splitlines()
+            if lines:
+                return lines[-1].strip()
+        return "it left no message"
+
+    @contextlib.contextmanager
+    def instance(self) -> Iterator[dg.DagsterInstance]:
+        """The instance whose runs these are."""
+        with dg.DagsterInstance.from_config(str(self.instance_home)) as instance:
+            yield instance
+
+    def launch(
+        self, job: str, *, run_config: Mapping[str, Any] | None = None, tags: Mapping[str, str] | None = None
+    ) -> str:
+        """Launch a run of `job`; gives its id. Raises `RunFailedError` when Dagster refuses it."""
+        try:
+            client = DagsterGraphQLClient(HOST, port_number=self.port)
+            return client.submit_job_execution(job, run_config=dict(run_config or {}), tags=dict(tags or {}))
+        except DagsterGraphQLClientError as error:
+            raise RunFailedError(f"job {job!r} could not be launched: {' '.join(str(error).split())[:500]}") from error
+
+    def wait(
+        self, instance: dg.DagsterInstance, run_id: str, *, timeout: float, on_wait: Callable[[], None] = lambda: None
+    ) -> dg.DagsterRun:
+        """Wait until a run has succeeded. Raises `RunFailedError` when it does not within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            run = instance.get_run_by_id(run_id)
+            if run is None:
+                raise RunFailedError(f"run {run_id} was deleted")
+            if run.status is dg.DagsterRunStatus.SUCCESS:
+                return run
+            where = f"{self.url}/runs/{run_id}"
+            if run.status in FINISHED:
+                raise RunFailedError(f"the run of job {run.job_name!r} ended as {run.status.value}: see {where}")
+            if time.monotonic() > deadline:
+                raise RunFailedError(f"the run of job {run.job_name!r} took more than {timeout:.0f} s: see {where}")
+            on_wait()
+            time.sleep(0.25)
+
+    def stop(self, *, timeout: float = 30.0) -> None:
+        """End the runs that are under way, then the processes; those that do not end in `timeout` seconds are killed."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            self._end_runs(timeout=timeout / 2)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout)
+        with contextlib.suppress(ProcessLookupError):
+            # What is left of the session: children that outlived their parent.
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self._process = None
+
+    def _end_runs(self, *, timeout: float) -> None:
+        under_way = dg.RunsFilter(statuses=[s for s in dg.DagsterRunStatus if s not in FINISHED])
+        try:
+            with self.instance() as instance:
+                client = DagsterGraphQLClient(HOST, port_number=self.port)
+                for run_id in [run.run_id for run in instance.get_runs(under_way)]:
+                    with contextlib.suppress(DagsterGraphQLClientError):
+                        client.terminate_run(run_id)
+                deadline = time.monotonic() + timeout
+                while instance.get_runs_count(under_way) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+        except Exception as error:  # noqa: BLE001 - whatever Dagster says here, its processes end next
+            logger.warning("runs that were under way could not be ended: %s", error)
+
+    def __enter__(self) -> LocalDagster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()

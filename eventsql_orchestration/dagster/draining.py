@@ -1,0 +1,195 @@
+"""What a consuming run does: takes over its claim, consumes it, and goes on with further ranges within its limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from eventsql_orchestration import Event, EventSQL
+from eventsql_orchestration.dagster.definition import Limits
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.consumption import Failure
+from eventsql_orchestration.log.dead_letters import describe
+
+POLL: Final = 0.05
+"""Seconds between two looks for further events of a run that drains: well below the transfer's own delay."""
+
+OWNER_PREFIX: Final = "run "
+
+
+def owner_of_run(run_id: str) -> str:
+    """The owner of a claim that a run has taken over."""
+    return OWNER_PREFIX + run_id
+
+
+def run_of_owner(owner: str) -> str | None:
+    """The run that owns a claim, or None where none has taken it over yet."""
+    return owner.removeprefix(OWNER_PREFIX) if owner.startswith(OWNER_PREFIX) else None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """An event that was given up in this run, and why."""
+
+    event_id: int
+    partition: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """What consuming one claim came to."""
+
+    events: int
+    failure: Failure | None = None
+    dead_letters: tuple[DeadLetter, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+Consume: TypeAlias = Callable[[Claim], Consumed]
+"""Consumes the rest of a claim. Raises `ClaimLostError`."""
+
+
+@dataclass(slots=True)
+class Drained:
+    """What a run came to so far: its claims in order with what became of each, and the claim that it lost, if any."""
+
+    claims: list[tuple[Claim, Consumed]] = field(default_factory=list)
+    lost: str | None = None
+
+    @property
+    def events(self) -> int:
+        return sum(consumed.events for _, consumed in self.claims)
+
+    @property
+    def failure(self) -> tuple[Claim, Failure] | None:
+        """The event that ended the run; never one that became a dead letter."""
+        if not self.claims:
+            return None
+        claim, consumed = self.claims[-1]
+        return None if consumed.failure is None else (claim, consumed.failure)
+
+    @property
+    def dead_letters(self) -> list[DeadLetter]:
+        return [letter for _, consumed in self.claims for letter in consumed.dead_letters]
+
+    def ranges(self) -> list[dict[str, int]]:
+        """The ranges of offsets for a run's metadata: `after` exclusive, `upto` inclusive."""
+        return [
+            {
+                "claim": claim.id,
+                "partition": claim.range.partition,
+                "after": claim.position,
+                "upto": claim.range.upto,
+                "events": consumed.events,
+            }
+            for claim, consumed in self.claims
+        ]
+
+
+class Draining:
+    """Consumes a claim, and then what comes after it, until an event fails, a limit is reached or nothing more comes."""
+
+    def __init__(self, platform: EventSQL, consume: Consume, limits: Limits, *, owner: str) -> None:
+        self._platform = platform
+        self._consume = consume
+        self._limits = limits
+        self._owner = owner
+        self._deadline = time.monotonic() + limits.drain_seconds
+        self.drained = Drained()
+
+    def take_over(self, claim_id: int) -> Claim | None:
+        """Adopt the claim that the run was requested for; None, and a note of why, when it is not to be had any more."""
+        try:
+            return self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease)
+        except ClaimLostError as error:
+            self.drained.lost = str(error)
+            return None
+
+    def claim(self, topic: str, consumer: str, partition: int) -> Claim | str:
+        """Claim what waits, however little it is; a sentence where nothing can be claimed."""
+        found = self._platform.claims.claim(
+            topic, consumer, partition,
+            owner=self._owner, max_events=self._limits.max_events, lease=self._limits.lease,
+        )  # fmt: skip
+        return found if isinstance(found, Claim) else found.reason
+
+    def run(self, claim: Claim) -> None:
+        """Consume `claim` and what comes after it."""
+        current: Claim | None = claim
+        while current is not None:
+            try:
+                with self._platform.claims.heartbeat(current, lease=self._limits.lease):
+                    consumed = self._consume(current)
+            except ClaimLostError as error:
+                self.drained.lost = str(error)
+                return
+            self.drained.claims.append((current, consumed))
+            if consumed.failure is not None:
+                return
+            current = self._next(current)
+
+    def _next(self, previous: Claim) -> Claim | None:
+        limits, key = self._limits, previous.key
+        left = limits.drain_events - self.drained.events
+        if left < limits.min_events:
+            return None
+        idle_until = min(self._deadline, time.monotonic() + limits.drain_idle)
+        while time.monotonic() < self._deadline:
+            found = self._platform.claims.claim(
+                key.topic, key.consumer, key.partition,
+                owner=self._owner,
+                min_events=limits.min_events,
+                max_events=min(limits.max_events, left),
+                max_wait=limits.max_wait,
+                lease=limits.lease,
+            )  # fmt: skip
+            if isinstance(found, Claim):
+                return found
+            if time.monotonic() >= idle_until:
+                return None
+            time.sleep(POLL)
+        return None
+
+
+BatchFunction: TypeAlias = Callable[[Sequence[Event], Connection], object]
+
+
+class BatchConsumer:
+    """Consumes a claim by handing its events to a function, in transactions that also move the offset."""
+
+    def __init__(self, platform: EventSQL, function: BatchFunction, limits: Limits) -> None:
+        self._platform = platform
+        self._function = function
+        self._limits = limits
+        self._failed: dict[int, str] = {}
+
+    def __call__(self, claim: Claim) -> Consumed:
+        """Process the rest of `claim`. Raises `ClaimLostError`."""
+        self._failed.clear()
+        processed = self._platform.claims.process(
+            claim, self._watch, batch=self._limits.batch, lease=self._limits.lease
+        )
+        failure = processed.failure
+        if failure is not None and failure.outcome == Failure.DEAD_LETTER:
+            failure = None
+        if failure is not None:
+            self._failed.pop(failure.event.id, None)
+        return Consumed(processed.consumed, failure, tuple(self._dead_letters(claim)))
+
+    def _watch(self, events: Sequence[Event], connection: Connection) -> None:
+        try:
+            self._function(events, connection)
+        except Exception as error:
+            if len(events) == 1:
+                self._failed[events[0].id] = describe(error.__cause__ or error)
+            raise
+
+    def _dead_letters(self, claim: Claim) -> Iterator[DeadLetter]:
+        # An event that failed alone and was passed all the same is a dead letter: the claim went on after it.
+        for event_id, error in self._failed.items():
+            yield DeadLetter(event_id, claim.range.partition, error)

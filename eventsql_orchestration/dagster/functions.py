@@ -1,0 +1,90 @@
+"""A user's function and its parameters: what this package hands over, and the resources that Dagster does."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+
+from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function with the names of its parameters: those that are handed over, and resources with their types."""
+
+    call: Callable[..., Any]
+    handed_over: tuple[str, ...]
+    resources: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *, required: tuple[str, ...], optional: tuple[str, ...]) -> UserFunction:
+        """Read a function's signature.
+
+        Raises `DagsterInvalidDefinitionError` where a required parameter is missing, or one is neither handed over nor
+        annotated as a resource.
+        """
+        name = getattr(function, "__name__", repr(function))
+        parameters = inspect.signature(function).parameters
+        for parameter in required:
+            if parameter not in parameters:
+                raise dg.DagsterInvalidDefinitionError(
+                    f"{name}() needs a parameter called {parameter}: it takes {', '.join(required)}, and, as it likes, "
+                    f"{', '.join(optional)} and resources"
+                )
+        try:
+            hints = typing.get_type_hints(function, include_extras=True)
+        except NameError as error:
+            raise dg.DagsterInvalidDefinitionError(
+                f"{name}() has an annotation that cannot be resolved ({error}): import it at the top of its module, "
+                "outside of TYPE_CHECKING"
+            ) from None
+        handed_over = tuple(parameter for parameter in parameters if parameter in (*required, *optional))
+        resources = {parameter: hints.get(parameter) for parameter in parameters if parameter not in handed_over}
+        for parameter, annotation in resources.items():
+            if not _is_resource(annotation):
+                raise dg.DagsterInvalidDefinitionError(
+                    f"{name}() has a parameter {parameter} that is neither one of {', '.join((*required, *optional))} "
+                    "nor annotated with the type of a resource"
+                )
+        return cls(function, handed_over, resources)
+
+    def __call__(self, resources: Mapping[str, Any], **handed_over: Any) -> Any:
+        """Call it with its resources and with those of `handed_over` that it takes."""
+        return self.call(
+            **{name: handed_over[name] for name in self.handed_over},
+            **{name: resources[name] for name in self.resources},
+        )
+
+    def as_compute(
+        self,
+        config: type[dg.Config],
+        compute: Callable[[dg.AssetExecutionContext, Any, Mapping[str, Any]], Any],
+    ) -> Callable[..., Any]:
+        """`compute(context, config, resources)` in the form that Dagster's decorators take, with these resources."""
+        resources = {RESOURCE_KEY: EventSQLResource, **self.resources}
+
+        def entry(context: dg.AssetExecutionContext, config: Any, **given: Any) -> Any:
+            return compute(context, config, given)
+
+        parameters = [("context", dg.AssetExecutionContext), ("config", config), *resources.items()]
+        # Dagster reads what to hand over from the signature.
+        entry.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # functions take any attribute
+            [
+                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+                for name, annotation in parameters
+            ]
+        )
+        entry.__annotations__ = dict(parameters)
+        return entry
+
+
+def _is_resource(annotation: Any) -> bool:
+    if isinstance(annotation, type):
+        return issubclass(annotation, dg.ConfigurableResource)
+    # `dg.ResourceParam[T]`
+    return getattr(annotation, "__metadata__", None) == ("resource_param",)

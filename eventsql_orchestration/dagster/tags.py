@@ -1,0 +1,37 @@
+"""The run tags by which this package finds its own runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import dagster as dg
+
+TOPIC_TAG: Final = "eventsql/topic"
+CONSUMER_TAG: Final = "eventsql/consumer"
+PARTITION_TAG: Final = "eventsql/partition"
+CLAIM_TAG: Final = "eventsql/claim"
+AFTER_TAG: Final = "eventsql/after"
+"""The offset that a run's claim begins after: failures of runs from one offset are counted by it."""
+
+TRANSFER_TAG: Final = "eventsql/transfer"
+"""Carried by a transfer run once it moves events; its value names the database."""
+
+SPARK_TAG: Final = "eventsql/spark"
+"""For runs that start a Spark session: a run queue can limit them apart from all others."""
+
+HOUSEKEEPING_TAG: Final = "eventsql/housekeeping"
+"""Which of this package's runs a run is, for housekeeping: `consumer` or `internal`."""
+
+HOUSEKEEPING_CONSUMER: Final = "consumer"
+HOUSEKEEPING_INTERNAL: Final = "internal"
+
+PRIORITY_TAG: Final = "dagster/priority"
+MAX_RUNTIME_TAG: Final = "dagster/max_runtime"
+
+FINISHED: Final = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
+
+
+def partition_tags(topic: str, consumer: str, partition: int) -> Mapping[str, str]:
+    """The tags that every run of a consumer partition carries."""
+    return {TOPIC_TAG: topic, CONSUMER_TAG: consumer, PARTITION_TAG: str(partition)}
