@@ -1,4 +1,4 @@
-"""The reference location: what a team forks. Topics, assets, consumers, sensors, schedules and checks, in this order."""
+"""The reference location, which a team forks: topics, assets, consumers, checks, sensors and schedules."""
 
 import os
 
@@ -9,7 +9,7 @@ from assets.churn import pipeline as churn
 from assets.rides import fares, projections, simulation
 from assets.rides.order import RIDE_ORDERS
 from assets.setup import build_setup_job
-from eventsql_orchestration.dagster import EventSQLResource, build_lag_check
+from eventsql_orchestration.dagster import EventSQLResource, TopicResource, build_lag_check
 from eventsql_orchestration.spark import spark_config
 from sensors import consumer_sensors, housekeeping, lag_sensor, transfer
 
@@ -31,6 +31,8 @@ CHECKS = [
     churn.directory_churn_table_matches_log,
 ]
 
+eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"), db_schema=os.environ.get("EVENTSQL_SCHEMA", "eventsql"))
+
 LAG_CHECKS = [build_lag_check(consumer, max_events=100_000, max_seconds=300.0) for consumer in CONSUMERS]
 
 defs = dg.Definitions(
@@ -45,7 +47,11 @@ defs = dg.Definitions(
     sensors=[*consumer_sensors(CONSUMERS), lag_sensor(CONSUMERS)],
     schedules=[transfer, housekeeping],
     resources={
-        "eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"), db_schema=os.environ.get("EVENTSQL_SCHEMA", "eventsql")),
+        "eventsql": eventsql,
         "spark": LazyPySparkResource(spark_config=spark_config()),
+        **{
+            f"{topic.name}_topic": TopicResource(eventsql=eventsql, topic=topic.name, partitions=topic.partitions)
+            for topic in TOPICS
+        },
     },
 )

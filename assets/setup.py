@@ -1,7 +1,5 @@
 """The job that makes a database ready for the reference location. Run it after each deployment; it is idempotent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import dagster as dg
@@ -20,7 +18,7 @@ def build_setup_job(*, topics: Sequence[Topic], consumers: Sequence[ConsumerDefi
         for topic in topics:
             platform.registry.register_topic(topic)
         for definition in consumers:
-            platform.registry.register_consumer(definition.consumer, max_attempts=definition.max_attempts)
+            definition.register(platform)
         tables.create(platform.database)
         context.log.info("%d topics and %d consumers are registered", len(topics), len(consumers))
 

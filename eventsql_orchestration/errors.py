@@ -51,6 +51,10 @@ class DatabaseUnavailableError(DatabaseError):
     """The database cannot be reached, or it closed the connection."""
 
 
+class DatabaseBusyError(DatabaseError):
+    """The database did not get to it in time: a lock, a connection or an answer took too long. Try again."""
+
+
 class DatabaseFullError(DatabaseError):
     """The database has no room left on its disk or in its memory."""
 

@@ -6,6 +6,7 @@ exists is a value that can be stored.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,8 +40,19 @@ DEAD_LETTER_SUFFIX: Final = "_dlt"
 
 _TOPIC_NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
+_SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}", re.ASCII)
 
-def check_topic_name(name: str) -> str:
+
+def check_schema_name(name: object) -> str:
+    """Return `name`, or raise `InvalidNameError`: a lower-case SQL identifier of at most 63 characters."""
+    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+        raise InvalidNameError(
+            f"schema name {name!r} is not usable: take a lower-case SQL identifier of at most 63 characters"
+        )
+    return name
+
+
+def check_topic_name(name: object) -> str:
     """Return `name`, or raise `InvalidNameError`.
 
     The name becomes part of a table's name, which the EventSQL library for Java writes unquoted: lower-case ASCII
@@ -59,7 +71,7 @@ def check_topic_name(name: str) -> str:
     return name
 
 
-def check_consumer_name(name: str) -> str:
+def check_consumer_name(name: object) -> str:
     """Return `name`, or raise `InvalidNameError`: 1 to 200 printable characters, no space at either end."""
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
         raise InvalidNameError(f"consumer name {name!r} is not usable: take printable characters, no space at its ends")
@@ -70,7 +82,7 @@ def check_consumer_name(name: str) -> str:
     return name
 
 
-def check_partitions(partitions: int) -> int:
+def check_partitions(partitions: object) -> int:
     """Return a topic's number of partitions, or raise `ValidationError`: -1, or 1 to 32,767."""
     if isinstance(partitions, bool) or not isinstance(partitions, int):
         raise ValidationError(f"partitions must be a whole number, not {partitions!r}")
@@ -82,14 +94,16 @@ def check_partitions(partitions: int) -> int:
     return partitions
 
 
-def check_partition(topic: str, partition: int, partitions: int) -> int:
+def check_partition(topic: str, partition: object, partitions: int) -> int:
     """Return `partition`, or raise `PartitionOutOfRangeError` when a topic of `partitions` has no such partition."""
+    if isinstance(partition, bool) or not isinstance(partition, int):
+        raise PartitionOutOfRangeError(f"a partition of topic {topic!r} is a whole number, not {partition!r}")
     if partitions == NOT_PARTITIONED:
         if partition != NOT_PARTITIONED:
             raise PartitionOutOfRangeError(
                 f"partition {partition} is out of range: topic {topic!r} is not partitioned (its only partition is -1)"
             )
-    elif isinstance(partition, bool) or not 0 <= partition < partitions:
+    elif not 0 <= partition < partitions:
         raise PartitionOutOfRangeError(
             f"partition {partition} is out of range: topic {topic!r} has partitions 0 to {partitions - 1}"
         )
@@ -168,6 +182,16 @@ class ConsumerState:
     retry_at: datetime | None
     max_attempts: int
 
+    @property
+    def failing(self) -> bool:
+        """Whether an event is being retried: one that another consumption has passed meanwhile does not count."""
+        return self.failed_event_id is not None and self.failed_event_id > self.last_event_id
+
+    @property
+    def spent(self) -> bool:
+        """Whether an event is being retried that has used up its attempts."""
+        return self.failing and self.attempts >= self.max_attempts
+
 
 def _check_text(what: str, value: object) -> None:
     if not isinstance(value, str):
@@ -198,12 +222,13 @@ class Publication:
 
     def __post_init__(self) -> None:
         check_topic_name(self.topic)
-        if isinstance(self.value, bytearray | memoryview):
-            object.__setattr__(self, "value", bytes(self.value))
-        if not isinstance(self.value, bytes):
+        value: object = self.value
+        if not isinstance(value, bytes | bytearray | memoryview):
             raise InvalidPublicationError(
-                f"value must be bytes, not {type(self.value).__name__}: encode it first, as UTF-8 or JSON for example"
+                f"value must be bytes, not {type(value).__name__}: encode it first, as UTF-8 or JSON for example"
             )
+        if not isinstance(value, bytes):
+            object.__setattr__(self, "value", bytes(value))
         if len(self.value) > MAX_VALUE_BYTES:
             raise InvalidPublicationError(
                 f"value has {len(self.value)} bytes; {MAX_VALUE_BYTES} are allowed: publish a reference to it instead"
@@ -212,11 +237,12 @@ class Publication:
             _check_text("key", self.key)
             if len(self.key.encode()) > MAX_KEY_BYTES:
                 raise InvalidPublicationError(f"key has more than {MAX_KEY_BYTES} bytes")
-        if not isinstance(self.metadata, Mapping):
-            raise InvalidPublicationError(f"metadata must be a mapping, not {type(self.metadata).__name__}")
-        for name, value in self.metadata.items():
+        metadata: object = self.metadata
+        if not isinstance(metadata, Mapping):
+            raise InvalidPublicationError(f"metadata must be a mapping, not {type(metadata).__name__}")
+        for name, text in metadata.items():
             _check_text("a metadata name", name)
-            _check_text(f"metadata {name!r}", value)
+            _check_text(f"metadata {name!r}", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +263,12 @@ class Event:
     metadata: Mapping[str, Any]
 
     def as_publication(self, topic: str | None = None, **metadata: str) -> Publication:
-        """The same key, value and metadata for another topic, with further metadata."""
-        return Publication(topic or self.topic, self.value, key=self.key, metadata={**self.metadata, **metadata})
+        """The same key, value and metadata for another topic, with further metadata.
+
+        Values of metadata that other publishers wrote as other JSON than strings become their JSON text.
+        """
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.metadata.items()}
+        return Publication(topic or self.topic, self.value, key=self.key, metadata={**texts, **metadata})
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,18 +24,14 @@ class EventSQL:
     """Events over one PostgreSQL database.
 
     `dsn` is its URL. Nothing connects before it is used; the first use brings the tables in `schema` up to date unless
-    `migrate` is False. With `transfer`, a thread moves buffered events into their logs from the first publication of this
-    object on. One object serves any number of threads; close it, or use it as a context manager.
+    `migrate` is False. With `transfer`, a thread moves buffered events into their logs from the first publication of
+    this object on. One object serves any number of threads; close it, or use it as a context manager.
     """
 
-    def __init__(
-        self, dsn: str, *, schema: str = DEFAULT_SCHEMA, migrate: bool = True, transfer: bool = True
-    ) -> None:
+    def __init__(self, dsn: str, *, schema: str = DEFAULT_SCHEMA, migrate: bool = True, transfer: bool = True) -> None:
         self.database = Database(dsn, schema=schema, migrate=migrate)
         self.registry = Registry(self.database)
-        self.publisher = Publisher(
-            self.database, self.registry, on_published=self._wake_transfer if transfer else None
-        )
+        self.publisher = Publisher(self.database, self.registry, on_published=self._wake_transfer if transfer else None)
         self.reader = Reader(self.database, self.registry)
         self.dead_letters = DeadLetters(self.database, self.registry, self.publisher, self.reader)
         self.transfer = Transfer(self.database)
@@ -55,11 +51,16 @@ class EventSQL:
         """How many events of each topic are published and not transferred yet; topics without any are left out."""
         return self._lag.buffered()
 
+    @property
+    def _transferring(self) -> bool:
+        # A process that was forked after the first publication has no such thread.
+        return self._background is not None and self._background.is_alive()
+
     def _wake_transfer(self) -> None:
         self._wake.set()
-        if self._background is None:
+        if not self._transferring:
             with self._background_lock:
-                if self._background is None:
+                if not self._transferring:
                     self._background = threading.Thread(
                         target=self.transfer.run,
                         args=(self._stop,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.model import check_schema_name
 
 DEFAULT_SCHEMA = "eventsql"
 
@@ -18,26 +20,28 @@ class Settings(BaseSettings):
     """The settings of one installation.
 
     `dsn` names the database (a PostgreSQL URL); without one the embedded server of `home` is used. `db_schema`
-    (`EVENTSQL_SCHEMA`) is the schema that holds the platform's tables. `home` is where the embedded server, the Java
-    shim and Dagster's instance of this directory live.
+    (`EVENTSQL_SCHEMA`, `schema` in the file) is the schema that holds the platform's tables. `home` is where the
+    embedded server, the Java shim and Dagster's instance of this directory live.
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="EVENTSQL_", toml_file="eventsql.toml", extra="forbid", frozen=True, populate_by_name=True
+        env_prefix="EVENTSQL_",
+        # Without it an alias is looked up in the environment as it stands: `SCHEMA` would name ours.
+        env_prefix_target="all",
+        toml_file="eventsql.toml",
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
     )
 
     dsn: SecretStr | None = None
-    db_schema: str = Field(
-        default=DEFAULT_SCHEMA, validation_alias=pydantic.AliasChoices("EVENTSQL_SCHEMA", "schema", "db_schema")
-    )
+    db_schema: str = Field(default=DEFAULT_SCHEMA, validation_alias="schema")
     home: Path = Path(".eventsql")
 
     @field_validator("db_schema")
     @classmethod
     def _schema_is_an_identifier(cls, value: str) -> str:
-        if not value.isidentifier() or not value.isascii() or value != value.lower() or len(value) > 63:
-            raise ValueError("take a lower-case SQL identifier of at most 63 characters")
-        return value
+        return check_schema_name(value)
 
     @classmethod
     def settings_customise_sources(
@@ -45,8 +49,8 @@ class Settings(BaseSettings):
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the signature is pydantic's
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the signature is pydantic's
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
@@ -61,3 +65,5 @@ class Settings(BaseSettings):
         except pydantic.ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ConfigurationError(f"settings cannot be used: {faults}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise ConfigurationError(f"{cls.model_config['toml_file']} cannot be read: {error}") from None

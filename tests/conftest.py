@@ -31,7 +31,7 @@ def server() -> Iterator[EmbeddedPostgres]:
         database.close()
         yield embedded
     finally:
-        embedded.stop(mode="immediate")
+        embedded.destroy()
         shutil.rmtree(home, ignore_errors=True)
 
 

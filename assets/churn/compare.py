@@ -1,4 +1,4 @@
-"""Compares table churn.directory_churn with a count over files of changes, row by row, without Spark and without the log.
+"""Compares table churn.directory_churn with a count over files of changes, row by row, without Spark or the log.
 
     python -m assets.churn.compare file_changes.jsonl [more.jsonl.gz …]
 
@@ -19,6 +19,7 @@ from assets.churn.counting import count, differing, stored
 from eventsql_orchestration.cli.context import resolve_dsn
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.settings import Settings
+
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, compressed or not."""

@@ -31,7 +31,9 @@ def stored(connection: Connection, repos: Iterable[str] | None = None) -> Churn:
         "WHERE %(repos)s::text[] IS NULL OR repo = ANY (%(repos)s)",
         {"repos": None if repos is None else sorted(repos)},
     )
-    return {(repo, directory, month): (changes, added, deleted) for repo, directory, month, changes, added, deleted in rows}
+    return {
+        (repo, directory, month): (changes, added, deleted) for repo, directory, month, changes, added, deleted in rows
+    }
 
 
 def differing(expected: Churn, found: Churn) -> list[tuple[str, str, str]]:

@@ -2,8 +2,9 @@
 
     python -m assets.churn.git_history /path/to/repository > file_changes.jsonl
 
-Each line names the repository, the commit (12 digits), its time in UTC, a path, and the lines added and deleted (null for
-a binary file). Merge commits are left out, as `git log` leaves their changes out; a renamed file counts under its new path.
+Each line names the repository, the commit (12 digits), its time in UTC, a path, and the lines added and deleted (null
+for a binary file). Merge commits are left out, as `git log` leaves their changes out; a renamed file counts under its
+new path.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ import click
 _COMMIT = "\x01"
 
 
-def file_changes(
-    repository: Path, *, name: str | None = None, limit: int | None = None
-) -> Iterator[dict[str, Any]]:
+def file_changes(repository: Path, *, name: str | None = None, limit: int | None = None) -> Iterator[dict[str, Any]]:
     """The changes in the history of `repository`'s current commit; with `limit`, of its newest so many commits.
 
-    `name` is what the changes call the repository, the name of its directory by default. Raises `ValueError` when there is no git repository, or no git.
+    `name` is what the changes call the repository, the name of its directory by default. Raises `ValueError` when
+    there is no git repository, or no git.
     """
     command = ["git", "-C", str(repository), "log", "--reverse", "--numstat", "-z", "-M", f"--format={_COMMIT}%H %ct"]
     if limit is not None:

@@ -1,7 +1,5 @@
 """File changes in, churn per directory and month out: a topic, a Spark asset, a second topic and a table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +7,17 @@ from typing import Any
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
+from pyspark.sql import functions as f
 
 from assets.churn.counting import count, differing, stored
 from assets.churn.git_history import file_changes as history
 from eventsql_orchestration import Event, Publication, Topic
 from eventsql_orchestration.dagster import (
+    PUBLISHED_EVENTS,
+    PUBLISHED_TOPIC,
+    SPARK_TAG,
     EventSQLResource,
+    TopicResource,
     consumer_asset,
     publish_dataframe,
     range_asset,
@@ -43,28 +46,26 @@ class HistoryConfig(dg.Config):
     key=topic_key(FILE_CHANGES.name),
     group_name="churn",
     kinds={"eventsql", "git"},
-    description="The file changes of a git repository; `eventsql publish file_changes --key path` publishes any others.",
+    description="File changes of a git repository; `eventsql publish file_changes --key path` publishes any others.",
     metadata={"partitions": FILE_CHANGES.partitions},
 )
 def file_changes(
-    context: dg.AssetExecutionContext, config: HistoryConfig, eventsql: EventSQLResource
+    context: dg.AssetExecutionContext, config: HistoryConfig, file_changes_topic: TopicResource
 ) -> dg.MaterializeResult[None]:
     """Publish the newest file changes of a repository's history, in one commit."""
     try:
         changes = list(history(Path(config.repository), limit=config.commits))
     except ValueError as error:
         raise dg.Failure(f"no file changes were published: {error}") from error
-    published = eventsql.platform.publisher.publish_all(
-        Publication(
-            FILE_CHANGES.name,
-            json.dumps(change, ensure_ascii=False).encode(),
-            key=change["path"],
-            metadata={"dagster_run_id": context.run_id},
-        )
-        for change in changes
+    published = file_changes_topic.publish_all(
+        (
+            Publication(FILE_CHANGES.name, json.dumps(change, ensure_ascii=False).encode(), key=change["path"])
+            for change in changes
+        ),
+        context=context,
     )
     context.log.info("published %d file changes to topic %s", published, FILE_CHANGES.name)
-    return dg.MaterializeResult(metadata={"topic": FILE_CHANGES.name, "events": published})
+    return dg.MaterializeResult(metadata={PUBLISHED_TOPIC: FILE_CHANGES.name, PUBLISHED_EVENTS: published})
 
 
 @range_asset(
@@ -73,6 +74,7 @@ def file_changes(
     publishes=DIRECTORY_CHURN,
     max_events=100_000,
     max_wait=5.0,
+    tags={SPARK_TAG: "true"},
     group_name="churn",
     description="Changes, lines added and lines deleted per directory and month, as Spark sums up a range of "
     "file_changes.",
@@ -81,17 +83,15 @@ def directory_churn(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
     """Sum up the claimed range and publish the sums, together with the consumer's offset."""
-    from pyspark.sql import functions as f
-
     events = eventsql.read_range(spark.spark_session, claim.remaining)
     churn = (
         events.select(f.from_json(f.col("value").cast("string"), CHANGE_SCHEMA).alias("change"))
         .select(
             "change.repo",
             # Everything before the last slash; files at the top belong to ".".
-            f.when(
-                f.contains("change.path", f.lit("/")), f.regexp_replace("change.path", "/[^/]*$", "")
-            ).otherwise(".").alias("directory"),
+            f.when(f.contains("change.path", f.lit("/")), f.regexp_replace("change.path", "/[^/]*$", ""))
+            .otherwise(".")
+            .alias("directory"),
             f.date_format("change.committed_at", "yyyy-MM").alias("month"),
             "change.added",
             "change.deleted",
@@ -127,7 +127,6 @@ SET changes = directory_churn.changes + excluded.changes,
     consumer="directory_churn_table",
     partitioned=True,
     max_wait=2.0,
-    deps=[directory_churn.key],
     group_name="churn",
     description="Table churn.directory_churn: all changes per repository, directory and month.",
 )

@@ -1,7 +1,5 @@
 """Fares: Spark sums up what completed rides earned per zone and quarter of an hour, and publishes it as events."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -9,10 +7,17 @@ from typing import Any
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
+from pyspark.sql import functions as f
 
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import Event, Topic
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset, publish_dataframe, range_asset
+from eventsql_orchestration.dagster import (
+    SPARK_TAG,
+    EventSQLResource,
+    consumer_asset,
+    publish_dataframe,
+    range_asset,
+)
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.log.claims import Claim
 
@@ -28,6 +33,7 @@ ORDER_SCHEMA = "order_id string, change string, zone string, price_cents long, a
     publishes=ZONE_FARES,
     max_events=50_000,
     max_wait=5.0,
+    tags={SPARK_TAG: "true"},
     group_name="rides",
     description="Rides and fares per zone and quarter of an hour, as Spark sums up a range of ride_orders.",
 )
@@ -35,8 +41,6 @@ def zone_fares(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
     """Sum up the claimed range and publish the sums, together with the consumer's offset."""
-    from pyspark.sql import functions as f
-
     events = eventsql.read_range(spark.spark_session, claim.remaining)
     sums = (
         events.select(f.from_json(f.col("value").cast("string"), ORDER_SCHEMA).alias("order"))
@@ -66,7 +70,6 @@ SET rides = zone_fares.rides + excluded.rides, fares_cents = zone_fares.fares_ce
     consumer="zone_fares_table",
     partitioned=True,
     max_wait=2.0,
-    deps=[zone_fares.key],
     group_name="rides",
     description="Table rides.zone_fares: all rides and fares per zone and quarter of an hour.",
 )

@@ -97,7 +97,7 @@ class Order(Aggregate):
             case "cancelled":
                 self.status = OrderStatus.CANCELLED
 
-    def integration_event(self) -> Publication:
+    def integration_event(self, metadata: Mapping[str, str]) -> Publication:
         """What other services learn of the order's newest change: its state after it."""
         change = self.new_changes[-1]
         state = {
@@ -112,4 +112,4 @@ class Order(Aggregate):
             "placed_at": self.placed_at,
             "at": self.updated_at,
         }
-        return Publication(RIDE_ORDERS.name, json.dumps(state).encode(), key=self.id)
+        return Publication(RIDE_ORDERS.name, json.dumps(state).encode(), key=self.id, metadata=metadata)

@@ -1,7 +1,5 @@
 """Read models of orders: each order's status and timeline, and how many changes every minute saw."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

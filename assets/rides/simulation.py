@@ -1,18 +1,18 @@
 """A simulation of riders and drivers: seeded, so that a round on an empty database is the same every time."""
 
-from __future__ import annotations
-
 import json
 import random
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 
 import dagster as dg
 
 from assets.rides.order import RIDE_ORDERS, Order
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster import PUBLISHED_EVENTS, PUBLISHED_TOPIC, EventSQLResource, lineage, topic_key
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.dagster import EventSQLResource, topic_key
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Repository, Store
 
@@ -27,12 +27,13 @@ NAMESPACE = uuid.UUID("6a2c35a4-8d3a-4f3e-9d64-0a3b8b7a5c11")
 class RideSimulation:
     """Plays orders against the platform as a ride service would: a command side, and workers behind a queue."""
 
-    def __init__(self, platform: EventSQL, *, seed: int) -> None:
+    def __init__(self, platform: EventSQL, *, seed: int, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
         self._database = platform.database
         self._store = Store(platform.database)
         self._orders = Repository(self._store, Order, platform.publisher)
         self._queue = Queue(platform.database, DISPATCH_QUEUE)
         self._seed = seed
+        self._metadata = metadata
 
     def run(self, orders: int) -> int:
         """Place `orders` further orders and drive each to its end; gives the number of events published."""
@@ -108,7 +109,7 @@ class RideSimulation:
         return 2
 
     def _save(self, order: Order, connection: Connection | None = None) -> None:
-        self._orders.save(order, publications=[order.integration_event()], connection=connection)
+        self._orders.save(order, publications=[order.integration_event(self._metadata)], connection=connection)
 
 
 class SimulationConfig(dg.Config):
@@ -129,6 +130,9 @@ def ride_orders(
     context: dg.AssetExecutionContext, config: SimulationConfig, eventsql: EventSQLResource
 ) -> dg.MaterializeResult[None]:
     """Simulate `orders` orders from placing to their end."""
-    published = RideSimulation(eventsql.platform, seed=config.seed).run(config.orders)
+    simulation = RideSimulation(eventsql.platform, seed=config.seed, metadata=lineage(context))
+    published = simulation.run(config.orders)
     context.log.info("published %d events of %d orders to topic %s", published, config.orders, RIDE_ORDERS.name)
-    return dg.MaterializeResult(metadata={"topic": RIDE_ORDERS.name, "events": published, "orders": config.orders})
+    return dg.MaterializeResult(
+        metadata={PUBLISHED_TOPIC: RIDE_ORDERS.name, PUBLISHED_EVENTS: published, "orders": config.orders}
+    )

@@ -16,7 +16,7 @@ import psycopg
 import sqlalchemy
 
 from eventsql_orchestration.cli.consumer import consumer
-from eventsql_orchestration.cli.context import Session
+from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.dead_letters import dlt
 from eventsql_orchestration.cli.doctor import doctor
 from eventsql_orchestration.cli.events import consume, tail
@@ -75,13 +75,13 @@ class Application(click.Group):
         """In the order in which they are added, not by name."""
         return list(self.commands)
 
-    def main(  # type: ignore[override]  # it always exits
+    def main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
         complete_var: str | None = None,
-        standalone_mode: bool = True,  # noqa: ARG002, FBT001, FBT002, RUF100 - click's
-        windows_expand_args: bool = True,  # noqa: FBT001, FBT002, RUF100 - click's
+        standalone_mode: bool = True,  # noqa: ARG002 - click's
+        windows_expand_args: bool = True,
         **extra: Any,
     ) -> NoReturn:
         """Run the program and exit."""
@@ -125,10 +125,10 @@ def _usage(error: click.ClickException) -> str:
     message = error.format_message().rstrip(".")
     if not isinstance(error, click.UsageError) or error.ctx is None:
         return message
-    if isinstance(error, click.NoSuchOption) and error.ctx.parent is not None:
-        if any(error.option_name in parameter.opts for parameter in main.params):
-            command = error.ctx.command_path.removeprefix("eventsql ")
-            return f"{error.option_name} stands before the command: eventsql {error.option_name} … {command}"
+    global_options = {name for parameter in main.params for name in parameter.opts}
+    if isinstance(error, click.NoSuchOption) and error.ctx.parent is not None and error.option_name in global_options:
+        command = error.ctx.command_path.removeprefix("eventsql ")
+        return f"{error.option_name} stands before the command: eventsql {error.option_name} … {command}"
     return f"{message}; see `{error.ctx.command_path} --help`"
 
 
@@ -159,10 +159,10 @@ def _exit_code(error: Exception) -> int:
     return WRONG_USAGE if wrong else FAILED
 
 
-def _traceback(error: Exception, session: Session) -> str:
+def _traceback(error: Exception, context: CliContext) -> str:
     text = redact("".join(traceback.format_exception(error)))
     try:
-        dsn = session.settings.dsn
+        dsn = context.settings.dsn
         password = None if dsn is None else sqlalchemy.make_url(dsn.get_secret_value()).password
     except (EventSQLError, sqlalchemy.exc.ArgumentError, ValueError):
         password = None
@@ -184,9 +184,14 @@ def _show_log(ctx: click.Context, *, debug: bool) -> None:
     before = logger.level
     logger.addHandler(messages)
     logger.setLevel(messages.level)
+    # What it fails at is raised as well; the rest, such as the query that Ctrl-C cut off, is of no use to a user.
+    driver, unseen = logging.getLogger("sqlalchemy"), logging.NullHandler()
+    if not debug:
+        driver.addHandler(unseen)
 
     def restore() -> None:
         logger.removeHandler(messages)
+        driver.removeHandler(unseen)
         logger.setLevel(before)
 
     ctx.call_on_close(restore)
@@ -223,14 +228,10 @@ def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...
 @click.pass_context
 def main(ctx: click.Context, dsn: str | None, schema: str | None, home: Path | None, debug: bool) -> None:
     """Events over the SQL database that you already run."""
-    ctx.obj = Session(dsn=dsn, schema=schema, home=home)
+    ctx.obj = CliContext(dsn=dsn, schema=schema, home=home)
     _show_log(ctx, debug=debug)
 
 
-main.add_command(
-    _LoadedWhenCalled(
-        "dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine: database, Dagster, simulation."
-    )
-)
+main.add_command(_LoadedWhenCalled("dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine."))
 for _command in (migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, dlt):
     main.add_command(_command)

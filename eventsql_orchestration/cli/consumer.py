@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import partition_name, say, show_fields, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
     consumer_argument,
@@ -42,9 +42,10 @@ def consumer() -> None:
     show_default=True,
     help="Where a new consumer begins.",
 )
-@pass_session
+@pass_context
 def create(
-    session: Session,
+    context: CliContext,
+    *,
     topic: str,
     consumer: str,
     partitioned: bool,
@@ -52,7 +53,7 @@ def create(
     start: Literal["earliest", "latest"],
 ) -> None:
     """Create CONSUMER of TOPIC, or find it as it is, its offsets untouched."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         platform.registry.topic(topic)
         try:
             before = platform.registry.consumer(topic, consumer)
@@ -69,10 +70,10 @@ def create(
 @consumer.command("list")
 @optional_topic_argument
 @json_option
-@pass_session
-def list_consumers(session: Session, topic: str | None, as_json: bool) -> None:
+@pass_context
+def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> None:
     """List the consumer partitions, of TOPIC or of all topics."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         states = platform.registry.consumers(topic)
     if as_json:
         write_json([_object(state) for state in states])
@@ -100,9 +101,9 @@ def condition(state: ConsumerState) -> str:
         return "paused"
     if state.failed_event_id is not None:
         return "blocked" if state.attempts >= state.max_attempts else "retrying"
-    if state.lease_owner is not None and state.lease_expires_at is not None:
-        if state.lease_expires_at > datetime.now(UTC):
-            return "leased"
+    expires = state.lease_expires_at
+    if state.lease_owner is not None and expires is not None and expires > datetime.now(UTC):
+        return "leased"
     return "active"
 
 
@@ -130,10 +131,10 @@ def _object(state: ConsumerState) -> dict[str, Any]:
 @topic_argument
 @consumer_argument
 @json_option
-@pass_session
-def describe(session: Session, topic: str, consumer: str, as_json: bool) -> None:
+@pass_context
+def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -> None:
     """Show CONSUMER of TOPIC: offsets, leases and failures of its partitions."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         states = platform.registry.consumer(topic, consumer)
     if as_json:
         write_json([_object(state) for state in states])
@@ -168,10 +169,10 @@ def describe(session: Session, topic: str, consumer: str, as_json: bool) -> None
 @consumer.command()
 @topic_argument
 @consumer_argument
-@pass_session
-def delete(session: Session, topic: str, consumer: str) -> None:
+@pass_context
+def delete(context: CliContext, *, topic: str, consumer: str) -> None:
     """Delete CONSUMER of TOPIC with its offsets; the events stay."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         platform.registry.unregister_consumer(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} deleted")
 
@@ -179,10 +180,10 @@ def delete(session: Session, topic: str, consumer: str) -> None:
 @consumer.command()
 @topic_argument
 @consumer_argument
-@pass_session
-def pause(session: Session, topic: str, consumer: str) -> None:
+@pass_context
+def pause(context: CliContext, *, topic: str, consumer: str) -> None:
     """Let no consumption of CONSUMER start until it is resumed; one that is under way goes on."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         platform.registry.pause(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} paused")
 
@@ -190,9 +191,9 @@ def pause(session: Session, topic: str, consumer: str) -> None:
 @consumer.command()
 @topic_argument
 @consumer_argument
-@pass_session
-def resume(session: Session, topic: str, consumer: str) -> None:
+@pass_context
+def resume(context: CliContext, *, topic: str, consumer: str) -> None:
     """End a pause of CONSUMER, and try an event that blocks it anew."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         platform.registry.resume(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} resumed")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Final, Literal
@@ -12,26 +14,12 @@ import click
 
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.settings import Settings
 
 SETTINGS_FILE: Final = "eventsql.toml"
 
 Setting = Literal["dsn", "schema", "home"]
-
-
-def load_settings(*, dsn: str | None = None, schema: str | None = None, home: Path | None = None) -> Settings:
-    """The settings of this directory; what is given here goes before the environment and the file.
-
-    Raises `ConfigurationError`.
-    """
-    try:
-        return Settings.load(dsn=dsn, db_schema=schema, home=home)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{SETTINGS_FILE} is not TOML: {error}") from error
-    except OSError as error:
-        raise ConfigurationError(f"{SETTINGS_FILE} cannot be read: {error.strerror or error}") from error
 
 
 def embedded_server(settings: Settings) -> EmbeddedPostgres:
@@ -68,7 +56,15 @@ def open_platform(settings: Settings, *, transfer: bool = False, migrate: bool |
     return EventSQL(resolve_dsn(settings), schema=settings.db_schema, migrate=migrate, transfer=transfer)
 
 
-class Session:
+@dataclass(frozen=True, slots=True)
+class System:
+    """The platform, and the embedded server that it is on, where it is on one."""
+
+    platform: EventSQL
+    embedded: EmbeddedPostgres | None
+
+
+class CliContext:
     """The options that stand before the command. Nothing is read or connected before it is asked for."""
 
     def __init__(self, *, dsn: str | None = None, schema: str | None = None, home: Path | None = None) -> None:
@@ -79,7 +75,7 @@ class Session:
     @cached_property
     def settings(self) -> Settings:
         """Raises `ConfigurationError`."""
-        return load_settings(dsn=self._dsn, schema=self._schema, home=self._home)
+        return Settings.load(dsn=self._dsn, db_schema=self._schema, home=self._home)
 
     def source(self, setting: Setting) -> str:
         """Where a setting has its value from."""
@@ -96,5 +92,16 @@ class Session:
         """The platform, as `open_platform` opens it."""
         return open_platform(self.settings, transfer=transfer)
 
+    @contextmanager
+    def whole_system(self) -> Iterator[System]:
+        """The platform, its tables up to date. An embedded server is stopped when the block ends; its data stays."""
+        embedded = embedded_server(self.settings) if self.settings.dsn is None else None
+        try:
+            with open_platform(self.settings, migrate=True) as platform:
+                yield System(platform, embedded)
+        finally:
+            if embedded is not None:
+                embedded.stop()
 
-pass_session = click.make_pass_decorator(Session)
+
+pass_context = click.make_pass_decorator(CliContext)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import (
     counted,
     event_object,
@@ -20,7 +20,7 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.cli.parameters import json_option, topic_argument
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.log import dead_letters
-from eventsql_orchestration.model import Event
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event
 from eventsql_orchestration.platform import EventSQL
 
 
@@ -38,10 +38,10 @@ def dlt() -> None:
     "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="The oldest N of them."
 )
 @json_option
-@pass_session
-def list_dead_letters(session: Session, topic: str, limit: int, as_json: bool) -> None:
+@pass_context
+def list_dead_letters(context: CliContext, *, topic: str, limit: int, as_json: bool) -> None:
     """List the dead letters of TOPIC."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         platform.registry.topic(topic)
         letters = platform.dead_letters.list(topic, limit=limit)
         redriven = _redriven_upto(platform, topic)
@@ -74,7 +74,7 @@ def _source_partition(letter: Event) -> str:
 
 def _redriven_upto(platform: EventSQL, topic: str) -> int:
     """The offset up to which dead letters were redriven."""
-    states = platform.registry.consumers(topic + dead_letters.DEAD_LETTER_SUFFIX)
+    states = platform.registry.consumers(topic + DEAD_LETTER_SUFFIX)
     return max((state.last_event_id for state in states if state.name == dead_letters.REDRIVE_CONSUMER), default=0)
 
 
@@ -86,16 +86,18 @@ def _object(letter: Event, redriven: int) -> dict[str, Any]:
 @topic_argument
 @click.argument("offset", type=click.IntRange(min=1))
 @json_option
-@pass_session
-def show(session: Session, topic: str, offset: int, as_json: bool) -> None:
+@pass_context
+def show(context: CliContext, *, topic: str, offset: int, as_json: bool) -> None:
     """Show the dead letter of TOPIC at OFFSET, as `dlt list` numbers them, with its value."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         platform.registry.topic(topic)
-        source = topic + dead_letters.DEAD_LETTER_SUFFIX
+        source = topic + DEAD_LETTER_SUFFIX
         found = platform.reader.read(source, after=offset - 1, upto=offset)
         redriven = _redriven_upto(platform, topic)
     if not found:
-        raise EventSQLError(f"topic {source!r} has no event at offset {offset}: list them with `eventsql dlt list {topic}`")
+        raise EventSQLError(
+            f"topic {source!r} has no event at offset {offset}: list them with `eventsql dlt list {topic}`"
+        )
     letter = _object(found[0], redriven)
     if as_json:
         write_json(letter)
@@ -108,12 +110,12 @@ def show(session: Session, topic: str, offset: int, as_json: bool) -> None:
 @dlt.command()
 @topic_argument
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="The oldest N that were not redriven yet.")
-@pass_session
-def redrive(session: Session, topic: str, limit: int | None) -> None:
+@pass_context
+def redrive(context: CliContext, *, topic: str, limit: int | None) -> None:
     """Publish the dead letters of TOPIC to it again, each once and in order."""
-    with session.platform(transfer=True) as platform:
+    with context.platform(transfer=True) as platform:
         platform.registry.topic(topic)
-        source = platform.registry.topic(topic + dead_letters.DEAD_LETTER_SUFFIX).name
+        source = platform.registry.topic(topic + DEAD_LETTER_SUFFIX).name
         # A letter that was given up a moment ago may still wait in the buffer.
         platform.transfer.run_once([source])
         redriven = platform.dead_letters.redrive(topic, limit=limit)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import click
 
-from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say, write_events
 from eventsql_orchestration.cli.parameters import (
     choose_partitions,
@@ -33,7 +33,7 @@ _LOCKED_SECONDS: Final = 2.0
 """How long another consumption may keep the partition before `consume` gives up; its batches take less."""
 
 
-class OffsetOrEnd(click.ParamType):
+class OffsetOrEnd(click.ParamType[int | str]):
     """An offset, `earliest` or `latest`."""
 
     name = "offset|earliest|latest"
@@ -46,21 +46,22 @@ class OffsetOrEnd(click.ParamType):
         return int(value)
 
 
-@click.command()
+@click.command(short_help="Print events as JSON lines, without committing anything.")
 @topic_argument
 @click.option(
     "--from",
     "start",
     type=OffsetOrEnd(),
-    help="The first offset to print, or earliest or latest (what comes from now on). Without it: earliest, with --follow "
-    "latest.",
+    help="The first offset to print, or earliest or latest (what comes from now on). Without it: earliest, "
+    "with --follow latest.",
 )
 @max_option
 @follow_option
 @partition_option
-@pass_session
+@pass_context
 def tail(
-    session: Session,
+    context: CliContext,
+    *,
     topic: str,
     start: int | str | None,
     max_events: int | None,
@@ -71,16 +72,13 @@ def tail(
 
     A value that is not UTF-8 text is printed as base64, with "encoding": "base64".
     """
-    with session.platform() as platform:
+    with context.platform() as platform:
         found = platform.registry.topic(topic)
         if partition is not None:
             check_partition(topic, partition, found.partitions)
         if start is None:
             start = "latest" if follow else "earliest"
-        if isinstance(start, int):
-            after = max(0, start - 1)
-        else:
-            after = platform.reader.end(topic) if start == "latest" else 0
+        after = _before(platform, topic, start)
         left = max_events
         while left is None or left > 0:
             limit = _BATCH if left is None else min(_BATCH, left)
@@ -95,15 +93,22 @@ def tail(
                 return
 
 
-@click.command()
+def _before(platform: EventSQL, topic: str, start: int | str) -> int:
+    """The offset after which to read."""
+    if isinstance(start, int):
+        return max(0, start - 1)
+    return platform.reader.end(topic) if start == "latest" else 0
+
+
+@click.command(short_help="Print the events that a consumer has left, and commit its offsets.")
 @topic_argument
 @consumer_argument
 @max_option
 @follow_option
 @partition_option
-@pass_session
+@pass_context
 def consume(
-    session: Session, topic: str, consumer: str, max_events: int | None, follow: bool, partition: int | None
+    context: CliContext, *, topic: str, consumer: str, max_events: int | None, follow: bool, partition: int | None
 ) -> None:
     """Print the events of TOPIC that CONSUMER has not consumed yet, as JSON lines, and commit its offsets.
 
@@ -111,7 +116,7 @@ def consume(
     again. Fails when events wait that the consumer cannot get, because it is paused for example. The output is that of
     `eventsql tail`.
     """
-    with session.platform() as platform:
+    with context.platform() as platform:
         partitions = choose_partitions(platform.registry.consumer(topic, consumer), partition)
         _Printer(platform, topic, consumer, partitions, everything=partition is None).run(max_events, follow=follow)
 

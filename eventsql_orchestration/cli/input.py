@@ -1,7 +1,7 @@
 """Files and streams of events: JSON lines, CSV and Parquet, read one record at a time.
 
-Each record is an event's value with the number of its line or row. What cannot be one is a `BadRecord`, and reading goes
-on behind it; a file that cannot be read any further raises `InputError`.
+Each record is an event's value with the number of its line or row. What cannot be one is a `BadRecord`, and reading
+goes on behind it; a file that cannot be read any further raises `InputError`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import csv
 import gzip
-import io
 import json
 import os
 import select
@@ -23,8 +22,6 @@ from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Protocol, cast
-
-import click
 
 from eventsql_orchestration.errors import EventSQLError, MissingExtraError, ValidationError
 from eventsql_orchestration.model import MAX_VALUE_BYTES
@@ -117,25 +114,279 @@ class _TooLong:
 _TOO_LONG: Final = _TooLong()
 
 
+class _Line:
+    """A line that is put together from the pieces that chunks cut it into; of one that is too long nothing is kept."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._pieces: list[bytes] = []
+
+    def add(self, piece: bytes) -> None:
+        self.size += len(piece)
+        if self.size <= MAX_VALUE_BYTES:
+            self._pieces.append(piece)
+        else:
+            self._pieces.clear()
+
+    def take(self) -> bytes | _TooLong:
+        line = b"".join(self._pieces) if self.size <= MAX_VALUE_BYTES else _TOO_LONG
+        self.size = 0
+        self._pieces.clear()
+        return line
+
+
 def _lines(chunks: Iterable[bytes | Pause]) -> Iterator[bytes | _TooLong | Pause]:
-    """Lines without their line feed; of one that is too long nothing is kept."""
-    parts: list[bytes] = []
-    size = 0
+    """Lines without their line feed, and pauses between them."""
+    line = _Line()
     for chunk in chunks:
         if isinstance(chunk, Pause):
             yield chunk
             continue
-        first, *others = chunk.split(b"\n")
-        for piece in (first, None, *_between(others)):
-            if piece is None:
-                if others:
-                    yield b"".join(parts) if size <= MAX_VALUE_BYTES else _TOO_LONG
-                    parts, size = [], 0
-                continue
-            size += len(piece)
-            if size <= MAX_VALUE_BYTES:
-                parts.append(piece)
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            line.add(end)
+            yield line.take()
+        line.add(rest)
+    if line.size:
+        yield line.take()
+
+
+def _json_records(chunks: Iterable[bytes | Pause]) -> Iterator[Record | BadRecord | Pause]:
+    number = 0
+    for line in _lines(chunks):
+        if isinstance(line, Pause):
+            yield line
+            continue
+        number += 1
+        if isinstance(line, _TooLong):
+            yield BadRecord(number, f"longer than the {MAX_VALUE_BYTES:,} bytes that an event may have")
+            continue
+        value = line.removesuffix(b"\r")
+        if number == 1:
+            value = value.removeprefix(_BOM)
+        if not value.strip():
+            continue
+        try:
+            yield Record(number, value, _parse(value))
+        except ValueError as error:
+            yield BadRecord(number, str(error))
+
+
+class StandardInput:
+    """JSON lines from a pipe, a terminal or a redirected file, as they come."""
+
+    name = "standard input"
+    unit: Unit = "line"
+    total: int | None = None
+
+    def position(self) -> int:
+        return 0
+
+    def records(self) -> Iterator[Record | BadRecord | Pause]:
+        try:
+            yield from _json_records(self._chunks())
+        except OSError as error:
+            raise InputError(f"{self.name} cannot be read: {error.strerror or error}") from error
+
+    def _chunks(self) -> Iterator[bytes | Pause]:
+        if sys.stdin is None:
+            raise InputError(f"{self.name} is closed: name a file with --file")
+        stream = sys.stdin.buffer
+        try:
+            descriptor = stream.fileno()
+        except OSError:
+            # Input that is no file of the operating system's has come already.
+            yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
+            return
+        while True:
+            if not select.select([descriptor], [], [], _PAUSE)[0]:
+                yield PAUSE
+            elif chunk := os.read(descriptor, _CHUNK_BYTES):
+                yield chunk
             else:
-                parts.clear()
-    if size:
-        yield b"".join(parts) if size <= MAX_VALUE_BYTES else _TOO_LONG
+                return
+
+
+class _File:
+    """A file that is read as bytes, through gzip where its name ends in `.gz`."""
+
+    unit: Unit = "line"
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.name = str(path)
+        try:
+            self._raw = stack.enter_context(path.open("rb"))
+            self.total: int | None = os.fstat(self._raw.fileno()).st_size or None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+        self._content: BinaryIO = self._raw
+        if path.suffix.lower() == ".gz":
+            self._content = stack.enter_context(cast("BinaryIO", gzip.GzipFile(fileobj=self._raw)))
+
+    def position(self) -> int:
+        return self._raw.tell()
+
+    def _chunks(self) -> Iterator[bytes]:
+        try:
+            yield from iter(partial(self._content.read, _CHUNK_BYTES), b"")
+        except _UNREADABLE as error:
+            raise InputError(f"{self.name} cannot be read to its end: {error}") from error
+
+
+class JsonLinesFile(_File):
+    """A file with one JSON value on each line; empty lines count and are no events."""
+
+    def records(self) -> Iterator[Record | BadRecord | Pause]:
+        return _json_records(self._chunks())
+
+
+class CsvFile(_File):
+    """A CSV file with a header; each row is a JSON object of texts."""
+
+    def records(self) -> Iterator[Record | BadRecord | Pause]:
+        csv.field_size_limit(MAX_VALUE_BYTES)
+        rows = csv.reader(self._text_lines(), strict=True)
+        header: list[str] | None = None
+        while True:
+            number = rows.line_num + 1
+            try:
+                row = next(rows)
+                if header is None:
+                    header = self._header(row, number)
+                elif row:
+                    yield _csv_record(number, header, row)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if header is None:
+                    raise InputError(f"{self.name}, line {number}: {error}") from error
+                yield BadRecord(number, str(error))
+
+    def _text_lines(self) -> Iterator[str]:
+        for number, line in enumerate(_lines(self._chunks()), start=1):
+            if not isinstance(line, bytes):
+                raise InputError(f"{self.name}, line {number}: longer than {MAX_VALUE_BYTES:,} bytes")
+            # What is not UTF-8 is found again in its row: an error here would end the reading.
+            text = (line.removeprefix(_BOM) if number == 1 else line).decode(errors="surrogateescape")
+            yield f"{text}\n"
+
+    def _header(self, row: list[str], number: int) -> list[str] | None:
+        for name in row:
+            if not name.strip():
+                raise InputError(f"{self.name}, line {number}: the header has a column without a name")
+            if row.count(name) > 1:
+                raise InputError(f"{self.name}, line {number}: the header names {name!r} twice")
+            if not _is_text(name):
+                raise InputError(f"{self.name}, line {number}: the header is not UTF-8")
+        return row or None
+
+
+def _csv_record(number: int, header: list[str], row: list[str]) -> Record | BadRecord:
+    if len(row) != len(header):
+        return BadRecord(number, f"{len(row)} fields, the header has {len(header)}")
+    content = dict(zip(header, row, strict=True))
+    for name, text in content.items():
+        if not _is_text(text):
+            return BadRecord(number, f"field {name!r} is not UTF-8")
+    return Record(number, json.dumps(content, ensure_ascii=False).encode(), content)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class ParquetFile:
+    """A Parquet file; each row is a JSON object. Times are ISO 8601, decimals text, bytes base64."""
+
+    unit: Unit = "row"
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        try:
+            import pyarrow  # type: ignore[import-untyped]  # noqa: PLC0415 - it has no types; an extra brings it
+            import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("spark", "reading Parquet") from error
+        self.name = str(path)
+        self._unreadable: tuple[type[Exception], ...] = (OSError, pyarrow.ArrowException)
+        try:
+            self._file: Any = stack.enter_context(pyarrow.parquet.ParquetFile(path))
+        except self._unreadable as error:
+            raise InputError(f"{path} cannot be read: {error}") from error
+        self.total: int | None = self._file.metadata.num_rows
+        self._read = 0
+
+    def position(self) -> int:
+        return self._read
+
+    def records(self) -> Iterator[Record | BadRecord | Pause]:
+        try:
+            for batch in self._file.iter_batches(batch_size=10_000):
+                # Row by row: a value that Python cannot hold spoils its own row only.
+                for position in range(batch.num_rows):
+                    self._read += 1
+                    yield self._record(batch, position)
+        except self._unreadable as error:
+            raise InputError(f"{self.name} cannot be read after row {self._read}: {error}") from error
+
+    def _record(self, batch: Any, position: int) -> Record | BadRecord:
+        try:
+            content = {
+                name: column[position].as_py(maps_as_pydicts="strict")
+                for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            }
+            value = json.dumps(content, ensure_ascii=False, allow_nan=False, default=_as_json).encode()
+        except (ValueError, KeyError, TypeError) as error:
+            return BadRecord(self._read, f"no JSON object: {error}")
+        return Record(self._read, value, _parse(value))
+
+
+def _as_json(value: object) -> object:
+    match value:
+        case datetime() | date() | time():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case Decimal():
+            return str(value)
+        case bytes():
+            return base64.b64encode(value).decode()
+        case _:
+            raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+_FORMATS: Final[dict[str, type[JsonLinesFile | CsvFile | ParquetFile]]] = {
+    ".jsonl": JsonLinesFile,
+    ".ndjson": JsonLinesFile,
+    ".json": JsonLinesFile,
+    ".csv": CsvFile,
+    ".parquet": ParquetFile,
+}
+
+
+@contextmanager
+def open_source(path: Path | None) -> Iterator[Source]:
+    """Open a file by the ending of its name, or standard input for None.
+
+    Raises `ValidationError` for an ending that is not known, `MissingExtraError`, `InputError`.
+    """
+    if path is None:
+        yield StandardInput()
+        return
+    name = path.name.lower()
+    ending = Path(name.removesuffix(".gz")).suffix
+    form = _FORMATS.get(ending)
+    if form is None or (form is ParquetFile and name.endswith(".gz")):
+        raise ValidationError(
+            f"{path} has no known ending: take .jsonl, .json, .ndjson or .csv, also with .gz, or .parquet, "
+            "or send JSON lines to standard input"
+        )
+    with ExitStack() as stack:
+        yield form(path, stack)
+
+
+def stdin_is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import partition_name, show, stdout_is_terminal, table, write_json
 from eventsql_orchestration.cli.parameters import json_option, optional_topic_argument
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 
 
-@click.command()
+@click.command(short_help="Show how far consumers are behind, and why.")
 @optional_topic_argument
 @click.option("--watch", is_flag=True, help="Show it anew all the time, until Ctrl-C.")
 @click.option(
@@ -28,14 +28,14 @@ from eventsql_orchestration.log.lag import ConsumerLag, LagCause
     help="How often --watch looks.",
 )
 @json_option
-@pass_session
-def lag(session: Session, topic: str | None, watch: bool, interval: float, as_json: bool) -> None:
+@pass_context
+def lag(context: CliContext, *, topic: str | None, watch: bool, interval: float, as_json: bool) -> None:
     """Show how far the consumers of TOPIC, or of all topics, are behind.
 
     Events counts those that are not consumed yet, buffered those of them that are not transferred yet; seconds is how
     long ago the oldest of them was published. With --json and --watch each look is one line.
     """
-    with session.platform() as platform:
+    with context.platform() as platform:
         if not watch:
             _show(platform.lag(topic), as_json=as_json)
         elif as_json or not stdout_is_terminal():
@@ -61,9 +61,19 @@ def _object(lag: ConsumerLag) -> dict[str, object]:
     return {"offset" if name == "last_event_id" else name: value for name, value in values.items()}
 
 
+def _why(lag: ConsumerLag) -> str | None:
+    match lag.cause:
+        case LagCause.NONE:
+            return None
+        case LagCause.WAITING | LagCause.TRANSFER:
+            return lag.cause.value
+        case _:
+            return f"{lag.cause.value}, {lag.detail}"
+
+
 def _table(lags: list[ConsumerLag]) -> Table:
     return table(
-        ["topic", "consumer", "partition", "events", "seconds", "offset", "end", "buffered", "cause", "detail"],
+        ["topic", "consumer", "partition", "events", "seconds", "offset", "end", "buffered", "why"],
         [
             (
                 each.topic,
@@ -74,8 +84,7 @@ def _table(lags: list[ConsumerLag]) -> Table:
                 each.last_event_id,
                 each.end,
                 each.buffered,
-                None if each.cause is LagCause.NONE else each.cause.value,
-                each.detail,
+                _why(each),
             )
             for each in lags
         ],

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import click
 
-from eventsql_orchestration.cli.context import Session, open_platform, pass_session
+from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.database import migrations
 from eventsql_orchestration.errors import DatabaseError
 
 
 @click.command()
-@pass_session
-def migrate(session: Session) -> None:
+@pass_context
+def migrate(context: CliContext) -> None:
     """Create the platform's tables, or bring them up to date.
 
     Safe to run at any time, and by several processes at once.
     """
-    with open_platform(session.settings, migrate=False) as platform:
+    with open_platform(context.settings, migrate=False) as platform:
         database = platform.database
         before = database.revision()
         if before is not None and not migrations.known(before):

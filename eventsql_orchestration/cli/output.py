@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 import os
@@ -14,7 +15,6 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import click
-from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -59,10 +59,17 @@ def write(text: str) -> None:
 
     Raises `OutputClosedError` or `OutputFailedError`.
     """
+    if sys.stdout is None:
+        raise OutputFailedError("standard output is closed")
+    left = memoryview(text.encode())
     try:
-        stream = click.get_binary_stream("stdout")
-        stream.write(text.encode())
-        stream.flush()
+        while left:
+            # An unbuffered stream writes what a pipe takes, and says how much that was.
+            written = sys.stdout.buffer.write(left)
+            if written is None:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            left = left[written:]
+        sys.stdout.buffer.flush()
     except BrokenPipeError as error:
         raise OutputClosedError from error
     except OSError as error:
@@ -119,16 +126,23 @@ def timestamp(value: datetime) -> str:
 
 
 def stdout_is_terminal() -> bool:
-    return click.get_text_stream("stdout").isatty()
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def stderr_is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Rows for people: numbers to the right, in groups of three digits; None is a dash."""
     listed = [list(row) for row in rows]
-    drawn = Table(box=box.SIMPLE_HEAD if stdout_is_terminal() else None, pad_edge=False, header_style="bold")
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
     for position, column in enumerate(columns):
-        numeric = bool(listed) and all(isinstance(row[position], int | float | None) for row in listed)
-        drawn.add_column(column, justify="right" if numeric else "left")
+        cells = [row[position] for row in listed]
+        numeric = bool(cells) and all(isinstance(cell, int | float | None) for cell in cells)
+        # A narrow terminal folds texts; a number that is cut short would be another number.
+        whole = not any(isinstance(cell, str) for cell in cells)
+        drawn.add_column(column, justify="right" if numeric else "left", no_wrap=whole, overflow="fold")
     for row in listed:
         drawn.add_row(*(Text(_cell(value)) for value in row))
     return drawn

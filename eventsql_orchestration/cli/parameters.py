@@ -15,21 +15,21 @@ from eventsql_orchestration.model import (
 )
 
 
-class TopicName(click.ParamType):
+class TopicName(click.ParamType[str]):
     """A topic's name, refused before anything connects when no topic can be called so."""
 
     name = "topic"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002 - click's
+    def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
         return check_topic_name(value)
 
 
-class ConsumerName(click.ParamType):
+class ConsumerName(click.ParamType[str]):
     """A consumer's name, likewise."""
 
     name = "consumer"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002 - click's
+    def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
         return check_consumer_name(value)
 
 

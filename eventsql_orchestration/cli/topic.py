@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, partition_name, say, show_fields, show_table, write_json
 from eventsql_orchestration.cli.parameters import json_option, topic_argument
 from eventsql_orchestration.errors import TopicNotFoundError
@@ -29,8 +29,8 @@ def topic() -> None:
     help="1 to 32767; without it the topic is not partitioned (-1).",
 )
 @click.option("--dead-letters", is_flag=True, help="Also create TOPIC_dlt, which takes what its consumers give up.")
-@pass_session
-def create(session: Session, topic: str, partitions: int, dead_letters: bool) -> None:
+@pass_context
+def create(context: CliContext, *, topic: str, partitions: int, dead_letters: bool) -> None:
     """Create TOPIC, or find it as it is.
 
     The number of partitions of a topic that has neither events nor consumers is changed.
@@ -38,7 +38,7 @@ def create(session: Session, topic: str, partitions: int, dead_letters: bool) ->
     wanted = [Topic(topic, partitions)]
     if dead_letters:
         wanted.append(Topic(wanted[0].dead_letter_topic))
-    with session.platform() as platform:
+    with context.platform() as platform:
         for each in wanted:
             before = _find(platform, each.name)
             if each is wanted[0] or before is None:
@@ -64,10 +64,10 @@ def _partitions(topic: Topic) -> str:
 
 @topic.command("list")
 @json_option
-@pass_session
-def list_topics(session: Session, as_json: bool) -> None:
+@pass_context
+def list_topics(context: CliContext, *, as_json: bool) -> None:
     """List the topics."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         topics = platform.registry.topics()
     if as_json:
         write_json([_object(each) for each in topics])
@@ -83,10 +83,10 @@ def _object(topic: Topic) -> dict[str, Any]:
 @topic.command()
 @topic_argument
 @json_option
-@pass_session
-def describe(session: Session, topic: str, as_json: bool) -> None:
+@pass_context
+def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
     """Show TOPIC: its partitions, their events, and its consumers."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         found = platform.registry.topic(topic)
         dead_letters = platform.dead_letters.topic_of(topic)
         partitions = [
@@ -132,9 +132,9 @@ def describe(session: Session, topic: str, as_json: bool) -> None:
 @topic.command()
 @topic_argument
 @click.option("--force", is_flag=True, help="Delete its events and consumers with it.")
-@pass_session
-def delete(session: Session, topic: str, force: bool) -> None:
+@pass_context
+def delete(context: CliContext, *, topic: str, force: bool) -> None:
     """Delete TOPIC; one that has events or consumers only with --force."""
-    with session.platform() as platform:
+    with context.platform() as platform:
         platform.registry.unregister_topic(topic, force=force)
     say(f"topic {topic!r} deleted")

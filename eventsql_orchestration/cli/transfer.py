@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from eventsql_orchestration.cli.context import Session, pass_session
+from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say
 
 _REPORT_SECONDS: Final = 1.0
@@ -39,7 +39,7 @@ class _Report:
         self._said = time.monotonic()
 
 
-@click.command()
+@click.command(short_help="Move published events into their topics' logs.")
 @click.option("--once", is_flag=True, help="Move what is there now, and end.")
 @click.option(
     "--interval",
@@ -49,14 +49,14 @@ class _Report:
     metavar="SECONDS",
     help="How long to wait before the next look when nothing was left to move.",
 )
-@pass_session
-def transfer(session: Session, once: bool, interval: float) -> None:
+@pass_context
+def transfer(context: CliContext, *, once: bool, interval: float) -> None:
     """Move published events into the ordered logs of their topics, until Ctrl-C or SIGTERM.
 
     Several may run at once, here or in other programs, and share the topics. A database that goes away while it runs is
     waited for.
     """
-    with session.platform() as platform:
+    with context.platform() as platform:
         # A database that is down when the command starts is an error, not something to wait for.
         platform.database.ensure_schema()
         report = _Report()

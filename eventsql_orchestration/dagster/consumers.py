@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import dagster as dg
@@ -16,18 +16,17 @@ from eventsql_orchestration.dagster.definition import (
 )
 from eventsql_orchestration.dagster.draining import BatchConsumer, Consume, Consumed, Drained, Draining, owner_of_run
 from eventsql_orchestration.dagster.functions import UserFunction
+from eventsql_orchestration.dagster.publishing import add_up, leave_out
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.sensors import build_partition_sensor
 from eventsql_orchestration.dagster.tags import CONSUMER_TAG, HOUSEKEEPING_CONSUMER, HOUSEKEEPING_TAG, TOPIC_TAG
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
+from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.consumption import Failure
 
 Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
 Decorator: TypeAlias = Callable[[Callable[..., Any]], ConsumerDefinition]
-
-PUBLISHED_TOPIC = "published topic"
-"""The metadata by which a range asset says which topic it published to."""
 
 
 def consumer_asset(
@@ -54,15 +53,15 @@ def consumer_asset(
 ) -> Decorator:
     """Make a consumer of a function `f(events, connection)` over a batch of events.
 
-    What it writes through `connection` commits together with the offset: exactly once. Anything else it does happens at
-    least once. It may also take `context` (of the run) and resources, as parameters annotated with their types. When it
-    raises, the event that fails is tried again, with backoff, up to `max_attempts` times, and then becomes a dead letter
-    where topic `<topic>_dlt` exists, and blocks its partition where not.
+    What it writes through `connection` commits together with the offset: exactly once. Anything else it does happens
+    at least once. It may also take `context` (of the run) and resources, as parameters annotated with their types. When
+    it raises, the event that fails is tried again, with backoff, up to `max_attempts` times, and then becomes a dead
+    letter where topic `<topic>_dlt` exists, and blocks its partition where not.
 
-    Each partition's sensor requests a run when `min_events` wait, or fewer have waited `max_wait` seconds; its range has
-    at most `max_events`. The run hands them over `batch` at a time and then goes on with what has come meanwhile: for
-    `drain_seconds`, up to `drain_events`, until nothing has come for `drain_idle` seconds. `lease` is how many seconds
-    after the death of a run's process its partition is consumed again, where Dagster does not see it sooner.
+    Each partition's sensor requests a run when `min_events` wait, or fewer have waited `max_wait` seconds; its range
+    has at most `max_events`. The run hands them over `batch` at a time and then goes on with what has come meanwhile:
+    for `drain_seconds`, up to `drain_events`, until nothing has come for `drain_idle` seconds. `lease` is how many
+    seconds after the death of a run's process its partition is consumed again, where Dagster does not see it sooner.
 
     The asset is called `name` (the function's name by default), the job `consume_<name>`. `tags` go to its runs.
 
@@ -105,6 +104,7 @@ def range_asset(
     drain_events: int = 10_000_000,
     drain_idle: float = 1.0,
     lease: float = 60.0,
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS,
     deps: Iterable[Dependency] = (),
     group_name: str = "consumers",
     description: str | None = None,
@@ -117,8 +117,9 @@ def range_asset(
 
     The function reads `claim.remaining`, and commits the claim itself together with its effects:
     `publish_dataframe(…, claim=claim)`, or `claims.check` and `claims.commit` in its transaction. It may also take
-    resources, as parameters annotated with their types. What it returns, a mapping or None, is the run's metadata. A run
-    whose function ends without a commit fails, and its range is consumed again; so it is when the function raises.
+    resources, as parameters annotated with their types. What it returns, a mapping or None, is the run's metadata. When
+    it raises, or ends without a commit, the run fails and its range is tried again after a pause, up to `max_attempts`
+    times; then the partition stops there, since no one event is known to be at fault.
 
     The topics that it `publishes` to become assets of the same run. Otherwise as `consumer_asset`.
     """
@@ -130,14 +131,15 @@ def range_asset(
 
         def consume(context: dg.AssetExecutionContext, platform: EventSQL, resources: Mapping[str, Any]) -> Consume:
             def consume_range(claim: Claim) -> Consumed:
-                metadata = user(resources, claim=claim, context=context)
-                _, state = platform.claims.get(claim.id)
-                if state != "committed":
-                    raise dg.Failure(
-                        f"{claim} was not committed: publish with publish_dataframe(…, claim=claim), or commit it with "
-                        "claims.commit in the transaction of the effects",
-                        allow_retries=False,
-                    )
+                try:
+                    metadata = user(resources, claim=claim, context=context)
+                    _require_commit(platform, claim)
+                except (ClaimLostError, DatabaseError):
+                    # No fault of the range: the next tick claims it again, whenever the database is there.
+                    raise
+                except Exception as error:
+                    _give_up(context, platform, claim, error)
+                    raise
                 return Consumed(claim.events, metadata=dict(metadata or {}))
 
             return consume_range
@@ -145,12 +147,44 @@ def range_asset(
         return _define(
             user, consume,
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
-            limits=limits, max_attempts=DEFAULT_MAX_ATTEMPTS, publishes=published, deps=deps, group_name=group_name,
+            limits=limits, max_attempts=max_attempts, publishes=published, deps=deps, group_name=group_name,
             description=description or function.__doc__, owners=owners, tags=tags or {},
             kinds=(*KINDS, *kinds), default_status=default_status,
         )  # fmt: skip
 
     return decorate
+
+
+class NotCommittedError(dg.Failure):
+    """A range asset's function ended and had not committed its claim."""
+
+    def __init__(self, claim: Claim) -> None:
+        super().__init__(
+            f"{claim} was not committed: publish with publish_dataframe(…, claim=claim), or commit it with "
+            "claims.commit in the transaction of the effects",
+            allow_retries=False,
+        )
+
+
+def _require_commit(platform: EventSQL, claim: Claim) -> None:
+    _, state = platform.claims.get(claim.id)
+    if state != "committed":
+        raise NotCommittedError(claim)
+
+
+def _give_up(context: dg.AssetExecutionContext, platform: EventSQL, claim: Claim, error: Exception) -> None:
+    """Give a range back whose function failed, to be tried again after a pause, up to the consumer's attempts."""
+    failure = platform.claims.fail(claim, error)
+    if failure is not None:
+        blocked = failure.outcome == Failure.BLOCKED
+        context.log.error(
+            "%s failed, attempt %d: %s",
+            claim,
+            failure.attempts,
+            f"its partition stops here until `eventsql consumer resume {claim.range.topic} {claim.consumer}`"
+            if blocked
+            else "it is tried again after a pause",
+        )
 
 
 _MakeConsume: TypeAlias = Callable[[dg.AssetExecutionContext, EventSQL, Mapping[str, Any]], Consume]
@@ -198,6 +232,12 @@ def _define(
         for each in publishes
     ]
 
+    def results(drained: Drained) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
+        topics = {each.key.path[-1] for each in published}
+        yield key, _metadata(consumer, drained, without=topics)
+        for each in published:
+            yield each.key, add_up(drained.said, each.key.path[-1])
+
     def compute(context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any]) -> Any:
         eventsql: EventSQLResource = resources[RESOURCE_KEY]
         platform = eventsql.platform
@@ -206,13 +246,15 @@ def _define(
         )
         try:
             _drain(context, draining, config, consumer, partitions)
+            _report(context, key, consumer, draining.drained)
         except BaseException:
-            _record_partly(context, key, consumer, draining.drained)
+            # What a failing run has consumed is committed, and belongs to the history of its assets as any other.
+            if draining.drained.events:
+                for each, metadata in results(draining.drained):
+                    context.log_event(dg.AssetMaterialization(asset_key=each, metadata=metadata))
             raise
-        _report(context, key, consumer, draining.drained)
-        yield dg.MaterializeResult(asset_key=key, metadata=_metadata(consumer, draining.drained))
-        for each in published:
-            yield dg.MaterializeResult(asset_key=each.key, metadata=_published(each.key, draining.drained))
+        for each, metadata in results(draining.drained):
+            yield dg.MaterializeResult(asset_key=each, metadata=metadata)
 
     asset = dg.multi_asset(name=name, specs=[spec, *published])(user.as_compute(ClaimConfig, compute))
     job = dg.define_asset_job(
@@ -282,24 +324,15 @@ def _report(context: dg.AssetExecutionContext, key: dg.AssetKey, consumer: Consu
             )
         )
     if drained.failure is not None:
-        _record_partly(context, key, consumer, drained)
         raise _failure(consumer, *drained.failure)
-
-
-def _record_partly(
-    context: dg.AssetExecutionContext, key: dg.AssetKey, consumer: Consumer, drained: Drained
-) -> None:
-    """What a failing run has consumed is committed, and belongs to the asset's history as any other."""
-    if drained.events:
-        context.log_event(dg.AssetMaterialization(asset_key=key, metadata=_metadata(consumer, drained)))
 
 
 def _failure(consumer: Consumer, claim: Claim, failure: Failure) -> dg.Failure:
     topic, event = consumer.topic, failure.event
     if failure.outcome == Failure.BLOCKED:
         advice = (
-            f"the partition stops here: mend the consumer and run `eventsql consumer resume {topic} {consumer.name}`, or "
-            f"create topic {topic}_dlt, where such events go"
+            f"the partition stops here: mend the consumer and run `eventsql consumer resume {topic} {consumer.name}`, "
+            f"or create topic {topic}_dlt, where such events go"
         )
     else:
         advice = f"it is tried again after a pause; with topic {topic}_dlt it goes there when its attempts are spent"
@@ -330,13 +363,14 @@ def _dead_letters(drained: Drained) -> dg.MetadataValue:
     )
 
 
-def _metadata(consumer: Consumer, drained: Drained) -> dict[str, Any]:
+def _metadata(consumer: Consumer, drained: Drained, *, without: Collection[str]) -> dict[str, Any]:
+    """The metadata of a run's asset; what it says of publishing to the topics of `without` is theirs."""
     partitions = sorted({claim.range.partition for claim, _ in drained.claims})
     metadata: dict[str, Any] = {
-        **{name: value for _, consumed in drained.claims for name, value in consumed.metadata.items()},
+        **{name: value for said in drained.said for name, value in leave_out(said, without).items()},
         "topic": consumer.topic,
         "consumer": consumer.name,
-        "partition": partitions[0] if len(partitions) == 1 else ", ".join(map(str, partitions)),
+        **({"partition": partitions[0]} if len(partitions) == 1 else {}),
         "events": drained.events,
         "claims": len(drained.claims),
         "ranges": dg.MetadataValue.json(drained.ranges()),
@@ -347,13 +381,3 @@ def _metadata(consumer: Consumer, drained: Drained) -> dict[str, Any]:
     if drained.lost is not None:
         metadata["note"] = drained.lost
     return metadata
-
-
-def _published(key: dg.AssetKey, drained: Drained) -> dict[str, Any]:
-    """What the run published to one topic, added up over its claims where it is a number."""
-    total: dict[str, Any] = {}
-    for _, consumed in drained.claims:
-        if consumed.metadata.get(PUBLISHED_TOPIC) == key.path[-1]:
-            for name, value in consumed.metadata.items():
-                total[name] = value
-    return total

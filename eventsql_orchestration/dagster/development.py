@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import signal
@@ -19,13 +20,14 @@ import dagster as dg
 import requests
 from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError
 
+from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import EventSQLError
 
 logger = logging.getLogger(__name__)
 
 HOST: Final = "127.0.0.1"
 
-FINISHED: Final = frozenset({dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED})
+UNDER_WAY: Final = dg.RunsFilter(statuses=[status for status in dg.DagsterRunStatus if status not in FINISHED])
 
 _LOCATIONS = """
 { workspaceOrError {
@@ -72,6 +74,7 @@ class LocalDagster:
         self.log = self.instance_home / "dagster.log"
         self._environment = {**os.environ, **(environment or {}), "DAGSTER_HOME": str(self.instance_home)}
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
 
     @property
     def url(self) -> str:
@@ -83,6 +86,8 @@ class LocalDagster:
 
         `on_wait` is told what is being waited for.
         """
+        self._lock = self._lock_instance()
+        self._give_up_leftovers()
         # fmt: off
         command = [
             sys.executable, "-m", "dagster", "dev", "-h", HOST, "-p", str(self.port),
@@ -112,6 +117,21 @@ class LocalDagster:
                 raise DagsterStartError(f"Dagster did not start in {timeout:.0f} s ({waiting_for}); see {self.log}")
             on_wait(waiting_for)
             time.sleep(0.25)
+
+    def _lock_instance(self) -> int:
+        lock = os.open(self.instance_home / "dev.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise DagsterStartError(f"another `eventsql dev` runs on {self.instance_home}: end it first") from None
+        return lock
+
+    def _give_up_leftovers(self) -> None:
+        """End runs whose processes went down with an earlier start of this instance; nobody else would."""
+        with self.instance() as instance:
+            for run in instance.get_runs(UNDER_WAY):
+                instance.report_run_canceled(run, message="Its processes ended with an earlier `eventsql dev`.")
 
     def _not_ready(self) -> str | None:
         """What is still missing for the start, or None. Raises `DagsterStartError` when the location cannot load."""
@@ -174,10 +194,15 @@ class LocalDagster:
             time.sleep(0.25)
 
     def stop(self, *, timeout: float = 30.0) -> None:
-        """End the runs that are under way, then the processes; those that do not end in `timeout` seconds are killed."""
-        process = self._process
-        if process is None:
-            return
+        """End the runs under way, then the processes; those that do not end in `timeout` seconds are killed."""
+        if self._process is not None:
+            self._stop(self._process, timeout)
+            self._process = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _stop(self, process: subprocess.Popen[bytes], timeout: float) -> None:
         if process.poll() is None:
             self._end_runs(timeout=timeout / 2)
             process.send_signal(signal.SIGINT)
@@ -187,18 +212,16 @@ class LocalDagster:
             # What is left of the session: children that outlived their parent.
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        self._process = None
 
     def _end_runs(self, *, timeout: float) -> None:
-        under_way = dg.RunsFilter(statuses=[s for s in dg.DagsterRunStatus if s not in FINISHED])
         try:
             with self.instance() as instance:
                 client = DagsterGraphQLClient(HOST, port_number=self.port)
-                for run_id in [run.run_id for run in instance.get_runs(under_way)]:
+                for run_id in [run.run_id for run in instance.get_runs(UNDER_WAY)]:
                     with contextlib.suppress(DagsterGraphQLClientError):
                         client.terminate_run(run_id)
                 deadline = time.monotonic() + timeout
-                while instance.get_runs_count(under_way) and time.monotonic() < deadline:
+                while instance.get_runs_count(UNDER_WAY) and time.monotonic() < deadline:
                     time.sleep(0.1)
         except Exception as error:  # noqa: BLE001 - whatever Dagster says here, its processes end next
             logger.warning("runs that were under way could not be ended: %s", error)

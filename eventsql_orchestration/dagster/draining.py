@@ -18,6 +18,11 @@ from eventsql_orchestration.log.dead_letters import describe
 POLL: Final = 0.05
 """Seconds between two looks for further events of a run that drains: well below the transfer's own delay."""
 
+STALLED_AFTER: Final = 300.0
+"""Seconds after which the server ends a batch whose process stands still or is cut off: its transaction holds the
+partition, and TCP takes two hours by default to notice. PostgreSQL does not do so after an `executemany` of psycopg,
+whose last message, a Flush, disarms its timer."""
+
 OWNER_PREFIX: Final = "run "
 
 
@@ -77,6 +82,11 @@ class Drained:
     def dead_letters(self) -> list[DeadLetter]:
         return [letter for _, consumed in self.claims for letter in consumed.dead_letters]
 
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        """The metadata of each claim."""
+        return [consumed.metadata for _, consumed in self.claims]
+
     def ranges(self) -> list[dict[str, int]]:
         """The ranges of offsets for a run's metadata: `after` exclusive, `upto` inclusive."""
         return [
@@ -92,7 +102,7 @@ class Drained:
 
 
 class Draining:
-    """Consumes a claim, and then what comes after it, until an event fails, a limit is reached or nothing more comes."""
+    """Consumes a claim, then what comes after it, until an event fails, a limit is reached or nothing more comes."""
 
     def __init__(self, platform: EventSQL, consume: Consume, limits: Limits, *, owner: str) -> None:
         self._platform = platform
@@ -103,7 +113,7 @@ class Draining:
         self.drained = Drained()
 
     def take_over(self, claim_id: int) -> Claim | None:
-        """Adopt the claim that the run was requested for; None, and a note of why, when it is not to be had any more."""
+        """Adopt the claim that the run was requested for; None, with a note of why, when it is not to be had."""
         try:
             return self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease)
         except ClaimLostError as error:
@@ -183,6 +193,10 @@ class BatchConsumer:
 
     def _watch(self, events: Sequence[Event], connection: Connection) -> None:
         try:
+            connection.execute(
+                "SELECT set_config('idle_in_transaction_session_timeout', %s, true)",
+                (str(round(max(self._limits.lease, STALLED_AFTER) * 1000)),),
+            )
             self._function(events, connection)
         except Exception as error:
             if len(events) == 1:

@@ -1,8 +1,6 @@
 """Housekeeping: keeps the history of this package's own frequent runs and ticks in bounds."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -40,10 +38,11 @@ def build_housekeeping_schedule(
     def delete_old_history(context: dg.OpExecutionContext) -> None:
         now = datetime.now(UTC)
         deleted = {
-            kind: delete_runs(context.instance, kind, before=now - timedelta(hours=hours), keep=context.run.run_id)
+            kind: delete_runs(context.instance, kind, before=now - timedelta(hours=hours))
             for kind, hours in kept.items()
         }
-        purge_ticks(context, before=now - timedelta(hours=keep_hours))
+        if own := _own_instigators(context):
+            purge_ticks(context.instance, own, before=now - timedelta(hours=keep_hours))
         context.log.info("deleted %s", ", ".join(f"{count} {kind} runs" for kind, count in deleted.items()))
         context.add_output_metadata({f"{kind} runs deleted": count for kind, count in deleted.items()})
 
@@ -65,34 +64,33 @@ def build_housekeeping_schedule(
     )
 
 
-def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime, keep: str | None = None) -> int:
+def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime) -> int:
     """Delete the finished runs of a kind that ended before a time, with their logs; gives their number."""
+    old = dg.RunsFilter(tags={HOUSEKEEPING_TAG: kind}, statuses=list(FINISHED), updated_before=before)
     deleted = 0
-    for run_id in _old_runs(instance, kind, before):
-        if run_id != keep:
-            instance.delete_run(run_id)
+    while runs := instance.get_run_records(old, limit=PAGE):
+        for run in runs:
+            run_id = run.dagster_run.run_id
             instance.compute_log_manager.delete_logs(prefix=[run_id])
+            instance.delete_run(run_id)
             deleted += 1
     return deleted
 
 
-def _old_runs(instance: dg.DagsterInstance, kind: str, before: datetime) -> Iterator[str]:
-    cursor: str | None = None
-    while True:
-        runs = instance.get_run_records(
-            dg.RunsFilter(tags={HOUSEKEEPING_TAG: kind}, statuses=list(FINISHED), updated_before=before),
-            limit=PAGE,
-            cursor=cursor,
-        )
-        if not runs:
-            return
-        cursor = runs[-1].dagster_run.run_id
-        # The cursor's run is looked up by the next query, so it goes last.
-        following = instance.get_run_records(
-            dg.RunsFilter(tags={HOUSEKEEPING_TAG: kind}, statuses=list(FINISHED), updated_before=before),
-            limit=1,
-            cursor=cursor,
-        )
-        yield from (run.dagster_run.run_id for run in runs)
-        if not following:
-            return
+def purge_ticks(instance: dg.DagsterInstance, names: Collection[str], *, before: datetime) -> None:
+    """Delete the ticks before a time of the sensors and schedules of these names."""
+    for state in instance.all_instigator_state():
+        if state.instigator_name in names:
+            instance.purge_ticks(state.instigator_origin_id, state.selector_id, before.timestamp())
+
+
+def _own_instigators(context: dg.OpExecutionContext) -> frozenset[str]:
+    try:
+        repository = context.repository_def
+    except Exception:  # noqa: BLE001 - a job that is executed by itself, as in a test, belongs to no location
+        return frozenset()
+    instigators: list[dg.SensorDefinition | dg.ScheduleDefinition] = [
+        *repository.sensor_defs,
+        *repository.schedule_defs,
+    ]
+    return frozenset(each.name for each in instigators if HOUSEKEEPING_TAG in each.tags)

@@ -73,8 +73,8 @@ def build_lag_sensor(
 ) -> dg.SensorDefinition:
     """A sensor that observes the lag of each consumer's asset about every `interval_seconds`.
 
-    Each observation has the numbers `lag events` and `lag seconds`, for the whole and for every partition, and the cause
-    in words. A consumer that is not behind, and was not, is observed every 5 minutes.
+    Each observation has the numbers `lag events` and `lag seconds`, for the whole and for every partition, and the
+    cause in words. A consumer that is not behind, and was not, is observed every 5 minutes.
     """
     watched = tuple(consumers)
 

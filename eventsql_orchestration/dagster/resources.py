@@ -41,7 +41,7 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     _platform: EventSQL | None = PrivateAttr(default=None)
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
 
-    @field_validator("db_schema")
+    @field_validator("db_schema", mode="before")
     @classmethod
     def _schema_is_an_identifier(cls, value: str) -> str:
         if not isinstance(value, dg.EnvVar):
@@ -115,19 +115,18 @@ class TopicResource(dg.ConfigurableResource[Any]):
     partitions: int = Field(default=NOT_PARTITIONED, description="Number of partitions, -1 for a topic without")
     dead_letters: bool = Field(default=False, description="Whether it has a dead letter topic")
 
-    @field_validator("topic")
+    @field_validator("topic", mode="before")
     @classmethod
     def _topic_has_a_name(cls, value: str) -> str:
         if not isinstance(value, dg.EnvVar):
             check_topic_name(value)
         return value
 
-    @field_validator("partitions")
+    @field_validator("partitions", mode="before")
     @classmethod
     def _partitions_are_possible(cls, value: int) -> int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            check_partitions(value)
-        return value
+        # `EnvVar.int(…)` is an int that is no number yet.
+        return check_partitions(value) if type(value) is int else value
 
     @property
     def platform(self) -> EventSQL:

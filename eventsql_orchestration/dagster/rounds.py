@@ -68,7 +68,9 @@ def published_by(instance: dg.DagsterInstance, runs: Iterable[dg.DagsterRun]) ->
     return published
 
 
-def account(before: Counts, after: Counts, *, published: Counter[str], runs: Iterable[dg.DagsterRun]) -> list[TopicRound]:
+def account(
+    before: Counts, after: Counts, *, published: Counter[str], runs: Iterable[dg.DagsterRun]
+) -> list[TopicRound]:
     """Compare two moments, topic by topic, with what the runs between them say they published.
 
     A fault is an event that was published and is not in the log, one that is in the log and nobody published, one that
@@ -101,6 +103,8 @@ def account(before: Counts, after: Counts, *, published: Counter[str], runs: Ite
             consumed += had
             lag += after.lag[key]
         rounds.append(
-            TopicRound(topic, published[topic], transferred, consumed, len(consumers), launched[topic], lag, tuple(faults))
+            TopicRound(
+                topic, published[topic], transferred, consumed, len(consumers), launched[topic], lag, tuple(faults)
+            )
         )
     return rounds

@@ -5,7 +5,7 @@ A tick can only claim: its row lock is gone before the run exists. What may happ
 | the tick or the run ends | what is left | what the next tick does |
 |---|---|---|
 | before the claim | nothing | claims |
-| after the claim, before the tick is stored | a claim without a run | waits for its lease to end, claims the same range |
+| after the claim, before the tick is stored | a claim without a run | waits for its lease to end, claims again |
 | after the tick is stored, before the launch | a run that Dagster still launches | waits, prolonging the lease |
 | while the run waits or starts | a queued run | waits, prolonging the lease |
 | in mid-batch, seen by Dagster | a failed run | releases the claim, claims from the offset reached |
@@ -18,6 +18,7 @@ A run that starts after its claim was given to another finds it lost, and ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from eventsql_orchestration.dagster.tags import (
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
+    DatabaseBusyError,
     RedefinitionError,
     SchemaOutdatedError,
     TopicNotFoundError,
@@ -59,8 +61,8 @@ does so after 180 where it is on. A queued run waits as long as its queue lets i
 
 FIRST_BACKOFF: Final = 10.0
 MAX_BACKOFF: Final = 600.0
-"""Seconds between runs that keep failing at the same offset for reasons that are no event's: they pile up otherwise, one
-every 5 seconds."""
+"""Seconds between runs that keep failing at the same offset for reasons that are no event's: they pile up otherwise,
+one every 5 seconds."""
 
 
 def build_partition_sensor(
@@ -128,7 +130,7 @@ class PartitionWatch:
                 lease=self.limits.lease,
                 timeout=TICK_TIMEOUT,
             )
-        except (TopicNotFoundError, ConsumerNotFoundError, SchemaOutdatedError) as error:
+        except (TopicNotFoundError, ConsumerNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
             return dg.SkipReason(error.message)
         return self.request(claim) if isinstance(claim, Claim) else dg.SkipReason(claim.reason)
 
@@ -152,8 +154,8 @@ class PartitionWatch:
         registered = platform.registry.topic(self.topic.name)
         if registered.partitions != self.topic.partitions and self.consumer.partitioned:
             raise RedefinitionError(
-                f"topic {self.topic.name!r} has {registered.partitions} partitions and consumer {self.consumer.name!r} is "
-                f"defined for {self.topic.partitions}: events would stay unseen; mend its Topic(…) in the code location"
+                f"topic {self.topic.name!r} has {registered.partitions} partitions and consumer {self.consumer.name!r} "
+                f"is defined for {self.topic.partitions}: events would stay unseen; mend its Topic(…)"
             )
 
     def _wait_for(
@@ -174,11 +176,9 @@ class PartitionWatch:
             log.warning("run %s of %s never started; the claim is given up", run.dagster_run.run_id, claim)
             platform.claims.release(claim)
             return None
-        try:
+        # Otherwise the run took it over just now.
+        with contextlib.suppress(ClaimLostError):
             platform.claims.renew(claim, lease=self.limits.lease)
-        except ClaimLostError:
-            # The run took it over just now.
-            pass
         return f"run {run.dagster_run.run_id} of claim {claim.id} is {status.value.lower().replace('_', ' ')}"
 
     def _give_back(

@@ -15,7 +15,10 @@ AFTER_TAG: Final = "eventsql/after"
 """The offset that a run's claim begins after: failures of runs from one offset are counted by it."""
 
 TRANSFER_TAG: Final = "eventsql/transfer"
-"""Carried by a transfer run once it moves events; its value names the database."""
+"""Carried by every run of the transfer."""
+
+MOVING_TAG: Final = "eventsql/moving"
+"""Carried by a run of the transfer once it moves events; its value names the database."""
 
 SPARK_TAG: Final = "eventsql/spark"
 """For runs that start a Spark session: a run queue can limit them apart from all others."""

@@ -1,7 +1,5 @@
 """The transfer as a schedule: a run a minute, each of which moves events until the next has taken over."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
@@ -15,6 +13,7 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_INTERNAL,
     HOUSEKEEPING_TAG,
     MAX_RUNTIME_TAG,
+    MOVING_TAG,
     PRIORITY_TAG,
     TRANSFER_TAG,
 )
@@ -53,6 +52,7 @@ def build_transfer_schedule(
         description="Moves events from the buffer to their topics' logs until the next run of this job has taken over.",
         executor_def=dg.in_process_executor,
         tags={
+            TRANSFER_TAG: name,
             HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL,
             # A full queue of consumers must not keep the transfer from what they wait for.
             PRIORITY_TAG: "10",
@@ -102,7 +102,7 @@ def transfer_until_relieved(
     # The database answers and the tables are there: from here on this run relieves the one before it.
     transfer.run_once(topics=())
     label = database_label(platform)
-    context.instance.add_run_tags(context.run.run_id, {TRANSFER_TAG: label})
+    context.instance.add_run_tags(context.run.run_id, {MOVING_TAG: label})
     thread = threading.Thread(target=loop, name="eventsql-transfer-run", daemon=True)
     deadline = time.monotonic() + limit_seconds
     reason = f"its limit of {limit_seconds:g} s"
@@ -128,9 +128,7 @@ def transfer_until_relieved(
 def _newer_run(context: dg.OpExecutionContext, label: str) -> str | None:
     """A run of this job that was created after this one and moves events of the same database."""
     runs = context.instance.get_run_records(
-        dg.RunsFilter(
-            job_name=context.job_name, tags={TRANSFER_TAG: label}, statuses=[dg.DagsterRunStatus.STARTED]
-        ),
+        dg.RunsFilter(job_name=context.job_name, tags={MOVING_TAG: label}, statuses=[dg.DagsterRunStatus.STARTED]),
         limit=5,
     )
     mine = context.run.run_id

@@ -6,28 +6,35 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Final, TypeAlias
 
 import psycopg
 import sqlalchemy
-from psycopg.rows import TupleRow
-from sqlalchemy import event, text
+from psycopg.rows import TupleRow, tuple_row
+from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 
 from eventsql_orchestration.database import migrations
 from eventsql_orchestration.errors import (
     ConfigurationError,
+    DatabaseBusyError,
     DatabaseFullError,
     DatabaseUnavailableError,
     EventSQLError,
     SchemaOutdatedError,
+    TopicNotFoundError,
 )
+from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.settings import DEFAULT_SCHEMA
 
 logger = logging.getLogger(__name__)
 
 Connection: TypeAlias = psycopg.Connection[TupleRow]
 """A psycopg connection as handlers and publishers take it."""
+
+_ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
+"""Contracts of this package are written for it: a statement after a row lock must see what the previous holder of the
+lock committed, whatever the server's default."""
 
 
 def parse_dsn(dsn: str) -> URL:
@@ -48,22 +55,51 @@ def parse_dsn(dsn: str) -> URL:
     return url.set(drivername="postgresql+psycopg")
 
 
-def translate(error: Exception, where: str) -> EventSQLError | None:
+_SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53300", "25P03", "25P04"})
+"""SQLSTATEs of a server that shuts down or starts, has no connection left, or ended the session for being idle."""
+
+
+def translate(error: Exception, where: str, schema: str) -> EventSQLError | None:
     """The error of ours that says what a driver's error means for its user, or None where it is not known.
 
-    `where` names the database without its password.
+    `where` names the database without its password. A table or column that is missing counts only where it is one of
+    `schema`: statements of the caller's own may miss others.
     """
+    if isinstance(error, sqlalchemy.exc.TimeoutError):
+        return DatabaseBusyError(f"{where}: every connection of this process is taken: use fewer threads at once")
     cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
     if not isinstance(cause, psycopg.Error):
         return None
-    detail = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-    if isinstance(cause, psycopg.errors.DiskFull | psycopg.errors.OutOfMemory):
-        return DatabaseFullError(f"{where} has no room left ({detail}): nothing of this call was stored")
-    if isinstance(cause, psycopg.errors.UndefinedTable | psycopg.errors.UndefinedColumn | psycopg.errors.InvalidSchemaName):
-        return SchemaOutdatedError(f"{where} lacks a table of the events platform ({detail}): run `eventsql migrate`")
-    if isinstance(cause, psycopg.OperationalError) and (cause.sqlstate is None or cause.sqlstate[:2] in ("08", "57", "53")):
-        return DatabaseUnavailableError(f"{where} cannot be reached ({detail}): is the server running, is the URL right?")
-    return None
+    detail = describe(cause)
+    meaning: tuple[type[EventSQLError], str] | None = None
+    match cause:
+        case psycopg.errors.DiskFull() | psycopg.errors.OutOfMemory():
+            meaning = DatabaseFullError, f"has no room left ({detail}): nothing of this call was stored"
+        case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable():
+            meaning = DatabaseBusyError, f"did not get to it in time ({detail}): try again"
+        case psycopg.errors.UndefinedTable() if f'"{schema}.' in detail and detail.endswith('_event" does not exist'):
+            meaning = TopicNotFoundError, f"lacks the log of a topic ({detail}): the topic was deleted"
+        case psycopg.errors.UndefinedTable() | psycopg.errors.UndefinedColumn() | psycopg.errors.InvalidSchemaName():
+            if any(name in detail for name in (f'"{schema}.', f'schema "{schema}"', "eql_")):
+                meaning = (
+                    SchemaOutdatedError,
+                    f"lacks a table of the events platform ({detail}): run `eventsql migrate`",
+                )
+        case psycopg.ProgrammingError(sqlstate=None) if "connection option" in detail:
+            meaning = ConfigurationError, f"has a URL that cannot be used ({detail})"
+        case psycopg.OperationalError(sqlstate=None) | psycopg.errors.ConnectionException():
+            meaning = (
+                DatabaseUnavailableError,
+                f"cannot be reached ({detail}): is the server running, is the URL right?",
+            )
+        case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT:
+            meaning = DatabaseUnavailableError, f"closed the connection ({detail}): is the server running?"
+    return None if meaning is None else meaning[0](f"{where} {meaning[1]}")
+
+
+def describe(error: psycopg.Error) -> str:
+    """A driver's error in one line, without the details that repeat values."""
+    return error.diag.message_primary or " ".join(str(error).split()) or type(error).__name__
 
 
 class Database:
@@ -87,10 +123,12 @@ class Database:
         application_name: str = "eventsql",
     ) -> None:
         self.url = parse_dsn(dsn)
-        self.schema = schema
+        self.schema = check_schema_name(schema)
         self._migrate = migrate
         self._ready = False
         self._ready_lock = threading.Lock()
+        options = {"application_name": application_name, "connect_timeout": 10}
+        self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self.engine = sqlalchemy.create_engine(
             self.url,
             isolation_level="AUTOCOMMIT",
@@ -98,9 +136,8 @@ class Database:
             max_overflow=max_overflow,
             # A server that restarted, or a proxy that dropped an idle connection, costs a reconnect and no error.
             pool_pre_ping=True,
-            connect_args={"application_name": application_name, "connect_timeout": 10},
+            connect_args=self._connect_args,
         )
-        event.listen(self.engine, "connect", self._prepare)
 
     def __repr__(self) -> str:
         return f"Database({self})"
@@ -111,14 +148,8 @@ class Database:
     @property
     def dsn(self) -> str:
         """The URL with its password, as libpq reads it."""
-        return self.url.set(drivername="postgresql").render_as_string(hide_password=False)
-
-    @staticmethod
-    def _prepare(connection: Any, _record: object) -> None:
-        # Contracts of this package are written for READ COMMITTED: a statement after a row lock must see what the
-        # previous holder of the lock committed, whatever the server's default.
-        driver: Connection = connection.driver_connection if hasattr(connection, "driver_connection") else connection
-        driver.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        # SQLAlchemy leaves spaces as they are; libpq refuses them, and repeats the password that holds one.
+        return self.url.set(drivername="postgresql").render_as_string(hide_password=False).replace(" ", "%20")
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -152,55 +183,65 @@ class Database:
     def _pooled(self) -> Iterator[Connection]:
         with self.errors():
             proxied = self.engine.raw_connection()
-            try:
-                connection = proxied.driver_connection
-                assert isinstance(connection, psycopg.Connection)
-                # SQLAlchemy starts a fresh connection outside of autocommit until its own transaction wants it.
+        connection = proxied.driver_connection
+        assert isinstance(connection, psycopg.Connection)
+        try:
+            with self.errors(connection):
+                # SQLAlchemy, and a handler, leave a connection as they need it.
                 connection.autocommit = True
+                connection.isolation_level = _ISOLATION
+                connection.row_factory = tuple_row
                 yield connection
-            except BaseException:
-                if proxied.is_valid and (driver := proxied.driver_connection) is not None and driver.closed:
-                    proxied.invalidate()
-                raise
-            finally:
-                proxied.close()
+        finally:
+            if connection.closed:
+                proxied.invalidate()
+            proxied.close()
 
     def dedicated(self) -> Connection:
         """A connection of its own outside the pool, in autocommit mode; the caller closes it."""
         self.ensure_schema()
+        arguments, options = self.engine.dialect.create_connect_args(self.url)
         with self.errors():
-            connection = psycopg.connect(self.dsn, autocommit=True, application_name="eventsql", connect_timeout=10)
-            connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            connection = psycopg.connect(*arguments, **{**options, **self._connect_args}, autocommit=True)
+            connection.isolation_level = _ISOLATION
             return connection
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turns the driver's errors of the block into errors of ours, where it is known what they mean."""
+    def errors(self, connection: Connection | None = None) -> Iterator[None]:
+        """Turns the driver's errors of the block into errors of ours, where it is known what they mean.
+
+        Where code of a caller runs in the block, name the `connection` that it is about: a database that is gone while
+        this connection stands is another one.
+        """
         try:
             yield
-        except (psycopg.Error, sqlalchemy.exc.DBAPIError) as error:
-            known = translate(error, str(self))
+        except (psycopg.Error, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
+            known = translate(error, str(self), self.schema)
             if known is None:
+                raise
+            if isinstance(known, DatabaseUnavailableError) and connection is not None and not connection.closed:
                 raise
             raise known from error
 
     def ensure_schema(self) -> None:
         """Check once that the tables are there and not older than this package; migrate if that was asked for."""
+        if not self._ready:
+            with self._ready_lock:
+                self._check_schema()
+
+    def _check_schema(self) -> None:
         if self._ready:
             return
-        with self._ready_lock:
-            if self._ready:
-                return
-            revision = self.revision()
-            if revision is None or (revision != migrations.head() and migrations.known(revision)):
-                if not self._migrate:
-                    raise SchemaOutdatedError(
-                        f"schema {self.schema!r} of {self} is "
-                        f"{'missing' if revision is None else f'at revision {revision}'}, this package needs "
-                        f"{migrations.head()}: run `eventsql migrate`"
-                    )
-                self.migrate()
-            self._ready = True
+        revision = self.revision()
+        if revision is None or (revision != migrations.head() and migrations.known(revision)):
+            if not self._migrate:
+                raise SchemaOutdatedError(
+                    f"schema {self.schema!r} of {self} is "
+                    f"{'missing' if revision is None else f'at revision {revision}'}, this package needs "
+                    f"{migrations.head()}: run `eventsql migrate`"
+                )
+            self.migrate()
+        self._ready = True
 
     def revision(self) -> str | None:
         """The schema's revision, or None where it was never migrated."""

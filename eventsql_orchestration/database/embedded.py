@@ -240,7 +240,10 @@ class EmbeddedPostgres:
     # Start
 
     def _start_locked(self, installation: Path, deadline: float) -> EmbeddedServer:
-        if _Postmaster.of(self._data) is None:
+        # One that starts gets ready; one that stops makes room for a new one.
+        while (found := _Postmaster.of(self._data)) is not None and not found.ready and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        if found is None:
             account = _server_account(self._data)
             programs = _reachable_programs(installation, account)
             self._place_data(account)
@@ -371,7 +374,8 @@ class EmbeddedPostgres:
         postmaster = _Postmaster.of(self._data)
         if postmaster is None:
             return False
-        os.kill(postmaster.pid, _SIGNALS[mode])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(postmaster.pid, _SIGNALS[mode])
         while _Postmaster.of(self._data) is not None:
             if time.monotonic() >= deadline:
                 hint = "mode 'immediate' does not wait" if mode == "fast" else "end its sessions, or use mode 'fast'"

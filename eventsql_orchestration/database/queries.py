@@ -1,7 +1,7 @@
 """Named SQL: every hot statement stands in a file under `sql/`, under its name and one line that describes it.
 
-A file is a sequence of `-- name -- description` headers, each followed by one statement. `{schema}` and names such as
-`{event_table}` are composed as identifiers; values are always parameters.
+A file is a sequence of `-- name -- description` headers, each followed by one statement; the description may go on in
+comment lines. `{schema}` and names such as `{event_table}` are composed as identifiers; values are always parameters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import resources
-from typing import Final, LiteralString, cast
+from typing import Final
 
 from psycopg import sql
 
@@ -25,7 +25,9 @@ def _statements(file: str) -> dict[str, str]:
     for header, end in zip(headers, ends, strict=True):
         if header["name"] in statements:
             raise ValueError(f"{file}.sql names {header['name']!r} twice")
-        statements[header["name"]] = text[header.end() : end].strip().removesuffix(";")
+        # Further lines of the description would travel to the server with every call.
+        lines = [line for line in text[header.end() : end].splitlines() if not line.startswith("--")]
+        statements[header["name"]] = "\n".join(lines).strip().removesuffix(";")
     return statements
 
 
@@ -50,6 +52,6 @@ class Queries:
             if topic is not None:
                 identifiers["event_table"] = sql.Identifier(event_table(topic))
             # The text comes from a file of this package, never from a caller.
-            text = cast(LiteralString, _statements(self._file)[name])
-            composed = self._composed[(name, topic)] = sql.SQL(text).format(**identifiers)
+            text = _statements(self._file)[name]
+            composed = self._composed[name, topic] = sql.SQL(text).format(**identifiers)
         return composed

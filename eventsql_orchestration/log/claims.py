@@ -1,8 +1,8 @@
 """Claims: leased, immutable ranges of offsets for consumers whose work does not fit into a transaction.
 
-A claim is a row. Making one takes the consumer partition under a new epoch until the lease expires. Offsets are committed
-only while that epoch is still the partition's and the offset is where the owner left it, so an owner that was believed dead
-commits nothing, and neither does one that was overtaken by a consumer that knows nothing of leases.
+A claim is a row. Making one takes the consumer partition under a new epoch until the lease expires. Offsets are
+committed only while that epoch is still the partition's and the offset is where the owner left it, so an owner that was
+believed dead commits nothing, and neither does one that was overtaken by a consumer that knows nothing of leases.
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Final
+
+from psycopg import sql
+from psycopg.pq import TransactionStatus
+from psycopg.rows import TupleRow, tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, EventSQLError, ValidationError
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConsumerNotFoundError,
+    DatabaseBusyError,
+    EventSQLError,
+    ValidationError,
+)
 from eventsql_orchestration.log import consumption
 from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, Failure, LockedPartition
 from eventsql_orchestration.log.dead_letters import DeadLetters
@@ -22,6 +33,9 @@ from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 
 logger = logging.getLogger(__name__)
+
+LOCK_TIMEOUT: Final = 10.0
+"""Seconds that taking a claim over or giving it back waits for the transaction of an owner that was believed dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +116,13 @@ class Claims:
         if lease <= 0 or timeout <= 0 or max_wait < 0:
             raise ValidationError("lease and timeout are positive numbers of seconds, max_wait is not negative")
         key = ConsumerPartition(topic, consumer, partition)
-        dead_letter_topic = self._dead_letters.topic_of(topic)
         with self._database.transaction() as connection:
             # A tick whose caller has given up must not go on holding the partition.
-            connection.execute(
-                "SELECT set_config('statement_timeout', %(ms)s, true), set_config('lock_timeout', %(ms)s, true), "
-                "set_config('idle_in_transaction_session_timeout', %(ms)s, true)",
-                {"ms": str(round(timeout * 1000))},
-            )
+            _limit(connection, timeout, "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
             locked = consumption.lock(connection, self._queries, key, wait=False)
             if locked is None:
                 return self._not_lockable(connection, key)
-            if (reason := self._refusal(locked, dead_letter_topic)) is not None:
+            if (reason := self._refusal(connection, locked)) is not None:
                 return NoClaim(reason)
             row = connection.execute(
                 self._queries("waiting" if partition == NOT_PARTITIONED else "waiting_partition", topic=topic),
@@ -133,7 +142,7 @@ class Claims:
             raise ConsumerNotFoundError(f"{key} does not exist: create it with `eventsql consumer create`")
         return NoClaim("another consumption has the partition locked")
 
-    def _refusal(self, locked: LockedPartition, dead_letter_topic: str | None) -> str | None:
+    def _refusal(self, connection: Connection, locked: LockedPartition) -> str | None:
         state = locked.state
         if state.paused:
             return "the consumer is paused"
@@ -141,7 +150,7 @@ class Claims:
             assert state.lease_expires_at is not None
             left = (state.lease_expires_at - locked.now).total_seconds()
             return f"{state.lease_owner} leases the partition for {left:.0f} s more"
-        if locked.spent and dead_letter_topic is None:
+        if state.spent and self._dead_letters.topic_of(state.topic, connection) is None:
             return (
                 f"event {state.failed_event_id} blocks the partition: it failed {state.attempts} times "
                 f"({state.failure}) and topic {state.topic}_dlt does not exist"
@@ -167,9 +176,7 @@ class Claims:
             },
         ).fetchone()
         assert row is not None, "INSERT … RETURNING gives a row"
-        connection.execute(
-            self._queries("lease"), {**key.parameters(), "epoch": epoch, "owner": owner, "lease": lease}
-        )
+        connection.execute(self._queries("lease"), {**key.parameters(), "epoch": epoch, "owner": owner, "lease": lease})
         offsets = OffsetRange(key.topic, key.partition, locked.offset, upto)
         return Claim(row[0], key.consumer, offsets, events, epoch, owner, locked.offset)
 
@@ -192,12 +199,13 @@ class Claims:
         """Take a claim over, for a run that starts or is retried; its position is where the offset is now.
 
         Works after its lease expired too, as long as nobody else has claimed the partition since. Raises
-        `ClaimLostError`.
+        `ClaimLostError`, and `DatabaseBusyError` while a transaction of the previous owner holds the partition.
         """
         claim, state = self.get(claim_id)
         if state != "claimed":
             raise ClaimLostError(f"{claim} was {state} before")
         with self._database.transaction() as connection:
+            _limit(connection, LOCK_TIMEOUT, "lock_timeout")
             locked = consumption.lock(connection, self._queries, claim.key, wait=True)
             if locked is None or locked.state.epoch != claim.epoch:
                 raise ClaimLostError(f"{claim} was superseded")
@@ -219,11 +227,17 @@ class Claims:
             return replace(claim, owner=owner, epoch=epoch, position=locked.offset)
 
     def renew(self, claim: Claim, *, lease: float = 60.0) -> None:
-        """Prolong a claim's lease to `lease` seconds from now. Raises `ClaimLostError`."""
-        with self._database.connection() as connection:
+        """Prolong a claim's lease to `lease` seconds from now.
+
+        Raises `ClaimLostError`, and `DatabaseBusyError` while a transaction holds the partition: its owner's own, or
+        one that takes it over.
+        """
+        with self._database.transaction() as connection:
+            # A heartbeat must end when its owner, in whose transaction the partition may be locked, waits for it.
+            _limit(connection, min(LOCK_TIMEOUT, lease / 3), "lock_timeout")
             renewed = connection.execute(
                 self._queries("renew_lease"),
-                {**claim.key.parameters(), "epoch": claim.epoch, "owner": claim.owner, "lease": lease},
+                {**_holder(claim), "lease": lease},
             ).rowcount
         if renewed != 1:
             raise ClaimLostError(f"{claim} is not {claim.owner}'s any more")
@@ -241,6 +255,9 @@ class Claims:
                     logger.warning("%s", error)
                     lost.set()
                     return
+                except DatabaseBusyError:
+                    # Nobody can take over what a transaction holds, and the owner's own is the likeliest to hold it.
+                    continue
                 except EventSQLError as error:
                     logger.warning("%s could not be renewed: %s", claim, error)
 
@@ -255,15 +272,22 @@ class Claims:
     def check(self, connection: Connection, claim: Claim) -> None:
         """Lock the consumer partition in the caller's transaction and make sure that the claim still holds.
 
-        Raises `ClaimLostError`.
+        Raises `ClaimLostError`, and `ValidationError` for a connection outside of a transaction.
         """
         self._locked(connection, claim)
 
     def _locked(self, connection: Connection, claim: Claim) -> LockedPartition:
         locked = consumption.lock(connection, self._queries, claim.key, wait=True)
+        if connection.info.transaction_status is not TransactionStatus.INTRANS:
+            raise ValidationError(
+                "a claim is committed in a transaction: take the connection of a `transaction()` block"
+            )
         if locked is None:
             raise ClaimLostError(f"{claim} is void: the consumer was deleted")
-        if locked.state.epoch != claim.epoch or locked.state.lease_owner is None:
+        # A consumer that was deleted and registered anew counts its epochs anew; the ids of claims never come again.
+        cursor = connection.cursor(row_factory=tuple_row).execute(self._queries("claim"), {"claim": claim.id})
+        state = None if (row := cursor.fetchone()) is None else row[9]
+        if state != "claimed" or locked.state.epoch != claim.epoch:
             raise ClaimLostError(f"{claim} was taken over or released")
         if locked.offset != claim.position:
             raise ClaimLostError(
@@ -275,30 +299,36 @@ class Claims:
         """Commit the whole claim in the caller's transaction: the offset goes to its end, the lease ends.
 
         Together with effects written in the same transaction this is exactly once. `consumed` is the number of events
-        (the claim's by default). Raises `ClaimLostError`; the caller's transaction must then be rolled back.
+        (those of the rest of the range by default). Raises `ClaimLostError`; the caller's transaction must then be
+        rolled back.
         """
         locked = self._locked(connection, claim)
-        first = fetch(
-            connection, self._queries, claim.range.topic,
-            partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=1,
-        )  # fmt: skip
+        rest = claim.remaining
+        row = connection.cursor(row_factory=tuple_row).execute(
+            self._queries("extent" if rest.partition == NOT_PARTITIONED else "extent_partition", topic=rest.topic),
+            {"partition": rest.partition, "after": rest.after, "upto": rest.upto},
+        ).fetchone()  # fmt: skip
+        assert row is not None, "an aggregate gives one row"
+        events, first = row
         consumption.advance(
             connection, self._queries, claim.key,
-            after=locked.offset,
-            upto=claim.range.upto,
-            first=first[0].id if first else None,
-            consumed=claim.events if consumed is None else consumed,
+            after=locked.offset, upto=rest.upto, first=first, consumed=events if consumed is None else consumed,
         )  # fmt: skip
         self._finish(connection, claim, "committed")
 
     def _finish(self, connection: Connection, claim: Claim, state: str) -> bool:
-        finished = connection.execute(self._queries("finish_claim"), {"claim": claim.id, "state": state}).rowcount
+        if connection.execute(self._queries("finish_claim"), {"claim": claim.id, "state": state}).rowcount != 1:
+            return False
         connection.execute(self._queries("end_lease"), {**claim.key.parameters(), "epoch": claim.epoch})
-        return finished == 1
+        return True
 
     def release(self, claim: Claim) -> bool:
-        """Give the rest of a claim back, to be claimed anew; False when it had ended already."""
+        """Give the rest of a claim back, to be claimed anew; False when it had ended already.
+
+        Raises `DatabaseBusyError` while a transaction of its owner holds the partition.
+        """
         with self._database.transaction() as connection:
+            _limit(connection, LOCK_TIMEOUT, "lock_timeout")
             locked = consumption.lock(connection, self._queries, claim.key, wait=True)
             if locked is None or locked.state.epoch != claim.epoch:
                 return False
@@ -307,9 +337,9 @@ class Claims:
     def fail(self, claim: Claim, error: BaseException) -> Failure | None:
         """Give a claim back because its range as a whole could not be processed.
 
-        The failure is noted on the range's first event: the partition waits for a backoff, and is blocked there once the
-        consumer's attempts are spent, since no single event is known to be at fault. None when the range has no event
-        left. Raises `ClaimLostError`.
+        The failure is noted on the range's first event: the partition waits for a backoff, and is blocked there once
+        the consumer's attempts are spent, since no single event is known to be at fault. None when the range has no
+        event left. Raises `ClaimLostError`.
         """
         with self._database.transaction() as connection:
             locked = self._locked(connection, claim)
@@ -323,16 +353,16 @@ class Claims:
             self._finish(connection, claim, "released")
             return failure
 
-    def process(
-        self, claim: Claim, handler: BatchHandler, *, batch: int = 1_000, lease: float = 60.0
-    ) -> Processed:
+    def process(self, claim: Claim, handler: BatchHandler, *, batch: int = 1_000, lease: float = 60.0) -> Processed:
         """Hand the rest of a claim to `handler(events, connection)`, `batch` events at a time, and commit it.
 
-        Each batch's effects through `connection` and its offset are one transaction, which holds the consumer's row: for
-        handlers that take seconds at most. A failing event ends the claim: what went before it is committed, the event is
-        noted for a retry, buried or blocks the partition, and the rest is given back. Raises `ClaimLostError`.
+        Each batch's effects through `connection` and its offset are one transaction, which holds the consumer's row:
+        for handlers that take seconds at most. A failing event ends the claim, unless it is buried: what went before it
+        is committed, the event is noted for a retry or blocks the partition, and the rest is given back. Raises
+        `ClaimLostError`.
         """
-        dead_letter_topic = self._dead_letters.topic_of(claim.range.topic)
+        if batch < 1:
+            raise ValidationError(f"batch must be at least 1: {batch}")
         consumed = 0
         while True:
             with self._database.transaction() as connection:
@@ -343,8 +373,8 @@ class Claims:
                 )  # fmt: skip
                 last = len(events) < batch
                 progress = consumption.consume(
-                    connection, self._queries, self._dead_letters, locked, events, handler,
-                    dead_letter_topic=dead_letter_topic, upto=claim.range.upto if last else None,
+                    connection, self._queries, self._dead_letters, locked,
+                    events=events, handler=handler, upto=claim.range.upto if last else None,
                 )  # fmt: skip
                 consumed += progress.consumed
                 claim = replace(claim, position=progress.offset)
@@ -354,13 +384,21 @@ class Claims:
                 if claim.position == claim.range.upto:
                     self._finish(connection, claim, "committed")
                     return Processed(consumed, progress.failure)
-                connection.execute(
-                    self._queries("renew_lease"),
-                    {**claim.key.parameters(), "epoch": claim.epoch, "owner": claim.owner, "lease": lease},
-                )
+                connection.execute(self._queries("renew_lease"), {**_holder(claim), "lease": lease})
 
 
-def _claim(row: tuple[object, ...]) -> Claim:
+def _limit(connection: Connection, seconds: float, *settings: str) -> None:
+    """Limit the waits of the transaction that `settings` name."""
+    # 0 would be no limit.
+    milliseconds = str(max(1, round(seconds * 1000)))
+    limits = [sql.SQL("set_config({}, {}, true)").format(setting, milliseconds) for setting in settings]
+    connection.execute(sql.SQL("SELECT {}").format(sql.SQL(", ").join(limits)))
+
+
+def _holder(claim: Claim) -> dict[str, object]:
+    return {**claim.key.parameters(), "claim": claim.id, "epoch": claim.epoch, "owner": claim.owner}
+
+
+def _claim(row: TupleRow) -> Claim:
     claim_id, topic, consumer, partition, after, upto, events, epoch, owner, _state = row
-    offsets = OffsetRange(str(topic), int(str(partition)), int(str(after)), int(str(upto)))
-    return Claim(int(str(claim_id)), str(consumer), offsets, int(str(events)), int(str(epoch)), str(owner), offsets.after)
+    return Claim(claim_id, consumer, OffsetRange(topic, partition, after, upto), events, epoch, owner, after)

@@ -14,6 +14,7 @@ from eventsql_orchestration.errors import (
     ClaimLostError,
     DatabaseUnavailableError,
     EventSQLError,
+    PartitionOutOfRangeError,
     ValidationError,
 )
 from eventsql_orchestration.log import consumption
@@ -36,8 +37,8 @@ FAULT_DELAY: Final = 5.0
 class Consumption:
     """A running consumer of this process. Ends with `stop`, or with the block that it is the context of."""
 
-    def __init__(self, partitions: Consumers, keys: list[ConsumerPartition], plan: _Plan) -> None:
-        self._consumers = partitions
+    def __init__(self, consumers: Consumers, keys: list[ConsumerPartition], plan: _Plan) -> None:
+        self._consumers = consumers
         self._plan = plan
         self._stop = threading.Event()
         self._due: list[tuple[float, int, ConsumerPartition]] = [(0.0, i, key) for i, key in enumerate(keys)]
@@ -143,14 +144,13 @@ class Consumers:
         self._queries = Queries("log", database.schema)
         self._running: list[Consumption] = []
 
-    def start(
-        self, topic: str, consumer: str, handler: EventHandler, *, polling_delay: float = 1.0
-    ) -> Consumption:
+    def start(self, topic: str, consumer: str, handler: EventHandler, *, polling_delay: float = 1.0) -> Consumption:
         """Hand each event to `handler(event, connection)`, in order within each consumer partition.
 
-        What the handler writes through `connection` commits together with the offset: exactly once. Anything else it does
-        happens at least once. When it raises, its writes for that event are undone and the event is tried again, with
-        backoff, up to the consumer's `max_attempts`. `polling_delay` is in seconds, after a pass that found nothing.
+        What the handler writes through `connection` commits together with the offset: exactly once. Anything else it
+        does happens at least once. When it raises, its writes for that event are undone and the event is tried again,
+        with backoff, up to the consumer's `max_attempts`. The transaction is not the handler's to end: a partition
+        whose handler does so stays where it is. `polling_delay` is in seconds, after a pass that found nothing.
 
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`.
         """
@@ -197,24 +197,26 @@ class Consumers:
     ) -> int:
         """One pass in the caller's thread over one partition, or over all; gives the number of events consumed.
 
-        Partitions that another consumption holds are left to it.
+        Partitions that another consumption holds are left to it. Raises `PartitionOutOfRangeError` for a partition that
+        the consumer does not have.
         """
         plan = _Plan(handler, each=False, min_events=1, max_events=max_events, polling_delay=1.0, max_polling_delay=0.0)
+        keys = [key for key in self._keys(topic, consumer) if partition is None or key.partition == partition]
+        if not keys:
+            raise PartitionOutOfRangeError(f"consumer {consumer!r} of topic {topic!r} has no partition {partition}")
         consumed = 0
-        for key in self._keys(topic, consumer):
-            if partition is None or key.partition == partition:
-                progress = self.consume_partition(key, plan)
-                consumed += progress.consumed if progress else 0
+        for key in keys:
+            progress = self.consume_partition(key, plan)
+            consumed += progress.consumed if progress else 0
         return consumed
 
     def consume_partition(self, key: ConsumerPartition, plan: _Plan) -> Progress | None:
         """One pass over one partition, in one transaction; None when it could not or need not be consumed."""
-        dead_letter_topic = self._dead_letters.topic_of(key.topic)
         with self._database.transaction() as connection:
             locked = consumption.lock(connection, self._queries, key, wait=False)
             if locked is None or locked.state.paused or locked.leased or locked.retry_in:
                 return None
-            if locked.spent and dead_letter_topic is None:
+            if locked.state.spent and self._dead_letters.topic_of(key.topic, connection) is None:
                 return None
             events = fetch(
                 connection, self._queries, key.topic,
@@ -226,8 +228,8 @@ class Consumers:
             if len(events) < plan.min_events and waited < plan.max_polling_delay:
                 return None
             return consumption.consume(
-                connection, self._queries, self._dead_letters, locked, events, plan.handler,
-                each=plan.each, dead_letter_topic=dead_letter_topic,
+                connection, self._queries, self._dead_letters, locked,
+                events=events, handler=plan.handler, each=plan.each,
             )  # fmt: skip
 
     def close(self, timeout: float = 10.0) -> None:

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 import psycopg
 from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ClaimLostError, ConsumptionError
@@ -79,14 +80,9 @@ class LockedPartition:
     @property
     def retry_in(self) -> float:
         """Seconds until the failed event is due again; 0 when none is, or it is due."""
-        if self.state.retry_at is None:
+        if not self.state.failing or self.state.retry_at is None:
             return 0.0
         return max(0.0, (self.state.retry_at - self.now).total_seconds())
-
-    @property
-    def spent(self) -> bool:
-        """Whether the failed event has used up its attempts."""
-        return self.state.failed_event_id is not None and self.state.attempts >= self.state.max_attempts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,46 +114,52 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
     None when there is no such consumer or, with `wait=False`, when another transaction has it.
     """
     query = queries("await_consumer" if wait else "lock_consumer")
-    row = connection.execute(query, key.parameters()).fetchone()
+    # The connection may be a caller's, with a row factory of its own.
+    row = connection.cursor(row_factory=tuple_row).execute(query, key.parameters()).fetchone()
     return None if row is None else LockedPartition(key, ConsumerState(*row[:-1]), row[-1])
 
 
-class EventFailed(Exception):
-    """Internal: `event` failed with this exception's cause, after the `done` events before it succeeded."""
+class EventFailedError(Exception):
+    """Internal: `event` failed with `error`, after the `done` events before it succeeded."""
 
-    def __init__(self, event: Event, done: int) -> None:
+    def __init__(self, event: Event, done: int, error: BaseException) -> None:
         super().__init__(event.id)
         self.event = event
         self.done = done
+        self.error = error
 
 
 def handle(connection: Connection, events: Sequence[Event], handler: BatchHandler, *, each: bool) -> None:
     """Run `handler` over `events` in the caller's transaction, all at once or, with `each`, one by one.
 
     When it fails for all at once, its effects are undone and the events are handed to it one by one, so that the event
-    that fails is known and those before it are done. Raises `EventFailed`.
+    that fails is known and those before it are done. Raises `EventFailedError`.
     """
     if not each and len(events) > 1:
         try:
             _savepoint(connection, events, handler)
             return
         except Exception as error:
-            if _connection_lost(connection):
+            if _transaction_lost(connection):
                 raise
             logger.info("a batch of %d events failed (%s); handling them one by one", len(events), describe(error))
     for done, event in enumerate(events):
         try:
             _savepoint(connection, [event], handler)
         except Exception as error:
-            if _connection_lost(connection):
+            if _transaction_lost(connection):
                 raise
-            raise EventFailed(event, done) from _cause(error)
+            raise EventFailedError(event, done, _cause(error)) from error
 
 
 def _savepoint(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
     with connection.transaction():
-        handler(events, connection)
-        if connection.info.transaction_status is not TransactionStatus.INTRANS:
+        try:
+            handler(events, connection)
+        except psycopg.Rollback as error:
+            # psycopg would take it for success, and the events would pass without their effects.
+            raise psycopg.ProgrammingError("the handler rolled its effects back") from error
+        if _transaction_lost(connection):
             raise psycopg.ProgrammingError("the handler ended or broke the transaction that it was given")
 
 
@@ -167,8 +169,9 @@ def _cause(error: Exception) -> BaseException:
     return error
 
 
-def _connection_lost(connection: Connection) -> bool:
-    return connection.closed or connection.info.transaction_status is TransactionStatus.UNKNOWN
+def _transaction_lost(connection: Connection) -> bool:
+    """Whether the transaction with the partition's lock is gone: nothing may be done in its place."""
+    return connection.info.transaction_status is not TransactionStatus.INTRANS
 
 
 def consume(
@@ -176,20 +179,20 @@ def consume(
     queries: Queries,
     dead_letters: DeadLetters,
     locked: LockedPartition,
+    *,
     events: Sequence[Event],
     handler: BatchHandler,
-    *,
     each: bool = False,
-    dead_letter_topic: str | None,
     upto: int | None = None,
 ) -> Progress:
     """Handle `events`, and move the offset, in the caller's transaction that holds the lock.
 
     With `each`, and where the first event has failed before, the handler gets the events one by one.
 
-    `upto` is the offset to reach when all succeed (the last event's by default). A failing event is noted on the consumer
-    row, or buried once its attempts are spent; what went before it is done all the same. Raises `ClaimLostError` when the
-    offset is not where the batch began.
+    `upto` is the offset to reach when all succeed (the last event's by default). A failing event is noted on the
+    consumer row, or buried once its attempts are spent; what went before it is done all the same. Raises
+    `ClaimLostError` when the offset is not where the batch began, and what the handler raised when the transaction is
+    lost with it.
     """
     if not events:
         if upto is not None and upto > locked.offset:
@@ -198,7 +201,7 @@ def consume(
         return Progress(0, locked.offset)
     try:
         handle(connection, events, handler, each=each or locked.state.failed_event_id == events[0].id)
-    except EventFailed as failed:
+    except EventFailedError as failed:
         done = events[: failed.done]
         after = locked.offset
         if done:
@@ -207,14 +210,11 @@ def consume(
                 connection, queries, locked.key,
                 after=locked.offset, upto=after, first=done[0].id, consumed=len(done),
             )  # fmt: skip
-        assert failed.__cause__ is not None, "raised from what the handler raised"
-        failure = _record(connection, queries, dead_letters, locked, after, failed, dead_letter_topic)
+        failure = _record(connection, queries, dead_letters, locked, failed, after=after)
         buried = failure.outcome == Failure.DEAD_LETTER
         return Progress(len(done) + buried, failure.event.id if buried else after, failure)
     offset = events[-1].id if upto is None else upto
-    advance(
-        connection, queries, locked.key, after=locked.offset, upto=offset, first=events[0].id, consumed=len(events)
-    )
+    advance(connection, queries, locked.key, after=locked.offset, upto=offset, first=events[0].id, consumed=len(events))
     return Progress(len(events), offset)
 
 
@@ -241,17 +241,17 @@ def _record(
     queries: Queries,
     dead_letters: DeadLetters,
     locked: LockedPartition,
+    failed: EventFailedError,
+    *,
     after: int,
-    failed: EventFailed,
-    dead_letter_topic: str | None,
 ) -> Failure:
     """Note a failed event for a retry, or bury it when its attempts are spent and there is a topic to take it."""
     event, key, state = failed.event, locked.key, locked.state
-    assert failed.__cause__ is not None, "raised from what the handler raised"
     attempts = _attempts(locked, event)
-    if attempts < state.max_attempts or dead_letter_topic is None:
-        return record_failure(connection, queries, locked, event, failed.__cause__)
-    description = describe(failed.__cause__)
+    dead_letter_topic = None if attempts < state.max_attempts else dead_letters.topic_of(key.topic, connection)
+    if dead_letter_topic is None:
+        return record_failure(connection, queries, locked, event, failed.error)
+    description = describe(failed.error)
     dead_letters.bury(
         connection, dead_letter_topic, event, consumer=key.consumer, failure=description, attempts=attempts
     )
@@ -267,7 +267,10 @@ def _attempts(locked: LockedPartition, event: Event) -> int:
 def record_failure(
     connection: Connection, queries: Queries, locked: LockedPartition, event: Event, error: BaseException
 ) -> Failure:
-    """Note in the caller's transaction that `event` failed: it is due again after a backoff, or blocks its partition."""
+    """Note in the caller's transaction that `event` failed: it is due again after a backoff, or blocks its partition.
+
+    It blocks the partition when its attempts are spent, until there is a dead letter topic or the consumer is resumed.
+    """
     key, state = locked.key, locked.state
     description, attempts = describe(error), _attempts(locked, event)
     backoff = min(FIRST_BACKOFF * 2 ** min(attempts - 1, 30), MAX_BACKOFF)

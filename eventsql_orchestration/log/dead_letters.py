@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from psycopg.rows import tuple_row
+
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.reader import Reader
 from eventsql_orchestration.log.registry import Registry
@@ -43,17 +44,25 @@ class DeadLetters:
         self._reader = reader
         self._queries = Queries("log", database.schema)
 
-    def topic_of(self, topic: str) -> str | None:
+    def topic_of(self, topic: str, connection: Connection | None = None) -> str | None:
         """The name of the topic's dead letter topic, or None where none is registered."""
+        if connection is None:
+            with self._database.connection() as pooled:
+                return self.topic_of(topic, pooled)
         name = topic + DEAD_LETTER_SUFFIX
-        try:
-            self._registry.topic(name)
-        except TopicNotFoundError:
-            return None
-        return name
+        # The connection may be a handler's, with a row factory of its own.
+        cursor = connection.cursor(row_factory=tuple_row).execute(self._queries("topic_exists"), {"topic": name})
+        return name if cursor.fetchone() == (True,) else None
 
     def bury(
-        self, connection: Connection, dead_letter_topic: str, event: Event, *, consumer: str, failure: str, attempts: int
+        self,
+        connection: Connection,
+        dead_letter_topic: str,
+        event: Event,
+        *,
+        consumer: str,
+        failure: str,
+        attempts: int,
     ) -> None:
         """Publish `event` as a dead letter in the caller's transaction."""
         exception, _, message = failure.partition(": ")
@@ -97,9 +106,7 @@ class DeadLetters:
                 letters = self._reader.read(source, after=after, limit=batch)
                 if not letters:
                     break
-                self._publisher.publish_all(
-                    (_redriven(topic, letter) for letter in letters), connection=connection
-                )
+                self._publisher.publish_all((_redriven(topic, letter) for letter in letters), connection=connection)
                 connection.execute(
                     self._queries("advance"),
                     {

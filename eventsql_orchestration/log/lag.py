@@ -82,18 +82,16 @@ class LagReader:
         not_moved = sum(count for count, _ in in_buffer)
         after = state.last_event_id
         in_log = self._reader.count(state.topic, after=after, partition=partition)
-        seconds = (
-            self._reader.seconds_behind(state.topic, after=after, partition=partition)
-            if in_log
-            else max((seconds for _, seconds in in_buffer), default=0.0)
-        )
+        waits = [max(0.0, seconds) for _, seconds in in_buffer]
+        if in_log:
+            waits.append(self._reader.seconds_behind(state.topic, after=after, partition=partition))
         cause, detail = _cause(state, in_log, not_moved)
         return ConsumerLag(
             state.topic,
             state.name,
             state.partition,
             in_log + not_moved,
-            seconds,
+            max(waits, default=0.0),
             after,
             self._reader.end(state.topic, partition),
             not_moved,
@@ -107,12 +105,12 @@ def _cause(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause,
         return LagCause.NONE, ""
     if state.paused:
         return LagCause.PAUSED, "resume it with `eventsql consumer resume`"
-    if state.failed_event_id is not None:
+    if state.failing:
         tried = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
-        return (LagCause.BLOCKED if state.attempts >= state.max_attempts else LagCause.RETRYING), tried
-    if state.lease_owner is not None and state.lease_expires_at is not None:
-        if state.lease_expires_at > datetime.now(UTC):
-            return LagCause.LEASED, f"by {state.lease_owner}"
+        return (LagCause.BLOCKED if state.spent else LagCause.RETRYING), tried
+    expires = state.lease_expires_at
+    if state.lease_owner is not None and expires is not None and expires > datetime.now(UTC):
+        return LagCause.LEASED, f"by {state.lease_owner}"
     if not in_log:
         return LagCause.TRANSFER, "not transferred yet; `eventsql transfer` moves events"
     return LagCause.WAITING, "not consumed yet"

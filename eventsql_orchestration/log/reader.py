@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from psycopg.rows import tuple_row
+
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.registry import Registry
@@ -24,7 +26,8 @@ def fetch(
     limit: int | None = None,
 ) -> list[Event]:
     """Events with `after < id <= upto` of a partition (-1: of all), in order, on a connection of the caller's."""
-    cursor = connection.execute(
+    # The connection may be a caller's, with a row factory of its own.
+    cursor = connection.cursor(row_factory=tuple_row).execute(
         queries("read" if partition == NOT_PARTITIONED else "read_partition", topic=topic),
         {
             "partition": partition,
@@ -63,9 +66,7 @@ class Reader:
             raise ValidationError(f"limit must not be negative: {limit}")
         wanted = self._partition(topic, partition)
         with self._database.connection() as connection:
-            return fetch(
-                connection, self._queries, topic, partition=wanted, after=after, upto=upto, limit=limit
-            )
+            return fetch(connection, self._queries, topic, partition=wanted, after=after, upto=upto, limit=limit)
 
     def stream(
         self,

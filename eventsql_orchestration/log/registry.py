@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Final, Literal
+from collections.abc import Sequence
+from typing import Any, Final, Literal
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, text, update
+from sqlalchemy import Connection, delete, func, select, text, update
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.schema import DropTable
 
 from eventsql_orchestration.database import tables
 from eventsql_orchestration.database.database import Database
+from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
+    InvalidNameError,
     RedefinitionError,
     RegistryError,
     TopicNotFoundError,
@@ -22,6 +26,9 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerStat
 
 CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
+
+LOCK_SECONDS: Final = 10
+"""How long a redefinition waits for publishers at most, and keeps them waiting."""
 
 # All registrations of a database follow one another: they are rare, and DDL of two at once would collide.
 _REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
@@ -43,35 +50,41 @@ class Registry:
         """Create `topic`, or find it as it is.
 
         Its number of partitions can be changed while it has neither events nor consumers; `RedefinitionError`
-        otherwise.
+        otherwise. Raises `InvalidNameError` for a name that a table of the platform has taken, and `DatabaseBusyError`
+        when publishers do not let it be changed.
         """
+        if event_table(topic.name) in tables.metadata.tables:
+            raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
         with self._database.core() as connection:
             _lock(connection)
-            existing = _topic(connection, topic.name)
-            if existing is None:
-                connection.execute(insert(tables.topic).values(eql_name=topic.name, eql_partitions=topic.partitions))
-                _create_log(connection, topic)
-            elif existing.partitions != topic.partitions:
-                self._redefine(connection, existing, topic)
+            # EventSQL's Java library registers topics too, and knows nothing of our lock.
             connection.execute(
-                text("INSERT INTO event_buffer_lock (eql_topic) VALUES (:topic) ON CONFLICT DO NOTHING"),
-                {"topic": topic.name},
+                insert(tables.topic)
+                .values(eql_name=topic.name, eql_partitions=topic.partitions)
+                .on_conflict_do_nothing()
             )
-        self._forget(topic.name)
+            connection.execute(insert(tables.event_buffer_lock).values(eql_topic=topic.name).on_conflict_do_nothing())
+            existing = _topic(connection, topic.name)
+            if existing is not None and existing.partitions != topic.partitions:
+                self._redefine(connection, existing, topic)
+            _create_log(connection, topic)
+        self.forget(topic.name)
         return self
 
     def _redefine(self, connection: Connection, existing: Topic, topic: Topic) -> None:
-        change = f"topic {topic.name!r} has {_partitions(existing.partitions)} and cannot get {_partitions(topic.partitions)}"
-        consumers = connection.scalar(
-            select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name)
-        )
+        had, wanted = _partitions(existing.partitions), _partitions(topic.partitions)
+        change = f"topic {topic.name!r} has {had} and cannot get {wanted}"
+        _lock_topic(connection, topic.name)
+        consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
         if consumers:
             raise RedefinitionError(f"{change}: it has {consumers} consumer(s), whose offsets are per partition")
+        _lock_buffer(connection)
         if _has_events(connection, topic.name):
             raise RedefinitionError(f"{change}: it has events, whose keys would change their partition")
-        connection.execute(update(tables.topic).where(_t.eql_name == topic.name).values(eql_partitions=topic.partitions))
+        connection.execute(
+            update(tables.topic).where(_t.eql_name == topic.name).values(eql_partitions=topic.partitions)
+        )
         connection.execute(DropTable(tables.event_log(topic.name, partitioned=False)))
-        _create_log(connection, topic)
 
     def topics(self) -> list[Topic]:
         """All topics, by name."""
@@ -84,7 +97,7 @@ class Registry:
         with self._database.core() as connection:
             topic = _topic(connection, name)
         if topic is None:
-            raise TopicNotFoundError(f"topic {name!r} does not exist: create it with `eventsql topic create {name}`")
+            raise _no_topic(name)
         return topic
 
     def cached_topic(self, name: str) -> Topic:
@@ -99,27 +112,26 @@ class Registry:
             self._cache[name] = (now, topic)
         return topic
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        """Look a topic up anew when it is asked for next."""
         with self._cache_lock:
             self._cache.pop(name, None)
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """Delete a topic with all its events.
 
-        Raises `TopicNotFoundError`, and `RegistryError` while it has consumers or events, unless `force` is set.
+        Waits for a transfer and a consumption that are under way. Raises `TopicNotFoundError`, `RegistryError` while it
+        has consumers or events, unless `force` is set, and `DatabaseBusyError` when publishers or readers do not let it
+        go.
         """
         topic = self.topic(name)
         with self._database.core() as connection:
             _lock(connection)
-            # Waits for the transfer that holds the topic, and keeps others out of its table while it goes.
-            connection.execute(
-                select(tables.event_buffer_lock.c.eql_topic)
-                .where(tables.event_buffer_lock.c.eql_topic == name)
-                .with_for_update()
-            )
-            consumers = sorted({row.name for row in _states(connection, name)})
+            _lock_topic(connection, name)
+            consumers = sorted({state.name for state in _states(connection, name, lock=True)})
             if consumers and not force:
                 raise RegistryError(f"topic {name!r} is kept: it has the consumers {', '.join(consumers)}")
+            _lock_buffer(connection)
             if not force and _has_events(connection, name):
                 raise RegistryError(f"topic {name!r} is kept: it has events, which would be lost")
             connection.execute(delete(tables.consumer_claim).where(tables.consumer_claim.c.eql_topic == name))
@@ -128,7 +140,7 @@ class Registry:
             connection.execute(delete(tables.event_buffer_lock).where(tables.event_buffer_lock.c.eql_topic == name))
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             connection.execute(DropTable(tables.event_log(name, partitioned=topic.partitioned), if_exists=True))
-        self._forget(name)
+        self.forget(name)
 
     # Consumers
 
@@ -142,23 +154,27 @@ class Registry:
         """Create `consumer`, or find it as it is, offsets untouched.
 
         `max_attempts` (at least 1) is how often an event is tried before it goes to the dead letter topic. `start` says
-        where a new consumer begins. Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic
-        that is not; `RedefinitionError` for one that has consumed events in the other form.
+        where a new consumer begins. Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a
+        topic that is not; `RedefinitionError` for one that has consumed events in the other form.
         """
         if max_attempts < 1:
             raise ValidationError(f"max_attempts must be at least 1, not {max_attempts}")
         if start not in ("earliest", "latest"):
             raise ValidationError(f"start must be 'earliest' or 'latest', not {start!r}")
-        topic = self.topic(consumer.topic)
-        if consumer.partitioned and not topic.partitioned:
-            raise ValidationError(
-                f"consumer {consumer.name!r} cannot be partitioned: topic {topic.name!r} is not partitioned"
-            )
-        wanted = topic.all_partitions if consumer.partitioned else (NOT_PARTITIONED,)
         with self._database.core() as connection:
             _lock(connection)
-            existing = [state for state in _states(connection, topic.name) if state.name == consumer.name]
+            topic = _topic(connection, consumer.topic)
+            if topic is None:
+                raise _no_topic(consumer.topic)
+            if consumer.partitioned and not topic.partitioned:
+                raise ValidationError(
+                    f"consumer {consumer.name!r} cannot be partitioned: topic {topic.name!r} is not partitioned"
+                )
+            wanted = topic.all_partitions if consumer.partitioned else (NOT_PARTITIONED,)
+            existing = _states(connection, topic.name, consumer.name)
             if existing and {state.partition for state in existing} != set(wanted):
+                # Wait for a consumption under way: it may be about to commit the first events.
+                existing = _states(connection, topic.name, consumer.name, lock=True)
                 if any(state.consumed_events for state in existing):
                     raise RedefinitionError(
                         f"consumer {consumer.name!r} of topic {topic.name!r} stays "
@@ -181,7 +197,7 @@ class Registry:
                 return self
             offset = _end(connection, topic) if start == "latest" else None
             connection.execute(
-                insert(tables.consumer),
+                insert(tables.consumer).on_conflict_do_nothing(),
                 [
                     {
                         "eql_topic": topic.name,
@@ -235,17 +251,35 @@ class Registry:
     def _set(self, topic: str, name: str, **values: object) -> None:
         self.consumer(topic, name)
         with self._database.core() as connection:
-            connection.execute(
-                update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values)
-            )
+            connection.execute(update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values))
 
 
 def _partitions(count: int) -> str:
     return "no partitions" if count == NOT_PARTITIONED else f"{count} partition{'s' if count > 1 else ''}"
 
 
+def _no_topic(name: str) -> TopicNotFoundError:
+    return TopicNotFoundError(f"topic {name!r} does not exist: create it with `eventsql topic create {name}`")
+
+
 def _lock(connection: Connection) -> None:
     connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _REGISTRY_LOCK})
+
+
+def _lock_topic(connection: Connection, name: str) -> None:
+    """Wait for the transfer that holds the topic, and keep others out of its table."""
+    lock = tables.event_buffer_lock.c.eql_topic
+    connection.execute(select(lock).where(lock == name).with_for_update())
+
+
+def _lock_buffer(connection: Connection) -> None:
+    """Wait until all that publishers have written is committed, and keep them from writing on old definitions.
+
+    All publishers wait with it, of all topics, so it must not wait for long itself: for a caller's transaction that
+    published and stays open.
+    """
+    connection.execute(text(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'"))
+    connection.execute(text("LOCK TABLE event_buffer IN SHARE ROW EXCLUSIVE MODE"))
 
 
 def _topic(connection: Connection, name: str) -> Topic | None:
@@ -273,7 +307,9 @@ def _has_events(connection: Connection, name: str) -> bool:
     )
 
 
-def _states(connection: Connection, topic: str | None) -> list[ConsumerState]:
+def _states(
+    connection: Connection, topic: str | None, consumer: str | None = None, *, lock: bool = False
+) -> list[ConsumerState]:
     query = select(
         _c.eql_topic,
         _c.eql_name,
@@ -293,5 +329,9 @@ def _states(connection: Connection, topic: str | None) -> list[ConsumerState]:
     ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)
     if topic is not None:
         query = query.where(_c.eql_topic == topic)
-    rows: list[Row[tuple[object, ...]]] = list(connection.execute(query))
-    return [ConsumerState(*row) for row in rows]  # type: ignore[arg-type]  # columns in the order of the fields
+    if consumer is not None:
+        query = query.where(_c.eql_name == consumer)
+    if lock:
+        query = query.with_for_update()
+    rows: Sequence[Sequence[Any]] = connection.execute(query).all()
+    return [ConsumerState(*row) for row in rows]

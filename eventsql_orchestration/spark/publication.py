@@ -22,11 +22,10 @@ ORPHANED_AFTER_HOURS: Final = 24
 
 @dataclass(frozen=True, slots=True)
 class ClaimHold:
-    """A claim as it was when a write was planned: a later owner's claim is not ours to commit."""
+    """A claim as it was when a write was planned: what a later owner makes of it is not ours to commit."""
 
     id: int
     epoch: int
-    position: int
 
 
 class Publications:
@@ -54,10 +53,7 @@ class Publications:
     def hold(self, claim_id: int) -> ClaimHold:
         """A claim as it is now, for a commit to come. Raises `ClaimLostError` for an unknown id."""
         claim, _ = self._platform.claims.get(claim_id)
-        for state in self._platform.registry.consumer(claim.range.topic, claim.consumer):
-            if state.partition == claim.range.partition:
-                return ClaimHold(claim.id, claim.epoch, state.last_event_id)
-        raise ClaimLostError(f"{claim} is void: the consumer has no such partition any more")
+        return ClaimHold(claim.id, claim.epoch)
 
     def publish(self, writer: str, batch: int, attempts: Sequence[Attempt], claim: ClaimHold | None = None) -> bool:
         """Publish the events of `attempts`, in that order, unless `writer` has published `batch` before.
@@ -99,9 +95,8 @@ class Publications:
     def _commit(self, connection: Connection, hold: ClaimHold, what: str, *, first: bool) -> None:
         claim, state = self._platform.claims.get(hold.id)
         if first:
-            claim = replace(claim, epoch=hold.epoch, position=hold.position)
-            self._platform.claims.check(connection, claim)
-            self._platform.claims.commit(connection, claim)
+            # The offset must be where the claim begins: a consumer that knows nothing of leases may have moved it.
+            self._platform.claims.commit(connection, replace(claim, epoch=hold.epoch))
         elif state != "committed":
             raise ClaimLostError(f"{what} was published before, but not with {claim}: give writerId a new value")
 

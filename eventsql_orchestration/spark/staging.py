@@ -85,7 +85,7 @@ class Encoder:
     def _topics(self, column: Any, rows: int) -> Sequence[str]:
         if self.topic is not None:
             return [self.topic] * rows
-        topics: list[str] = column.to_pylist()
+        topics: list[str] = _text("topic", column).to_pylist()
         for topic in set(topics):
             if topic is None:
                 raise InvalidPublicationError("column 'topic' is null: every row needs a topic")
@@ -123,7 +123,7 @@ class Encoder:
             return pa.repeat(pa.scalar(json.dumps(dict(self.headers)), pa.string()), rows)
         texts: dict[tuple[tuple[str, str], ...], str] = {}
         encoded = []
-        for entries in column.to_pylist():
+        for entries in _text("headers", column).to_pylist():
             headers = tuple(entries or ())
             text = texts.get(headers)
             if text is None:
@@ -154,16 +154,21 @@ def _values(column: Any) -> Any:
 def _keys(column: Any, rows: int) -> Any:
     if column is None:
         return pa.nulls(rows, pa.string())
-    try:
-        # Spark lets any bytes pass for a string.
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        raise InvalidPublicationError("column 'key': one is not valid UTF-8 text") from None
+    column = _text("key", column)
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_KEY_BYTES:
         raise InvalidPublicationError(f"column 'key': one has {longest} bytes, {MAX_KEY_BYTES} are allowed")
     if pc.any(pc.match_substring(column, "\x00")).as_py():
         raise InvalidPublicationError("column 'key': one holds a NUL character, which PostgreSQL text cannot store")
+    return column
+
+
+def _text(name: str, column: Any) -> Any:
+    try:
+        # Spark lets any bytes pass for a string.
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        raise InvalidPublicationError(f"column {name!r}: one is not valid UTF-8 text") from None
     return column
 
 

@@ -116,6 +116,14 @@ class Store:
         with self._on(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:
             return cursor.execute(self._queries("snapshot"), values).fetchone()
 
+    def count(self, aggregate_type: str) -> int:
+        """How many aggregates of a type there are; the time it takes grows with their number."""
+        check_name("aggregate type", aggregate_type)
+        with self.database.connection() as connection:
+            row = connection.execute(self._queries("count"), {"type": aggregate_type}).fetchone()
+            assert row is not None, "an aggregate without GROUP BY has one row"
+            return int(row[0])
+
     @staticmethod
     def _values(aggregate_type: str, aggregate_id: str, upto_version: int | None) -> dict[str, Any]:
         _check_aggregate(aggregate_type, aggregate_id)

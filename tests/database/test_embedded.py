@@ -324,6 +324,21 @@ def test_a_smart_stop_waits_for_sessions_and_says_so(postgres: EmbeddedPostgres)
         assert postgres.stop(mode="fast") is True
 
 
+def test_a_start_while_the_server_stops_waits_for_its_end(postgres: EmbeddedPostgres) -> None:
+    before = postgres.start()
+    started: list[EmbeddedServer] = []
+    starter = threading.Thread(target=lambda: started.append(postgres.start()))
+    with psycopg.connect(before.dsn):
+        with pytest.raises(EmbeddedServerError, match="has not stopped yet"):
+            postgres.stop(mode="smart", timeout=0.1)
+        with pytest.raises(EmbeddedServerError, match="is not ready yet"):
+            postgres.start(timeout=0.1)
+        starter.start()
+    starter.join()
+    assert started[0].dsn == before.dsn
+    assert started[0].pid != before.pid
+
+
 @pytest.mark.parametrize("with_session", [False, True])
 def test_a_killed_postmaster_is_replaced_and_the_data_recovered(postgres: EmbeddedPostgres, with_session: bool) -> None:
     server = postgres.start()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,7 @@ def publish(platform: EventSQL, events: int, *, topic: str = "orders", first: in
             topic,
             f"válue {number}".encode() + bytes([number % 256]),
             key=None if number % 5 == 0 else f"kéy-{number % 7}",
-            metadata={} if number % 3 == 0 else {"source": "wéb", "number": str(number), "": "\\\"{}"},
+            metadata={} if number % 3 == 0 else {"source": "wéb", "number": str(number), "": '\\"{}'},
         )
         for number in range(first, first + events)
     )
@@ -194,7 +197,7 @@ def test_splits_cover_a_range_exactly(occupied: list[tuple[int, int]], splits: i
         return
     assert parts[0][0] == 0
     assert parts[-1][1] == upto
-    assert all(before[1] == after[0] for before, after in zip(parts, parts[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(parts))
     events = sum(last - first + 1 for first, last in occupied)
     held = [sum(max(0, min(last, high) - max(first, low + 1) + 1) for first, last in occupied) for low, high in parts]
     assert len(parts) == min(splits or -(-events // EVENTS_PER_SPLIT), events)
@@ -238,6 +241,7 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
     ],
 )
 def test_a_bad_option_is_named(
+    *,
     dsn: str,
     orders: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -249,6 +253,17 @@ def test_a_bad_option_is_named(
     wanted = {name: value for name, value in ({"dsn": dsn, "subscribe": orders} | options).items() if value is not None}
     with pytest.raises(error, match=message):
         EventSQLDataSource(wanted).reader(ALL).partitions()
+
+
+def test_the_database_may_be_named_by_the_environment(dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    monkeypatch.setenv("EVENTSQL_SCHEMA", "eventsql")
+    assert len(EventSQLDataSource({"subscribe": orders}).reader(ALL).partitions()) == 1
+
+
+def test_the_options_can_be_had_without_loading_spark() -> None:
+    program = "import sys, eventsql_orchestration.spark as s; s.spark_config(); sys.exit('pyspark' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -311,7 +326,7 @@ def drain(frame: DataFrame, checkpoint: Path, sink: Path) -> list[dict[str, Any]
         .start()
     )
     try:
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(200)
         return [json.loads(progress.json) for progress in query.recentProgress if progress.numInputRows]
     finally:
         query.stop()
@@ -327,7 +342,7 @@ def offsets_in(spark: SparkSession, sink: Path) -> list[int]:
 
 
 def test_a_stream_that_restarts_reads_exactly_what_is_missing(
-    spark: SparkSession, platform: EventSQL, dsn: str, orders: str, checkpoint: Path, tmp_path: Path
+    *, spark: SparkSession, platform: EventSQL, dsn: str, orders: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     sink = tmp_path / "sink"
     frame = stream_of(spark, dsn, orders, startingOffsets=101, maxOffsetsPerTrigger=400, numPartitions=2)
@@ -394,8 +409,15 @@ def test_a_stream_whose_topic_was_made_anew_stops(platform: EventSQL, dsn: str, 
 def test_a_bad_option_of_a_stream_is_named(
     dsn: str, orders: str, options: dict[str, str], error: type[EventSQLError], message: str
 ) -> None:
+    def first_offset() -> None:
+        reader = EventSQLDataSource({"dsn": dsn, "subscribe": orders, **options}).streamReader(ALL)
+        try:
+            reader.initialOffset()
+        finally:
+            reader.stop()
+
     with pytest.raises(error, match=message):
-        EventSQLDataSource({"dsn": dsn, "subscribe": orders, **options}).streamReader(ALL).initialOffset()
+        first_offset()
 
 
 def test_a_checkpoint_of_another_topic_is_refused(dsn: str, orders: str) -> None:

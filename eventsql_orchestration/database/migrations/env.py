@@ -1,6 +1,7 @@
 """Alembic's entry: runs the revisions on the connection and schema that `migrations.upgrade` hands over."""
 
 from alembic import context
+from sqlalchemy import text
 from sqlalchemy.schema import CreateSchema
 
 from eventsql_orchestration.database.migrations import VERSION_TABLE
@@ -8,7 +9,9 @@ from eventsql_orchestration.database.migrations import VERSION_TABLE
 connection = context.config.attributes["connection"]
 schema = context.config.attributes["schema"]
 
-connection.execute(CreateSchema(schema, if_not_exists=True))
+# `CREATE SCHEMA IF NOT EXISTS` asks for a right on the database even where a DBA has made the schema.
+if connection.scalar(text("SELECT to_regnamespace(:schema)"), {"schema": f'"{schema}"'}) is None:
+    connection.execute(CreateSchema(schema))
 # Unqualified names of the revisions mean this schema, and a column of `timestamp` becomes `timestamptz` without a
 # rewrite of its table only where the session's time zone is UTC.
 connection.exec_driver_sql(f'SET LOCAL search_path TO "{schema}"')

@@ -1,24 +1,42 @@
--- publish -- One event into the buffer; the fastest way for a single one.
+-- publish -- One event into the buffer, if its topic is still defined as the publisher knows it.
+-- A redefinition locks the buffer: this statement waits for it, and then sees what it did.
 INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
-VALUES (%(topic)s, %(partition)s, %(key)s, %(value)s, %(metadata)s);
+SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::json
+FROM {schema}.topic
+WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s;
 
 -- publish_all -- Any number of events into the buffer.
 COPY {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
 FROM STDIN (FORMAT binary);
 
--- buffered_topics -- The topics with events in the buffer beyond the low-water mark that is known for each.
-SELECT waiting.topic
-FROM unnest(%(topics)s::text[], %(low_waters)s::bigint[]) AS waiting (topic, low_water)
-WHERE EXISTS (
-    SELECT FROM {schema}.event_buffer b
-    WHERE b.eql_topic = waiting.topic AND b.eql_id > waiting.low_water
+-- redefined_topics -- Those of a publisher's topics that are not defined any more as it knows them.
+SELECT known.topic
+FROM unnest(%(topics)s::text[], %(partitions)s::smallint[]) AS known (topic, partitions)
+WHERE NOT EXISTS (
+    SELECT FROM {schema}.topic t WHERE t.eql_name = known.topic AND t.eql_partitions = known.partitions
 );
 
--- lockable_topics -- Every topic that can be transferred.
-SELECT eql_topic FROM {schema}.event_buffer_lock ORDER BY eql_topic;
+-- topic_exists -- Whether there is a topic of this name.
+SELECT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s);
 
--- last_buffered_id -- The newest id that was given out, by transactions that ended or not.
-SELECT last_value FROM {schema}.event_buffer_eql_id_seq;
+-- look -- The server process that answers, the newest buffer id given out, and the topics with events in the buffer.
+-- Of a topic with a low-water mark, only events beyond it count. A sequence shows what transactions that are still open,
+-- or were rolled back, have drawn from it.
+SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time(),
+       (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {schema}.event_buffer_eql_id_seq),
+       ARRAY(
+           SELECT l.eql_topic
+           FROM {schema}.event_buffer_lock l
+           LEFT JOIN unnest(%(marked)s::text[], %(low_waters)s::bigint[]) AS mark (topic, id) ON mark.topic = l.eql_topic
+           CROSS JOIN LATERAL (
+               SELECT FROM {schema}.event_buffer b
+               WHERE b.eql_topic = l.eql_topic AND b.eql_id > coalesce(mark.id, 0)
+               ORDER BY b.eql_id
+               LIMIT 1
+           ) waiting
+           WHERE %(wanted)s::text[] IS NULL OR l.eql_topic = ANY (%(wanted)s)
+           ORDER BY l.eql_topic
+       );
 
 -- buffer_writers -- The open transactions that may have written to the buffer.
 SELECT l.virtualtransaction
@@ -37,7 +55,7 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 SELECT max(eql_id), count(*)
 FROM (
     SELECT eql_id FROM {schema}.event_buffer
-    WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s
+    WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s AND eql_id <= %(newest)s
     ORDER BY eql_id
     LIMIT %(limit)s
 ) batch;
@@ -54,14 +72,15 @@ FROM moved
 ORDER BY eql_id;
 
 -- read -- Events of a range of offsets, all partitions, in order.
-SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata
+-- A topic that EventSQL's Java library registered after our migrations has times without a time zone.
+SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
 FROM {schema}.{event_table}
 WHERE eql_id > %(after)s AND eql_id <= %(upto)s
 ORDER BY eql_id
 LIMIT %(limit)s;
 
 -- read_partition -- Events of a range of offsets in one partition, in order.
-SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata
+SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
 FROM {schema}.{event_table}
 WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
 ORDER BY eql_id
@@ -78,6 +97,13 @@ SELECT count(*) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id 
 
 -- count_partition -- How many events a range of offsets holds in one partition.
 SELECT count(*) FROM {schema}.{event_table}
+WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s;
+
+-- extent -- How many events a range of offsets holds, and the first of them.
+SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;
+
+-- extent_partition -- The same in one partition.
+SELECT count(*), min(eql_id) FROM {schema}.{event_table}
 WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s;
 
 -- waiting -- Of the events after an offset, at most so many: number, last offset, seconds since the first was moved.
@@ -180,12 +206,13 @@ SET eql_epoch = %(epoch)s,
     eql_lease_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
 
--- renew_lease -- Prolong a lease while its epoch is still the partition's.
+-- renew_lease -- Prolong a lease while its epoch is still the partition's and its claim is live.
 UPDATE {schema}.consumer
 SET eql_lease_owner = %(owner)s,
     eql_lease_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
-  AND eql_epoch = %(epoch)s AND eql_lease_owner IS NOT NULL;
+  AND eql_epoch = %(epoch)s
+  AND EXISTS (SELECT FROM {schema}.consumer_claim WHERE eql_id = %(claim)s AND eql_state = 'claimed');
 
 -- end_lease -- Give a partition back while the epoch is still the partition's.
 UPDATE {schema}.consumer

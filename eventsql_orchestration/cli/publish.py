@@ -1,0 +1,304 @@
+"""`eventsql publish`: files and streams of events into a topic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.input import (
+    PAUSE,
+    BadRecord,
+    InputError,
+    Pause,
+    Record,
+    Source,
+    open_source,
+    stdin_is_terminal,
+)
+from eventsql_orchestration.cli.output import counted, say, stderr_is_terminal, write_json
+from eventsql_orchestration.cli.parameters import topic_argument
+from eventsql_orchestration.errors import EventSQLError, InvalidPublicationError
+from eventsql_orchestration.log.publisher import Publisher
+from eventsql_orchestration.model import Publication, check_partition
+
+_BATCH: Final = 5_000
+"""Events per commit of a stream; larger ones are hardly faster."""
+
+_LINGER: Final = 0.5
+"""Seconds that an event of a stream waits at most for its batch to fill."""
+
+_COMMITS_PER_SECOND: Final = 10
+"""How evenly `--rate` spreads the events of a second."""
+
+_SKIPPED_LINES_SHOWN: Final = 20
+
+
+class _Metadata(click.ParamType[tuple[str, str]]):
+    """`NAME=VALUE`."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        name, separator, text = str(value).partition("=")
+        if not separator or not name:
+            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
+        return name, text
+
+
+@click.command()
+@topic_argument
+@click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
+    help=".jsonl, .json, .ndjson (JSON lines) or .csv (with a header), also with .gz, or .parquet. "
+    "Without it, or with -, JSON lines are read from standard input.",
+)
+@click.option("--key", metavar="FIELD", help="The field whose value, as text, is the event's key.")
+@click.option("--metadata", type=_Metadata(), multiple=True, metavar="NAME=VALUE", help="For every event; repeat it.")
+@click.option("--partition", type=int, metavar="N", help="Every event goes to this partition.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="N", help="At most N events per second.")
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Commit every N events. Without it a stream (standard input, or --rate) commits every {_BATCH:,}, and a file "
+    "is one commit.",
+)
+@click.option(
+    "--on-bad-line",
+    type=click.Choice(["stop", "skip"]),
+    default="stop",
+    show_default=True,
+    help="A line that is no event ends the command, or is named and left out.",
+)
+@click.option(
+    "--transfer/--no-transfer",
+    default=True,
+    show_default=True,
+    help="Move the events into the topic's log too, or leave that to another transfer.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@pass_context
+def publish(
+    context: CliContext,
+    *,
+    topic: str,
+    path: Path | None,
+    key: str | None,
+    metadata: tuple[tuple[str, str], ...],
+    partition: int | None,
+    rate: float | None,
+    batch: int | None,
+    on_bad_line: Literal["stop", "skip"],
+    transfer: bool,
+    as_json: bool,
+) -> None:
+    """Publish JSON lines, CSV or Parquet to TOPIC.
+
+    A JSON line is the value of its event, byte for byte; a row of CSV or Parquet becomes a JSON object. A file is
+    published in one transaction: when a line of it is no event, nothing is published, and the line is named. A stream
+    is committed as it goes: what came before a bad line is published, and the error says how much that is.
+    """
+    template = Publication(topic, b"", metadata=dict(metadata), partition=partition)
+    if path is not None and str(path) == "-":
+        path = None
+    with open_source(path) as source, context.platform(transfer=transfer) as platform:
+        found = platform.registry.topic(topic)
+        if partition is not None:
+            check_partition(topic, partition, found.partitions)
+        if path is None and stdin_is_terminal():
+            say("reading JSON lines from the terminal; Ctrl-D ends it")
+        with _Publishing(source, template, key=key, skip=on_bad_line == "skip") as publishing:
+            if path is not None and rate is None and batch is None:
+                publishing.at_once(platform.publisher)
+            else:
+                publishing.in_batches(platform.publisher, batch or _BATCH, rate)
+        publishing.summarise(as_json=as_json)
+
+
+class _Publishing:
+    """One run of the command: what was read, skipped and published, and how long it took."""
+
+    def __init__(self, source: Source, template: Publication, *, key: str | None, skip: bool) -> None:
+        self._source = source
+        self._template = template
+        self._key = key
+        self._skip = skip
+        self._skipped = 0
+        self._published = 0
+        self._progress = _ProgressBar(source)
+        self._began = self._ended = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended = time.monotonic()
+        self._progress.stop()
+
+    def at_once(self, publisher: Publisher) -> None:
+        """Publish everything in one commit, or nothing."""
+        try:
+            self._published = publisher.publish_all(
+                publication for publication in self._publications() if not isinstance(publication, Pause)
+            )
+        except InputError as error:
+            raise InputError(f"{error.message}; nothing was published") from error
+
+    def in_batches(self, publisher: Publisher, batch: int, rate: float | None) -> None:
+        """Publish in commits of at most `batch` events, at most `rate` of them per second."""
+        if rate is not None:
+            batch = max(1, min(batch, round(rate / _COMMITS_PER_SECOND)))
+        pending: list[Publication] = []
+        since = time.monotonic()
+
+        def flush() -> None:
+            if rate is not None:
+                due = self._began + self._published / rate
+                time.sleep(max(0.0, due - time.monotonic()))
+            self._published += publisher.publish_all(pending)
+            pending.clear()
+
+        try:
+            for publication in self._publications():
+                if not isinstance(publication, Pause):
+                    if not pending:
+                        since = time.monotonic()
+                    pending.append(publication)
+                if pending and (len(pending) >= batch or publication is PAUSE or time.monotonic() - since >= _LINGER):
+                    flush()
+            if pending:
+                flush()
+        except InputError as error:
+            if pending:
+                # Whoever mends the line goes on with it, and need not wonder about those before.
+                flush()
+            raise InputError(f"{error.message}; {self._before('before it')}") from error
+        except EventSQLError as error:
+            raise EventSQLError(f"{error.message}; {self._before('before that')}") from error
+        except KeyboardInterrupt:
+            say(f"interrupted; {self._before('until then')}")
+            raise
+
+    def _before(self, when: str) -> str:
+        if not self._published:
+            return "nothing was published"
+        return f"{counted(self._published, 'event')} {'was' if self._published == 1 else 'were'} published {when}"
+
+    def _publications(self) -> Iterator[Publication | Pause]:
+        read = 0
+        for record in self._source.records():
+            if isinstance(record, Pause):
+                yield record
+                continue
+            read += 1
+            publication = self._publication(record)
+            if publication is not None:
+                yield publication
+            self._progress.update(read)
+
+    def _publication(self, record: Record | BadRecord) -> Publication | None:
+        """The event of a record; None for one that is skipped."""
+        try:
+            return _event(record, self._template, self._key)
+        except (InputError, InvalidPublicationError) as error:
+            line = f"{self._source.name}, {self._source.unit} {record.number}: {error.message}"
+            if not self._skip:
+                raise InputError(line) from error
+            self._skipped += 1
+            if self._skipped <= _SKIPPED_LINES_SHOWN:
+                say(f"skipped {line}")
+            elif self._skipped == _SKIPPED_LINES_SHOWN + 1:
+                say(f"further {self._source.unit}s that are skipped are counted only")
+            return None
+
+    def summarise(self, *, as_json: bool) -> None:
+        seconds = self._ended - self._began
+        rate = self._published / seconds if seconds > 0 else 0.0
+        if as_json:
+            write_json(
+                {
+                    "topic": self._template.topic,
+                    "published": self._published,
+                    "skipped": self._skipped,
+                    "seconds": round(seconds, 3),
+                    "events_per_second": round(rate, 1),
+                },
+                indent=None,
+            )
+            return
+        skipped = f", skipped {counted(self._skipped, self._source.unit)}" if self._skipped else ""
+        say(
+            f"published {counted(self._published, 'event')} to topic {self._template.topic!r} "
+            f"in {seconds:,.2f} s ({rate:,.0f} events/s){skipped}"
+        )
+
+
+def _event(record: Record | BadRecord, template: Publication, key_field: str | None) -> Publication:
+    """The event of a record; raises `InputError` or `InvalidPublicationError` for one that is none."""
+    if isinstance(record, BadRecord):
+        raise InputError(record.reason)
+    key = None if key_field is None else _key(record.content, key_field)
+    return Publication(template.topic, record.value, key, template.metadata, template.partition)
+
+
+def _key(content: object, field: str) -> str:
+    """The key in an event's content; raises `InputError` where there is none."""
+    if not isinstance(content, Mapping):
+        raise InputError(f"no JSON object, so it has no field {field!r} for the key")
+    if field not in content:
+        raise InputError(f"field {field!r} for the key is missing")
+    match content[field]:
+        case str(text):
+            return text
+        case bool(truth):
+            return "true" if truth else "false"
+        case None:
+            raise InputError(f"field {field!r} for the key is null")
+        case _:
+            raise InputError(f"field {field!r} for the key is neither text nor a number")
+
+
+class _ProgressBar:
+    """Shows on a terminal how far the reading is."""
+
+    _EVERY: Final = 200
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[events]:,} events"),
+            TimeElapsedColumn(),
+            *([TimeRemainingColumn()] if source.total is not None else []),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not stderr_is_terminal(),
+        )
+        self._task: TaskID | None = None
+
+    def start(self) -> None:
+        self._task = self._bar.add_task(Path(self._source.name).name, total=self._source.total, events=0)
+        self._bar.start()
+
+    def update(self, events: int) -> None:
+        if self._task is not None and events % self._EVERY == 0 and not self._bar.disable:
+            self._bar.update(self._task, completed=self._source.position(), events=events)
+
+    def stop(self) -> None:
+        self._bar.stop()

@@ -1,0 +1,94 @@
+"""A Dagster instance that suits the platform: storage beside the events, threads, bounded history and concurrency."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import dagster as dg
+import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
+
+from eventsql_orchestration.dagster.tags import SPARK_TAG
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.database import parse_dsn
+
+STORAGE_SCHEMA: Final = "dagster"
+CONFIG_FILE: Final = "dagster.yaml"
+
+
+def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = None) -> Path:
+    """Write `<home>/dagster/dagster.yaml`, and create its storage in schema `dagster` of a database.
+
+    Gives the directory, for DAGSTER_HOME. The file holds the database's password and only its owner may read it; it is
+    written anew at each call. `max_concurrent_runs` is three for each core by default.
+
+    Raises `DatabaseUnavailableError`, `ConfigurationError` for a `dsn` that is no PostgreSQL URL.
+    """
+    directory = (home / "dagster").resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    config = yaml.safe_dump(
+        instance_config(dsn, max_concurrent_runs=max_concurrent_runs or 3 * (os.cpu_count() or 2)), sort_keys=False
+    )
+    _write_private(directory / CONFIG_FILE, "# Written by eventsql: changes are lost.\n" + config)
+    with Database(dsn) as database, database.errors(), database.engine.connect() as connection:
+        connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {STORAGE_SCHEMA}")
+    # Several of Dagster's processes that create its tables at once get in one another's way.
+    with dg.DagsterInstance.from_config(str(directory)) as instance:
+        instance.get_runs_count()
+    return directory
+
+
+def instance_config(dsn: str, *, max_concurrent_runs: int = 6) -> dict[str, Any]:
+    """What `dagster.yaml` says, for a deployment's own file as well."""
+    return {
+        "storage": {"postgres": {"postgres_url": storage_url(dsn)}},
+        "run_coordinator": {
+            "module": "dagster.core.run_coordinator",
+            "class": "QueuedRunCoordinator",
+            "config": {
+                "max_concurrent_runs": max_concurrent_runs,
+                # Dagster's own 5 s are half of what a cold partition may wait for its run.
+                "dequeue_interval_seconds": 1,
+                "dequeue_use_threads": True,
+                "dequeue_num_workers": 4,
+                # One Spark session uses all cores of its machine.
+                "tag_concurrency_limits": [{"key": SPARK_TAG, "limit": 1}],
+            },
+        },
+        "run_monitoring": {
+            "enabled": True,
+            "start_timeout_seconds": 180,
+            "cancel_timeout_seconds": 60,
+            "poll_interval_seconds": 10,
+        },
+        "sensors": {"use_threads": True, "num_workers": 8, "num_submit_workers": 4},
+        "schedules": {"use_threads": True, "num_workers": 2},
+        "retention": {
+            "sensor": {"purge_after_days": {"skipped": 1, "started": 1, "success": 7, "failure": 30}},
+            "schedule": {"purge_after_days": {"skipped": 1, "started": 1, "success": 7, "failure": 30}},
+        },
+        "telemetry": {"enabled": False},
+        "nux": {"enabled": False},
+    }
+
+
+def storage_url(dsn: str) -> str:
+    """The database URL in the form that dagster-postgres needs.
+
+    Its SQL is psycopg 2's: with a bare `postgresql://`, SQLAlchemy takes psycopg 3 and no run can be launched.
+    """
+    url = parse_dsn(dsn).set(drivername="postgresql+psycopg2")
+    named = url.query.get("options", "")
+    given = named if isinstance(named, str) else " ".join(named)
+    options = f"{given} -csearch_path={STORAGE_SCHEMA}".strip()
+    return url.update_query_dict({"options": options}).render_as_string(hide_password=False)
+
+
+def _write_private(path: Path, content: str) -> None:
+    draft = path.with_suffix(".tmp")
+    draft.unlink(missing_ok=True)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(content)
+    draft.replace(path)

@@ -1,0 +1,102 @@
+"""`eventsql` in the test's own process, and as a program where exit codes, pipes and signals are what counts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from click.testing import CliRunner, Result
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.cli import main
+
+PROGRAM = Path(sys.executable).parent / "eventsql"
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory without settings, and an environment without any."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("EVENTSQL_")]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+@pytest.fixture
+def invoke() -> Callable[..., Result]:
+    """Runs the program in this process, on whatever database the arguments and the environment name."""
+
+    def invoke_program(*arguments: object, stdin: str | bytes | None = None) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+
+    return invoke_program
+
+
+@pytest.fixture
+def run(dsn: str, invoke: Callable[..., Result]) -> Callable[..., Result]:
+    """Runs the program in this process, on the test's database."""
+
+    def run_on_database(*arguments: object, stdin: str | bytes | None = None) -> Result:
+        return invoke("--dsn", dsn, *arguments, stdin=stdin)
+
+    return run_on_database
+
+
+@pytest.fixture
+def start(dsn: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts the program on the test's database; it is killed when the test ends."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_on_database(
+        *arguments: object,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+        **environment: str,
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [PROGRAM, *map(str, arguments)],
+            env={**os.environ, "EVENTSQL_DSN": dsn, **environment},
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+        )
+        started.append(process)
+        return process
+
+    yield start_on_database
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def stored(platform: EventSQL) -> Callable[[str], int]:
+    """How many events a topic holds, in the buffer and in its log."""
+
+    def count(topic: str) -> int:
+        with platform.database.connection() as connection:
+            row = connection.execute(
+                "SELECT count(*) FROM eventsql.event_buffer WHERE eql_topic = %s", [topic]
+            ).fetchone()
+        assert row is not None
+        return int(row[0]) + platform.reader.count(topic)
+
+    return count

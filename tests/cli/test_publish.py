@@ -1,0 +1,483 @@
+"""`eventsql publish`: what becomes of files and streams, good and bad."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import Event, EventSQL, Topic
+
+Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+Stored = Callable[[str], int]
+
+
+@pytest.fixture
+def topic(platform: EventSQL) -> str:
+    platform.registry.register_topic(Topic("account_created", partitions=3))
+    return "account_created"
+
+
+def one_line(result: Result) -> str:
+    """The one line that a failed command leaves behind; nothing went to standard output."""
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("eventsql: ")
+    return lines[0].removeprefix("eventsql: ")
+
+
+def events(platform: EventSQL, topic: str) -> list[Event]:
+    platform.transfer.run_once()
+    return platform.reader.read(topic)
+
+
+# What is published
+
+
+def test_a_json_line_is_its_events_value_byte_for_byte(
+    run: Run, platform: EventSQL, topic: str, directory: Path
+) -> None:
+    lines = [b'{"id":  1, "name":"\xc3\xa9"}', b'{"id": 2.50}', b"[1,2]", b'"text"', b"1e400", b'{"a":1,"a":2}']
+    (directory / "many.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    result = run("publish", topic, "--file", "many.jsonl")
+    assert result.exit_code == 0
+    assert [event.value for event in events(platform, topic)] == lines
+    assert result.stdout == ""
+    assert "published 6 events to topic 'account_created' in" in result.stderr
+    assert "events/s)" in result.stderr
+
+
+def test_the_transfer_is_part_of_publishing_unless_told_otherwise(run: Run, platform: EventSQL, topic: str) -> None:
+    assert run("publish", topic, stdin="1\n").exit_code == 0
+    assert platform.reader.count(topic) == 1
+    assert run("publish", topic, "--no-transfer", stdin="2\n").exit_code == 0
+    assert platform.reader.count(topic) == 1
+
+
+@pytest.mark.parametrize("name", ["e.jsonl", "e.json", "e.ndjson", "E.JSONL", "e.jsonl.gz", "e.json.gz", "e.ndjson.gz"])
+def test_json_lines_go_by_these_endings(run: Run, topic: str, stored: Stored, directory: Path, name: str) -> None:
+    content = b'{"id":1}\n{"id":2}'
+    (directory / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert run("publish", topic, "--file", name).exit_code == 0
+    assert stored(topic) == 2
+
+
+def test_line_feeds_with_carriage_returns_a_byte_order_mark_and_empty_lines_are_no_part_of_a_value(
+    run: Run, platform: EventSQL, topic: str, directory: Path
+) -> None:
+    (directory / "windows.jsonl").write_bytes(b'\xef\xbb\xbf{"id":1}\r\n\r\n{"id":2}\r\n')
+    assert run("publish", topic, "--file", "windows.jsonl").exit_code == 0
+    assert [event.value for event in events(platform, topic)] == [b'{"id":1}', b'{"id":2}']
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [('"a b"', "a b"), ("1", "1"), ("1.50", "1.50"), ("1e5", "1e5"), ("12345678901234567890", "12345678901234567890"),
+     ("true", "true"), ("false", "false"), ('""', "")],
+)  # fmt: skip
+def test_a_key_is_the_fields_value_as_it_is_written(
+    run: Run, platform: EventSQL, topic: str, value: str, key: str
+) -> None:
+    assert run("publish", topic, "--key", "id", stdin=f'{{"id": {value}}}\n').exit_code == 0
+    assert [event.key for event in events(platform, topic)] == [key]
+
+
+def test_metadata_and_partition_go_to_every_event(run: Run, platform: EventSQL, topic: str) -> None:
+    arguments = ["--metadata", "source=web", "--metadata", "note=a=b", "--metadata", "empty=", "--partition", 2]
+    assert run("publish", topic, *arguments, stdin="1\n2\n").exit_code == 0
+    for event in events(platform, topic):
+        assert event.metadata == {"source": "web", "note": "a=b", "empty": ""}
+        assert event.partition == 2
+
+
+def test_csv_rows_become_json_objects(run: Run, platform: EventSQL, topic: str, directory: Path) -> None:
+    (directory / "e.csv").write_text(
+        '\ufeffid,name\r\n1,é\r\n\r\n2,"two\nlines, ""quoted"""\r\n3,\r\n', encoding="utf-8", newline=""
+    )
+    assert run("publish", topic, "--file", "e.csv", "--key", "id").exit_code == 0
+    found = events(platform, topic)
+    assert [json.loads(event.value) for event in found] == [
+        {"id": "1", "name": "é"},
+        {"id": "2", "name": 'two\nlines, "quoted"'},
+        {"id": "3", "name": ""},
+    ]
+    assert [event.key for event in found] == ["1", "2", "3"]
+
+
+def parquet(path: Path, columns: dict[str, Any]) -> Path:
+    import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it has no types
+
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_parquet_rows_become_json_objects(run: Run, platform: EventSQL, topic: str, directory: Path) -> None:
+    path = parquet(
+        directory / "e.parquet",
+        {
+            "id": [1, 2],
+            "price": [Decimal("1.50"), None],
+            "at": [datetime(2024, 1, 2, 3, 4, 5, tzinfo=UTC), None],
+            "raw": [b"\xff", b""],
+            "tags": [["a"], []],
+            "route": [{"from": "x"}, {"from": None}],
+        },
+    )
+    assert run("publish", topic, "--file", path, "--key", "id").exit_code == 0
+    found = events(platform, topic)
+    assert [json.loads(event.value) for event in found] == [
+        {"id": 1, "price": "1.50", "at": "2024-01-02T03:04:05+00:00", "raw": "/w==", "tags": ["a"],
+         "route": {"from": "x"}},
+        {"id": 2, "price": None, "at": None, "raw": "", "tags": [], "route": {"from": None}},
+    ]  # fmt: skip
+    assert [event.key for event in found] == ["1", "2"]
+
+
+def test_a_parquet_row_that_json_cannot_hold_is_named(run: Run, topic: str, stored: Stored, directory: Path) -> None:
+    path = parquet(directory / "e.parquet", {"x": [1.0, float("nan"), 2.0]})
+    result = run("publish", topic, "--file", path)
+    assert result.exit_code == 1
+    assert ", row 2: no JSON object" in one_line(result)
+    assert stored(topic) == 0
+    result = run("publish", topic, "--file", path, "--on-bad-line", "skip")
+    assert result.exit_code == 0
+    assert stored(topic) == 2
+
+
+def test_parquet_without_pyarrow_names_the_extra(
+    run: Run, topic: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "e.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = run("publish", topic, "--file", "e.parquet")
+    assert result.exit_code == 1
+    assert "pip install 'eventsql-orchestration[spark]'" in one_line(result)
+
+
+def test_an_empty_file_publishes_nothing(run: Run, topic: str, stored: Stored, directory: Path) -> None:
+    (directory / "empty.jsonl").touch()
+    result = run("publish", topic, "--file", "empty.jsonl")
+    assert result.exit_code == 0
+    assert "published 0 events" in result.stderr
+    assert stored(topic) == 0
+
+
+def test_the_summary_is_also_there_as_json(run: Run, topic: str) -> None:
+    result = run("publish", topic, "--json", stdin="1\n2\n")
+    summary = json.loads(result.stdout)
+    assert summary["topic"] == topic
+    assert (summary["published"], summary["skipped"]) == (2, 0)
+    assert summary["seconds"] >= 0
+    assert result.stderr == ""
+
+
+# Bad lines
+
+
+BAD_LINES = {
+    "not JSON": (b'{"id": 3', "not JSON: "),
+    "an unquoted word": (b"nonsense", "not JSON: Expecting value at column 1"),
+    "two values": (b'{"id":3} {"id":4}', "not JSON: Extra data at column 10"),
+    "NaN": (b'{"id": NaN}', "NaN is not a JSON value"),
+    "not UTF-8": (b'{"id": "\xff"}', "byte 9 is not UTF-8"),
+    "nesting": (b"[" * 100_000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_malformed_line_of_a_file_is_named_and_nothing_is_published(
+    run: Run, topic: str, stored: Stored, directory: Path, bad: tuple[bytes, str]
+) -> None:
+    run("publish", topic, stdin="0\n")
+    line, reason = bad
+    content = [b'{"id": %d}' % number for number in range(1, 7_000)]
+    content[6_500] = line
+    (directory / "e.jsonl").write_bytes(b"\n".join(content))
+    result = run("publish", topic, "--file", "e.jsonl")
+    assert result.exit_code == 1
+    message = one_line(result)
+    assert message.startswith(f"e.jsonl, line 6501: {reason}")
+    assert message.endswith("; nothing was published")
+    assert stored(topic) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ('{"name": "x"}', "field 'id' for the key is missing"),
+        ('{"id": null}', "field 'id' for the key is null"),
+        ('{"id": {}}', "field 'id' for the key is neither text nor a number"),
+        ("[1]", "no JSON object, so it has no field 'id' for the key"),
+        (r'{"id": "\u0000"}', "key holds a NUL character"),
+        (r'{"id": "\ud800"}', "is not valid Unicode text"),
+    ],
+)
+def test_a_line_without_a_usable_key_is_a_bad_line(
+    run: Run, topic: str, stored: Stored, directory: Path, case: tuple[str, str]
+) -> None:
+    line, reason = case
+    (directory / "e.jsonl").write_text(f'{{"id": 1}}\n{line}\n')
+    result = run("publish", topic, "--file", "e.jsonl", "--key", "id")
+    assert result.exit_code == 1
+    message = one_line(result)
+    assert "e.jsonl, line 2: " in message
+    assert reason in message
+    assert stored(topic) == 0
+
+
+def test_a_value_that_is_too_long_is_a_bad_line(
+    run: Run, topic: str, stored: Stored, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.cli.input.MAX_VALUE_BYTES", 1_000_000)
+    (directory / "e.jsonl").write_text('1\n"' + "x" * 1_000_000 + '"\n3\n')
+    result = run("publish", topic, "--file", "e.jsonl", "--on-bad-line", "skip")
+    assert result.exit_code == 0
+    assert "skipped e.jsonl, line 2: longer than the 1,000,000 bytes" in result.stderr
+    assert stored(topic) == 2
+
+
+def test_skipping_names_each_bad_line_and_publishes_the_others(
+    run: Run, platform: EventSQL, topic: str, directory: Path
+) -> None:
+    (directory / "e.jsonl").write_text("1\nbad\n2\n\nworse\n3\n")
+    result = run("publish", topic, "--file", "e.jsonl", "--on-bad-line", "skip")
+    assert result.exit_code == 0
+    assert [event.value for event in events(platform, topic)] == [b"1", b"2", b"3"]
+    skipped = [line for line in result.stderr.splitlines() if "skipped e.jsonl" in line]
+    assert [line.partition(": ")[2].partition(": ")[0] for line in skipped] == [
+        "skipped e.jsonl, line 2",
+        "skipped e.jsonl, line 5",
+    ]
+    assert result.stderr.splitlines()[-1].endswith(", skipped 2 lines")
+
+
+def test_many_skipped_lines_do_not_flood_the_terminal(run: Run, topic: str) -> None:
+    result = run("publish", topic, "--on-bad-line", "skip", stdin="bad\n" * 500)
+    assert result.exit_code == 0
+    assert len(result.stderr.splitlines()) < 30
+    assert "skipped 500 lines" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (b"id,name\n1,a\n2\n", "e.csv, line 3: 1 fields, the header has 2"),
+        (b'id,name\n1,"a\nb"\n2,b,c\n', "e.csv, line 4: 3 fields, the header has 2"),
+        (b'id,name\n1,a\n2,"open\n3,c\n', "e.csv, line 3: unexpected end of data"),
+        (b"id,name\n1,\xff\n", "e.csv, line 2: field 'name' is not UTF-8"),
+        (b"id,id\n1,2\n", "e.csv, line 1: the header names 'id' twice"),
+        (b"id,\n1,2\n", "e.csv, line 1: the header has a column without a name"),
+    ],
+)
+def test_a_malformed_csv_row_is_named_by_its_first_line(
+    run: Run, topic: str, stored: Stored, directory: Path, case: tuple[bytes, str]
+) -> None:
+    content, reason = case
+    (directory / "e.csv").write_bytes(content)
+    result = run("publish", topic, "--file", "e.csv")
+    assert result.exit_code == 1
+    assert one_line(result) == f"{reason}; nothing was published"
+    assert stored(topic) == 0
+
+
+def test_a_cut_off_gzip_file_publishes_nothing(run: Run, topic: str, stored: Stored, directory: Path) -> None:
+    whole = gzip.compress(b"".join(b'{"id": %d}\n' % number for number in range(50_000)))
+    (directory / "e.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    result = run("publish", topic, "--file", "e.jsonl.gz", "--on-bad-line", "skip")
+    assert result.exit_code == 1
+    assert one_line(result).startswith("e.jsonl.gz cannot be read to its end: ")
+    assert stored(topic) == 0
+
+
+@pytest.mark.parametrize("name", ["e.jsonl.gz", "e.parquet"])
+def test_a_file_that_is_not_what_its_ending_says_is_an_error(
+    run: Run, topic: str, stored: Stored, directory: Path, name: str
+) -> None:
+    (directory / name).write_bytes(b'{"id": 1}\n')
+    result = run("publish", topic, "--file", name)
+    assert result.exit_code == 1
+    assert one_line(result).startswith(name)
+    assert stored(topic) == 0
+
+
+# Streams
+
+
+def test_a_stream_is_published_up_to_its_bad_line(run: Run, platform: EventSQL, topic: str) -> None:
+    content = [str(number) for number in range(1, 12)] + ["bad", "13"]
+    result = run("publish", topic, "--batch", 4, stdin="\n".join(content))
+    assert result.exit_code == 1
+    message = one_line(result)
+    assert message.startswith("standard input, line 12: not JSON: ")
+    assert message.endswith("; 11 events were published before it")
+    assert [int(event.value) for event in events(platform, topic)] == list(range(1, 12))
+
+
+def test_a_stream_that_begins_with_a_bad_line_publishes_nothing(run: Run, topic: str, stored: Stored) -> None:
+    result = run("publish", topic, "--file", "-", stdin="bad\n1\n")
+    assert result.exit_code == 1
+    assert one_line(result).endswith("; nothing was published")
+    assert stored(topic) == 0
+
+
+@pytest.mark.parametrize("option", [["--rate", 1_000_000], ["--batch", 2]])
+def test_a_file_that_is_published_in_batches_says_how_far_it_came(
+    run: Run, topic: str, stored: Stored, directory: Path, option: list[object]
+) -> None:
+    (directory / "e.jsonl").write_text("1\n2\n3\nbad\n5\n")
+    result = run("publish", topic, "--file", "e.jsonl", *option)
+    assert result.exit_code == 1
+    assert one_line(result).endswith("; 3 events were published before it")
+    assert stored(topic) == 3
+
+
+def test_the_rate_is_kept(run: Run, topic: str) -> None:
+    result = run("publish", topic, "--rate", 200, "--json", stdin="1\n" * 100)
+    summary = json.loads(result.stdout)
+    assert summary["published"] == 100
+    # The last batch of 20 goes out 80 events after the first.
+    assert 0.4 <= summary["seconds"] < 5
+
+
+def test_an_event_of_a_stream_that_pauses_is_published_at_once(start: Start, topic: str, stored: Stored) -> None:
+    process = start("publish", topic, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b'{"id": 1}\n{"id"')
+    process.stdin.flush()
+    await_until(lambda: stored(topic) == 1)
+    process.stdin.write(b": 2}\n")
+    process.stdin.flush()
+    await_until(lambda: stored(topic) == 2)
+    _, errors = process.communicate(b'{"id": 3}\nbad\n')
+    assert process.returncode == 1
+    assert b"standard input, line 4: " in errors
+    assert b"; 3 events were published before it" in errors
+    assert stored(topic) == 3
+
+
+def test_a_file_whose_publishing_is_interrupted_is_not_published(
+    start: Start, platform: EventSQL, topic: str, stored: Stored, directory: Path
+) -> None:
+    os.mkfifo(directory / "endless.jsonl")
+    process = start("publish", topic, "--file", "endless.jsonl")
+    with (directory / "endless.jsonl").open("wb", buffering=0) as pipe:
+        pipe.write(b"1\n" * 200_000)
+        with platform.database.connection() as connection:
+            copying = "SELECT count(*) FROM pg_stat_progress_copy"
+            await_until(lambda: connection.execute(copying).fetchall() == [(1,)])
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, b"")
+    assert stored(topic) == 0
+
+
+def test_an_interrupted_stream_says_how_much_was_published(start: Start, topic: str, stored: Stored) -> None:
+    process = start("publish", topic, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b"1\n2\n")
+    process.stdin.flush()
+    await_until(lambda: stored(topic) == 2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, stored(topic)) == (130, 2)
+    assert errors == b"eventsql: interrupted; 2 events were published until then\n"
+
+
+def await_until(condition: Callable[[], bool], *, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_terminal_gets_a_progress_bar_on_standard_error(start: Start, topic: str, directory: Path) -> None:
+    (directory / "e.jsonl").write_text("1\n" * 2_000)
+    ours, theirs = pty.openpty()
+    process = start("publish", topic, "--file", "e.jsonl", "--rate", 2_000, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while chunk := read(ours):
+        shown += chunk
+    os.close(ours)
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    assert output == b""
+    assert b"e.jsonl" in shown
+    assert re.search(rb"[1-9][0-9,]* events.*published 2,000 events", shown, re.DOTALL)
+
+
+def read(descriptor: int) -> bytes:
+    """What a pseudo-terminal shows; on Linux its end is an error."""
+    try:
+        return os.read(descriptor, 65_536)
+    except OSError:
+        return b""
+
+
+# Wrong usage
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (["--file", "missing.jsonl"], "does not exist"),
+        (["--file", "e.txt"], "e.txt has no known ending"),
+        (["--file", "e.parquet.gz"], "e.parquet.gz has no known ending"),
+        (["--metadata", "source"], "'source' is not NAME=VALUE"),
+        (["--metadata", "=x"], "'=x' is not NAME=VALUE"),
+        (["--rate", "0"], "'--rate'"),
+        (["--batch", "0"], "'--batch'"),
+        (["--on-bad-line", "ignore"], "'--on-bad-line'"),
+        (["--partition", "3"], "partition 3 is out of range: topic 'account_created' has partitions 0 to 2"),
+        (["--partition", "-1"], "partition -1 is out of range"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    run: Run, topic: str, stored: Stored, directory: Path, case: tuple[list[str], str]
+) -> None:
+    arguments, reason = case
+    for name in ("e.txt", "e.parquet.gz"):
+        (directory / name).touch()
+    result = run("publish", topic, *arguments, stdin="1\n")
+    assert result.exit_code == 2
+    assert reason in one_line(result)
+    assert stored(topic) == 0
+
+
+def test_a_topic_that_is_not_partitioned_takes_no_partition(run: Run, platform: EventSQL, stored: Stored) -> None:
+    platform.registry.register_topic(Topic("plain"))
+    result = run("publish", "plain", "--partition", 0, stdin="1\n")
+    assert result.exit_code == 2
+    assert "topic 'plain' is not partitioned" in one_line(result)
+    assert stored("plain") == 0
+
+
+def test_an_unknown_topic_fails_and_says_how_to_create_it(run: Run, platform: EventSQL, directory: Path) -> None:
+    (directory / "e.jsonl").write_text("1\n")
+    result = run("publish", "nowhere", "--file", "e.jsonl")
+    assert result.exit_code == 1
+    assert one_line(result) == "topic 'nowhere' does not exist: create it with `eventsql topic create nowhere`"
+    assert platform.registry.topics() == []
+
+
+def test_an_unusable_topic_name_is_wrong_usage(run: Run) -> None:
+    result = run("publish", "Account-Created", stdin="1\n")
+    assert result.exit_code == 2
+    assert one_line(result).startswith("topic name 'Account-Created' is not usable: ")

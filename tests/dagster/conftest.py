@@ -1,0 +1,154 @@
+"""Dagster for tests: an instance of the test's own, the resource, and runs and ticks of definitions in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    """An instance with its storage in memory."""
+    with dg.DagsterInstance.ephemeral() as opened:
+        yield opened
+
+
+@pytest.fixture
+def shared_instance() -> Iterator[dg.DagsterInstance]:
+    """An instance with its storage on disk, which threads and processes share."""
+    with dg.instance_for_test() as opened:
+        yield opened
+
+
+@pytest.fixture
+def eventsql(dsn: str) -> Iterator[EventSQLResource]:
+    resource = EventSQLResource(dsn=dsn)
+    yield resource
+    # What a test uses outside of a run is its own to close.
+    resource.platform.close()
+
+
+class Workbench:
+    """Publishes, ticks, runs, and looks at what came of it."""
+
+    def __init__(self, platform: EventSQL, eventsql: EventSQLResource, instance: dg.DagsterInstance) -> None:
+        self.platform = platform
+        self.eventsql = eventsql
+        self.instance = instance
+
+    def publish(self, topic: str, count: int, *, partition: int | None = None) -> list[int]:
+        """Publish and transfer; gives the new offsets."""
+        before = self.platform.reader.end(topic)
+        self.platform.publisher.publish_all(Publication(topic, b"%d" % i, partition=partition) for i in range(count))
+        self.platform.transfer.run_once()
+        return [event.id for event in self.platform.reader.read(topic, after=before)]
+
+    def tick(
+        self, sensor: dg.SensorDefinition, *, cursor: str | None = None, eventsql: EventSQLResource | None = None
+    ) -> Any:
+        """The run requests of an evaluation, or its skip reason."""
+        with dg.build_sensor_context(
+            instance=self.instance, cursor=cursor, resources={"eventsql": eventsql or self.eventsql}
+        ) as context:
+            tick = sensor.evaluate_tick(context)
+        return list(tick.run_requests or []) or tick.skip_message
+
+    def job(self, definition: ConsumerDefinition, **resources: Any) -> dg.JobDefinition:
+        return dg.Definitions(
+            assets=[definition.asset],
+            jobs=[definition.job],
+            resources={"eventsql": self.eventsql, **resources},
+        ).resolve_job_def(definition.job.name)
+
+    def run(
+        self, definition: ConsumerDefinition, request: dg.RunRequest | None = None, **resources: Any
+    ) -> dg.ExecuteInProcessResult:
+        """Execute the run of a request, or one that was launched by hand."""
+        return self.job(definition, **resources).execute_in_process(
+            instance=self.instance,
+            run_config=request.run_config if request else None,
+            tags=dict(request.tags) if request else None,
+            raise_on_error=False,
+        )
+
+    def requested(self, definition: ConsumerDefinition, request: dg.RunRequest, status: dg.DagsterRunStatus) -> str:
+        """Create the run of a request as Dagster has it before it executes; gives its id."""
+        run = self.instance.create_run_for_job(
+            self.job(definition), run_config=request.run_config, tags=dict(request.tags), status=status
+        )
+        return run.run_id
+
+    def effects(self) -> list[int]:
+        """The ids of events in the order in which they took effect."""
+        with self.platform.database.connection() as connection:
+            return [row[0] for row in connection.execute("SELECT id FROM effect ORDER BY position")]
+
+    def offset(self, definition: ConsumerDefinition, partition: int = -1) -> int:
+        states = self.platform.registry.consumer(definition.topic.name, definition.consumer.name)
+        return next(state.last_event_id for state in states if state.partition == partition)
+
+    def end_lease(self, definition: ConsumerDefinition) -> None:
+        """Let the lease of every partition be over, as if its time had passed."""
+        with self.platform.database.connection() as connection:
+            connection.execute(
+                "UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 second' "
+                "WHERE eql_topic = %s AND eql_name = %s",
+                (definition.topic.name, definition.consumer.name),
+            )
+
+    def end_pause(self, definition: ConsumerDefinition) -> None:
+        """Let the event that failed be due."""
+        with self.platform.database.connection() as connection:
+            connection.execute(
+                "UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_topic = %s AND eql_name = %s",
+                (definition.topic.name, definition.consumer.name),
+            )
+
+    def lease_is_over(self, definition: ConsumerDefinition) -> bool:
+        """Whether no partition's lease goes on."""
+        with self.platform.database.connection() as connection:
+            row = connection.execute(
+                "SELECT bool_and(eql_lease_expires_at IS NULL OR eql_lease_expires_at < clock_timestamp()) "
+                "FROM eventsql.consumer WHERE eql_topic = %s AND eql_name = %s",
+                (definition.topic.name, definition.consumer.name),
+            ).fetchone()
+            return row is not None and bool(row[0])
+
+    def claims(self) -> list[tuple[int, int, str]]:
+        """Every claim ever made: after, upto, state."""
+        with self.platform.database.connection() as connection:
+            return list(
+                connection.execute("SELECT eql_after, eql_upto, eql_state FROM eventsql.consumer_claim ORDER BY eql_id")
+            )
+
+
+@pytest.fixture
+def bench(platform: EventSQL, eventsql: EventSQLResource, instance: dg.DagsterInstance) -> Workbench:
+    with platform.database.connection() as connection:
+        connection.execute(
+            "CREATE TABLE effect (position bigserial, id bigint NOT NULL, partition int NOT NULL, at timestamptz "
+            "NOT NULL DEFAULT clock_timestamp())"
+        )
+    return Workbench(platform, eventsql, instance)
+
+
+@pytest.fixture
+def metadata() -> Callable[..., dict[str, Any]]:
+    """The metadata of the only materialization of an asset in a run."""
+
+    def read(result: dg.ExecuteInProcessResult, key: dg.AssetKey) -> dict[str, Any]:
+        found: Sequence[Any] = [
+            event.step_materialization_data.materialization
+            for event in result.all_events
+            if event.event_type == dg.DagsterEventType.ASSET_MATERIALIZATION and event.asset_key == key
+        ]
+        assert len(found) == 1
+        return {name: value.value for name, value in found[0].metadata.items()}
+
+    return read

@@ -1,0 +1,55 @@
+"""A code location for tests: a consumer that writes an effects table, and one that takes its time over each event."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import dagster as dg
+
+from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.dagster import EventSQLResource, build_transfer_schedule, consumer_asset
+from eventsql_orchestration.database import Connection
+
+ORDERS = Topic("orders", 2)
+SLOW_BATCH = 10
+
+
+def record(events: Sequence[Event], connection: Connection) -> None:
+    """One row for each time that an event takes effect."""
+    with connection.cursor() as cursor:
+        cursor.executemany("INSERT INTO effect (id, partition) VALUES (%s, %s)", [(e.id, e.partition) for e in events])
+
+
+@consumer_asset(
+    topic=ORDERS,
+    consumer="ledger",
+    partitioned=True,
+    max_events=100,
+    max_wait=0.0,
+    drain_seconds=0.0,
+    description="Effects of orders.",
+)
+def ledger(events: Sequence[Event], connection: Connection) -> None:
+    record(events, connection)
+
+
+@consumer_asset(
+    topic=ORDERS, consumer="slow", max_events=1_000, max_wait=0.0, drain_seconds=0.0, lease=2.0, batch=SLOW_BATCH
+)
+def slow(events: Sequence[Event], connection: Connection) -> None:
+    """Writes at once, and commits late: a process that is killed meanwhile must leave nothing of the batch."""
+    record(events, connection)
+    time.sleep(float(os.environ.get("EVENTSQL_TEST_DELAY", "0")))
+
+
+transfer = build_transfer_schedule(limit_seconds=120.0)
+
+defs = dg.Definitions(
+    assets=[ledger.asset, slow.asset],
+    jobs=[ledger.job, slow.job],
+    sensors=[*ledger.sensors, *slow.sensors],
+    schedules=[transfer],
+    resources={"eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"))},
+)

@@ -1,0 +1,388 @@
+"""What a consuming run does with its claim, and after it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
+from eventsql_orchestration.database import Connection
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import ledger, record
+
+TOPIC = Topic("rides")
+
+Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
+
+
+def define(function: Callable[..., Any] = record, **options: Any) -> ConsumerDefinition:
+    return consumer_asset(topic=TOPIC, consumer="c", name="c", **{"max_wait": 0.0, "drain_seconds": 0.0, **options})(
+        function
+    )
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    define().register(bench.platform)
+    ledger.register(bench.platform)
+
+
+def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
+    answer = bench.tick(definition.sensors[0])
+    assert isinstance(answer, list), answer
+    found: dg.RunRequest = answer[0]
+    return found
+
+
+def failure_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
+    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
+    data = event.step_failure_data.user_failure_data
+    assert data is not None
+    return {"description": data.description, **{name: value.value for name, value in data.metadata.items()}}
+
+
+def test_a_run_consumes_exactly_the_claimed_range(bench: Workbench, metadata: Metadata) -> None:
+    definition = define(max_events=30)
+    ids = bench.publish("rides", 50)
+    requested = request(bench, definition)
+    result = bench.run(definition, requested)
+
+    assert result.success
+    assert bench.effects() == ids[:30]
+    assert bench.offset(definition) == ids[29]
+    assert bench.claims() == [(0, ids[29], "committed")]
+    assert metadata(result, definition.key) == {
+        "topic": "rides",
+        "consumer": "c",
+        "partition": -1,
+        "events": 30,
+        "claims": 1,
+        "ranges": [
+            {
+                "claim": int(requested.tags["eventsql/claim"]),
+                "partition": -1,
+                "after": 0,
+                "upto": ids[29],
+                "events": 30,
+            }
+        ],
+    }
+
+
+def test_a_run_executes_in_one_process(bench: Workbench) -> None:
+    assert bench.job(ledger).executor_def.name == "in_process"
+
+
+def test_a_run_drains_what_came_meanwhile_and_commits_each_range_by_itself(
+    bench: Workbench, metadata: Metadata
+) -> None:
+    definition = define(max_events=10, drain_seconds=30.0, drain_idle=0.0)
+    ids = bench.publish("rides", 35)
+    result = bench.run(definition, request(bench, definition))
+
+    assert bench.effects() == ids
+    assert bench.claims() == [
+        (0, ids[9], "committed"),
+        (ids[9], ids[19], "committed"),
+        (ids[19], ids[29], "committed"),
+        (ids[29], ids[34], "committed"),
+    ]
+    found = metadata(result, definition.key)
+    assert (found["events"], found["claims"]) == (35, 4)
+    assert [each["events"] for each in found["ranges"]] == [10, 10, 10, 5]
+
+
+def test_a_run_drains_up_to_its_limit_of_events(bench: Workbench) -> None:
+    definition = define(max_events=10, drain_seconds=30.0, drain_events=25)
+    ids = bench.publish("rides", 40)
+    bench.run(definition, request(bench, definition))
+    assert bench.effects() == ids[:25]
+    assert isinstance(request(bench, definition), dg.RunRequest), "the rest is the next run's"
+
+
+def test_a_run_drains_up_to_its_limit_of_seconds(bench: Workbench) -> None:
+    def slowly(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        time.sleep(0.2)
+
+    definition = define(slowly, max_events=1, drain_seconds=1.0, drain_idle=60.0)
+    ids = bench.publish("rides", 50)
+    bench.run(definition, request(bench, definition))
+    assert 1 < len(bench.effects()) <= 6
+    assert bench.effects() == ids[: len(bench.effects())]
+
+
+def test_a_run_waits_for_further_events_and_has_them_at_once(bench: Workbench) -> None:
+    bench.publish("rides", 1)
+    first = threading.Event()
+
+    def trickle() -> None:
+        first.wait(30)
+        for _ in range(5):
+            time.sleep(0.3)
+            bench.publish("rides", 1)
+
+    def once(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        first.set()
+
+    definition = define(once, max_events=100, drain_seconds=60.0, drain_idle=5.0)
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    bench.run(definition, request(bench, definition))
+    thread.join()
+
+    assert len(bench.effects()) == 6
+    with bench.platform.database.connection() as connection:
+        delays = [
+            row[0]
+            for row in connection.execute(
+                "SELECT extract(epoch FROM f.at - e.eql_created_at)::float8 FROM effect f "
+                "JOIN eventsql.rides_event e ON e.eql_id = f.id ORDER BY f.position"
+            )
+        ]
+    # A run start takes more than a second; this machine may be busy with other tests.
+    assert sorted(delays[1:])[2] < 1.0
+
+
+def test_a_claim_that_was_committed_before_is_not_consumed_again(bench: Workbench, metadata: Metadata) -> None:
+    """A run that is executed again from the UI."""
+    definition = define()
+    ids = bench.publish("rides", 5)
+    requested = request(bench, definition)
+    assert bench.run(definition, requested).success
+    again = bench.run(definition, requested)
+
+    assert again.success
+    assert bench.effects() == ids
+    found = metadata(again, definition.key)
+    assert found["events"] == 0
+    assert found["note"].endswith("was committed before")
+
+
+def test_a_claim_lost_before_the_run_began_ends_it_well(bench: Workbench, metadata: Metadata) -> None:
+    definition = define()
+    bench.publish("rides", 5)
+    lost = request(bench, definition)
+    bench.end_lease(definition)
+    request(bench, definition)
+
+    result = bench.run(definition, lost)
+    assert result.success
+    assert bench.effects() == []
+    assert metadata(result, definition.key)["note"].endswith("was released before")
+
+
+def test_a_claim_lost_in_mid_batch_leaves_no_effect_of_that_batch(bench: Workbench, metadata: Metadata) -> None:
+    """A consumer that knows nothing of leases, of the Java library, say, passed by."""
+    overtaken = False
+
+    def overtake(events: Sequence[Event], connection: Connection) -> None:
+        nonlocal overtaken
+        record(events, connection)
+        if not overtaken:
+            overtaken = True
+            connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s", (events[-1].id,))
+
+    definition = define(overtake, batch=10)
+    bench.publish("rides", 30)
+    result = bench.run(definition, request(bench, definition))
+    assert result.success
+    assert "note" in metadata(result, definition.key)
+    assert bench.effects() == []
+
+
+def test_another_owner_ends_the_run_between_batches(bench: Workbench, metadata: Metadata) -> None:
+    calls = itertools.count()
+
+    def steal(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if next(calls) == 1:
+            # As if the lease had ended and another run had adopted the claim: the epoch moves on.
+            connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_name = 'c'")
+
+    definition = define(steal, batch=10, max_events=30)
+    ids = bench.publish("rides", 30)
+    result = bench.run(definition, request(bench, definition))
+    assert result.success
+    assert "note" in metadata(result, definition.key)
+    # The batch in which the epoch moved was a transaction of this run, nothing after it is.
+    assert bench.effects() == ids[:20]
+    assert bench.offset(definition) == ids[19]
+
+
+def test_the_lease_is_renewed_while_a_batch_takes_long(bench: Workbench) -> None:
+    left: list[float] = []
+
+    def slowly(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        time.sleep(0.4)
+        (state,) = bench.platform.registry.consumer("rides", "c")
+        assert state.lease_expires_at is not None
+        left.append(state.lease_expires_at.timestamp())
+
+    definition = define(slowly, lease=1.0, batch=1)
+    ids = bench.publish("rides", 5)
+    assert bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == ids
+    assert left == sorted(left)
+    assert left[-1] - left[0] > 1.0
+
+
+def test_an_event_that_fails_fails_the_run_and_is_named(bench: Workbench) -> None:
+    definition = define(fail_at(b"3"))
+    ids = bench.publish("rides", 6)
+    result = bench.run(definition, request(bench, definition))
+
+    assert not result.success
+    found = failure_of(result)
+    assert found["event"] == ids[3]
+    assert found["attempts"] == 1
+    assert found["outcome"] == "retry"
+    assert found["error"] == "ValueError: 3 is not to be had"
+    assert "rides_dlt" in found["advice"]
+    assert f"event {ids[3]} of topic rides failed 1 times in consumer c" in found["description"]
+    # What went before it is done, and the offset says so.
+    assert bench.effects() == ids[:3]
+    assert bench.offset(definition) == ids[2]
+    (entry,) = bench.instance.all_logs(result.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+    assert entry.asset_materialization is not None
+    assert entry.asset_materialization.metadata["events"].value == 3
+
+
+def test_a_failing_event_blocks_its_partition_loudly_where_no_topic_takes_dead_letters(bench: Workbench) -> None:
+    definition = define(fail_at(b"0"))
+    bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
+    ids = bench.publish("rides", 3)
+    found = failure_of(bench.run(definition, request(bench, definition)))
+
+    assert found["outcome"] == "blocked"
+    assert "eventsql consumer resume rides c" in found["advice"]
+    assert bench.effects() == []
+    assert f"event {ids[0]} blocks the partition" in bench.tick(definition.sensors[0])
+
+
+def test_a_dead_letter_is_passed_and_the_run_succeeds_and_says_so(bench: Workbench, metadata: Metadata) -> None:
+    definition = define(fail_at(b"3"))
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
+    ids = bench.publish("rides", 6)
+    result = bench.run(definition, request(bench, definition))
+
+    assert result.success
+    assert bench.effects() == [*ids[:3], *ids[4:]]
+    assert bench.offset(definition) == ids[-1]
+    found = metadata(result, definition.key)
+    given_up = [{"event": ids[3], "partition": -1, "error": "ValueError: 3 is not to be had"}]
+    assert found["dead letters"] == 1
+    assert found["events given up"] == given_up
+    (observation,) = [
+        event.asset_observation_data.asset_observation
+        for event in result.all_events
+        if event.event_type == dg.DagsterEventType.ASSET_OBSERVATION
+    ]
+    assert observation.metadata["events given up"].value == given_up
+    bench.platform.transfer.run_once()
+    assert [letter.value for letter in bench.platform.dead_letters.list("rides")] == [b"3"]
+
+
+def test_a_failing_event_is_retried_by_the_next_tick_and_buried_in_the_end(bench: Workbench) -> None:
+    definition = define(fail_at(b"1"))
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    bench.platform.registry.register_consumer(definition.consumer, max_attempts=2)
+    ids = bench.publish("rides", 3)
+    assert not bench.run(definition, request(bench, definition)).success
+    bench.end_pause(definition)
+    assert bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == [ids[0], ids[2]]
+
+
+def test_a_run_that_is_launched_by_hand_claims_what_waits_in_every_partition(
+    bench: Workbench, metadata: Metadata
+) -> None:
+    ids = [*bench.publish("orders", 3, partition=0), *bench.publish("orders", 2, partition=1)]
+    result = bench.run(ledger)
+    assert sorted(bench.effects()) == sorted(ids)
+    found = metadata(result, ledger.key)
+    assert (found["events"], found["claims"]) == (5, 2)
+    assert "partition" not in found
+
+
+def test_a_run_that_is_launched_by_hand_leaves_a_leased_partition_alone(bench: Workbench, metadata: Metadata) -> None:
+    definition = define()
+    bench.publish("rides", 3)
+    request(bench, definition)
+    assert metadata(bench.run(definition), definition.key)["events"] == 0
+    assert bench.effects() == []
+
+
+def test_a_function_may_take_the_context_and_resources(bench: Workbench) -> None:
+    seen: dict[str, Any] = {}
+
+    def curious(
+        events: Sequence[Event],
+        connection: Connection,
+        context: dg.AssetExecutionContext,
+        eventsql: EventSQLResource,
+        word: dg.ResourceParam[str],
+    ) -> None:
+        seen.update(run=context.run.run_id, topics=len(eventsql.platform.registry.topics()), word=word)
+
+    definition = define(curious)
+    bench.publish("rides", 1)
+    result = bench.run(definition, request(bench, definition), word="hello")
+    assert result.success
+    assert seen == {"run": result.run_id, "topics": 2, "word": "hello"}
+
+
+def test_a_database_that_goes_away_fails_the_run_and_the_range_is_claimed_again(bench: Workbench) -> None:
+    calls = itertools.count()
+
+    def cut(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if next(calls) == 0:
+            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    definition = define(cut)
+    ids = bench.publish("rides", 5)
+    assert not bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == []
+    assert bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == ids
+
+
+def test_a_batch_that_stands_still_is_ended_by_the_server(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def stall(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        connection.execute("SELECT")
+        if next(calls) == 0:
+            time.sleep(3)
+
+    monkeypatch.setattr("eventsql_orchestration.dagster.draining.STALLED_AFTER", 0.5)
+    definition = define(stall, lease=0.5)
+    ids = bench.publish("rides", 5)
+    assert not bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == []
+    assert bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == ids
+
+
+def fail_at(value: bytes) -> Callable[[Sequence[Event], Connection], None]:
+    """A consumer that cannot take one value."""
+
+    def consume(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        for event in events:
+            if event.value == value:
+                raise ValueError(f"{value.decode()} is not to be had")
+
+    return consume

@@ -1,0 +1,192 @@
+"""What the builders define, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Consumer, Event, Topic
+from eventsql_orchestration.dagster import (
+    EventSQLResource,
+    build_housekeeping_schedule,
+    build_lag_check,
+    build_lag_sensor,
+    build_transfer_schedule,
+    consumer_asset,
+    range_asset,
+    topic_asset,
+    topic_key,
+)
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import InvalidNameError, ValidationError
+from eventsql_orchestration.log.claims import Claim
+
+TOPIC = Topic("rides", 3)
+
+
+def consume(events: Sequence[Event], connection: Connection) -> None:
+    """Consume rides."""
+
+
+def consume_range(context: dg.AssetExecutionContext, claim: Claim) -> None:
+    """Consume a range of rides."""
+
+
+def test_nothing_connects_when_a_location_is_defined_or_loaded() -> None:
+    definition = consumer_asset(topic=TOPIC, consumer="c", partitioned=True)(consume)
+    location = dg.Definitions(
+        assets=[topic_asset(TOPIC), definition.asset],
+        asset_checks=[build_lag_check(definition, max_events=10)],
+        jobs=[definition.job],
+        sensors=[*definition.sensors, build_lag_sensor([definition])],
+        schedules=[build_transfer_schedule(), build_housekeeping_schedule()],
+        resources={"eventsql": EventSQLResource(dsn="postgresql://nobody@127.0.0.1:1/nowhere")},
+    )
+    repository = location.get_repository_def()
+    assert {sensor.name for sensor in repository.sensor_defs} == {
+        "consume_consume_0",
+        "consume_consume_1",
+        "consume_consume_2",
+        "lag",
+    }
+    assert {schedule.name for schedule in repository.schedule_defs} == {"transfer", "housekeeping"}
+    assert {"consume_consume", "transfer", "housekeeping"} <= set(repository.job_names)
+
+
+def test_importing_the_package_starts_neither_spark_nor_loads_it() -> None:
+    code = "import sys, eventsql_orchestration.dagster; print('pyspark' in sys.modules, 'pyarrow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_consumer_is_defined_with_its_asset_job_and_a_sensor_for_each_partition() -> None:
+    definition = consumer_asset(topic=TOPIC, consumer="billing", partitioned=True, owners=["team:rides"])(consume)
+    assert definition.consumer == Consumer("rides", "billing", partitioned=True)
+    assert definition.key == dg.AssetKey(["consume"])
+    assert definition.job.name == "consume_consume"
+    assert definition.partitions == (0, 1, 2)
+    spec = definition.asset.get_asset_spec(definition.key)
+    assert [dependency.asset_key for dependency in spec.deps] == [topic_key("rides")]
+    assert spec.description == "Consume rides."
+    assert list(spec.owners) == ["team:rides"]
+    assert all(sensor.default_status == dg.DefaultSensorStatus.RUNNING for sensor in definition.sensors)
+
+
+def test_a_consumer_that_is_not_partitioned_has_one_sensor() -> None:
+    definition = consumer_asset(topic=TOPIC, consumer="billing", name="billing")(consume)
+    assert [sensor.name for sensor in definition.sensors] == ["consume_billing"]
+    assert definition.partitions == (-1,)
+
+
+def test_a_consuming_job_does_not_run_the_checks_of_its_asset() -> None:
+    definition = consumer_asset(topic=TOPIC, consumer="billing", name="billing")(consume)
+    location = dg.Definitions(
+        assets=[definition.asset],
+        asset_checks=[build_lag_check(definition, max_events=1)],
+        jobs=[definition.job],
+        resources={"eventsql": EventSQLResource(dsn="postgresql://nowhere")},
+    )
+    assert len(list(location.resolve_job_def("consume_billing").nodes)) == 1
+
+
+def test_the_topics_that_a_range_asset_publishes_to_are_assets_of_its_run() -> None:
+    definition = range_asset(topic=TOPIC, consumer="sums", publishes=[Topic("sums", 2), "more"], name="summing")(
+        consume_range
+    )
+    assert set(definition.asset.keys) == {definition.key, topic_key("sums"), topic_key("more")}
+    spec = definition.asset.get_asset_spec(topic_key("sums"))
+    assert [dependency.asset_key for dependency in spec.deps] == [definition.key]
+    assert spec.metadata["partitions"] == 2
+
+
+def test_tags_go_to_the_runs_of_a_consumer() -> None:
+    definition = consumer_asset(topic=TOPIC, consumer="c", name="tagged", tags={"eventsql/spark": "local"})(consume)
+    location = dg.Definitions(
+        assets=[definition.asset],
+        jobs=[definition.job],
+        resources={"eventsql": EventSQLResource(dsn="postgresql://nowhere")},
+    )
+    tags = location.resolve_job_def("consume_tagged").tags
+    assert tags["eventsql/spark"] == "local"
+    assert tags["eventsql/topic"] == "rides"
+
+
+def without_events(rows: Any, connection: Connection) -> None: ...
+
+
+def with_a_stranger(events: Any, connection: Connection, stranger: int) -> None: ...
+
+
+def without_annotation(events: Any, connection: Connection, stranger) -> None: ...  # type: ignore[no-untyped-def]  # it is what this test is about
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (without_events, "needs a parameter called events"),
+        (with_a_stranger, "parameter stranger that is neither"),
+        (without_annotation, "parameter stranger that is neither"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_when_it_is_defined(
+    function: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match=message):
+        consumer_asset(topic=TOPIC, consumer="c")(function)
+
+
+def test_an_annotation_that_cannot_be_resolved_is_refused_with_a_remedy() -> None:
+    def unresolvable(events: Any, connection: Connection, spark: SomeType) -> None: ...  # type: ignore[name-defined]  # noqa: F821 - it is what this test is about
+
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="outside of TYPE_CHECKING"):
+        consumer_asset(topic=TOPIC, consumer="c")(unresolvable)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_events": 0},
+        {"min_events": 11, "max_events": 10},
+        {"batch": 0},
+        {"lease": 0.0},
+        {"max_wait": -1.0},
+        {"drain_seconds": -1.0},
+        {"drain_idle": -0.1},
+    ],
+)
+def test_limits_that_exclude_one_another_are_refused_when_they_are_defined(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        consumer_asset(topic=TOPIC, consumer="c", **options)
+
+
+def test_a_topic_is_an_external_asset() -> None:
+    spec = topic_asset(TOPIC, description="What riders do.", owners=["rides@example.com"], deps=["app"])
+    assert spec.key == dg.AssetKey(["topic", "rides"])
+    assert spec.kinds == {"eventsql", "postgresql"}
+    assert spec.group_name == "topics"
+    assert spec.metadata["partitions"] == 3
+    assert not dg.Definitions(assets=[spec]).resolve_asset_graph().get(spec.key).is_executable
+
+
+def test_a_topic_key_is_a_topic_name() -> None:
+    with pytest.raises(InvalidNameError):
+        topic_key("No Topic")
+
+
+def test_a_lag_check_needs_a_threshold() -> None:
+    definition = consumer_asset(topic=TOPIC, consumer="c", name="c")(consume)
+    with pytest.raises(ValidationError, match="max_events, max_seconds"):
+        build_lag_check(definition)
+    with pytest.raises(ValidationError, match="negative"):
+        build_lag_check(definition, max_events=-1)
+
+
+def test_a_consumer_name_that_is_no_tag_or_asset_name_is_none_the_less_usable() -> None:
+    name = "Abrechnung für Fahrten, " + "x" * 170
+    definition = consumer_asset(topic=TOPIC, consumer=name, name="billing")(consume)
+    assert definition.consumer.name == name

@@ -1,0 +1,136 @@
+"""A consuming run whose process is killed in mid-batch: nothing is lost, nothing takes effect twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from tests.dagster import location
+from tests.dagster.conftest import Workbench
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench(bench: Workbench, shared_instance: dg.DagsterInstance) -> Workbench:
+    bench.instance = shared_instance
+    location.slow.register(bench.platform)
+    return bench
+
+
+def await_(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def run_process(bench: Workbench, request: dg.RunRequest, *, delay: float) -> Iterator[subprocess.Popen[bytes]]:
+    """The run of a request in a process of its own, which takes `delay` seconds over each batch of 10."""
+    home = Path(bench.instance.root_directory)
+    config = home / "run_config.yaml"
+    config.write_text(json.dumps(request.run_config))
+    # fmt: off
+    command = [
+        sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.location", "-j", "consume_slow",
+        "--config", str(config), "--tags", json.dumps(dict(request.tags)),
+    ]
+    # fmt: on
+    environment = {
+        **os.environ,
+        "DAGSTER_HOME": str(home),
+        "EVENTSQL_DSN": bench.eventsql.dsn,
+        "EVENTSQL_TEST_DELAY": str(delay),
+    }
+    with (home / "run.log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    except BaseException:
+        sys.stderr.write((home / "run.log").read_text())
+        raise
+    finally:
+        process.kill()
+        process.wait()
+
+
+def kill_in_mid_batch(bench: Workbench, request: dg.RunRequest) -> int:
+    """Kill a run between a batch's effects and its commit, after it has committed others; gives the offset reached."""
+    with run_process(bench, request, delay=1.0) as process:
+        # Effects of a batch are not visible before its commit, so two batches are through here and a third is written.
+        await_(lambda: len(bench.effects()) >= 2 * location.SLOW_BATCH, "two batches")
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    reached = bench.effects()
+    assert 2 * location.SLOW_BATCH <= len(reached) < 100
+    return reached[-1]
+
+
+def finish(bench: Workbench, reached: int) -> dg.RunRequest:
+    """The next tick's run, from the offset reached."""
+    answer = bench.tick(location.slow.sensors[0])
+    assert isinstance(answer, list), answer
+    request: dg.RunRequest = answer[0]
+    assert request.tags["eventsql/after"] == str(reached)
+    assert bench.run(location.slow, request).success
+    return request
+
+
+def test_a_killed_run_that_nobody_reports_loses_its_claim_with_its_lease(bench: Workbench) -> None:
+    ids = bench.publish("orders", 100)
+    (request,) = bench.tick(location.slow.sensors[0])
+    reached = kill_in_mid_batch(bench, request)
+
+    (run,) = bench.instance.get_runs()
+    assert run.status == dg.DagsterRunStatus.STARTED, "Dagster believes that it runs"
+    await_(lambda: bench.lease_is_over(location.slow), "the lease of 2 s")
+    finish(bench, reached)
+    assert bench.effects() == ids
+
+
+def test_a_killed_run_that_dagster_reports_gives_its_claim_back_at_once(bench: Workbench) -> None:
+    ids = bench.publish("orders", 100)
+    (request,) = bench.tick(location.slow.sensors[0])
+    reached = kill_in_mid_batch(bench, request)
+    (run,) = bench.instance.get_runs()
+    bench.instance.report_run_failed(run)
+
+    started = time.monotonic()
+    finish(bench, reached)
+    assert time.monotonic() - started < 30
+    assert bench.effects() == ids
+
+
+def test_a_run_that_was_only_stopped_for_a_while_commits_nothing_after_its_claim_went_to_another(
+    bench: Workbench,
+) -> None:
+    ids = bench.publish("orders", 100)
+    (request,) = bench.tick(location.slow.sensors[0])
+    with run_process(bench, request, delay=0.2) as process:
+        await_(lambda: len(bench.effects()) >= location.SLOW_BATCH, "a batch")
+        process.send_signal(signal.SIGSTOP)
+        # The connection of a process that stands still goes on holding its row, as one lost in the network does; the
+        # database ends it in the end.
+        with bench.platform.database.connection() as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() "
+                "AND pid <> pg_backend_pid() AND state <> 'active'"
+            )
+        reached = bench.effects()[-1]
+        await_(lambda: bench.lease_is_over(location.slow), "the lease of 2 s")
+        finish(bench, reached)
+        process.send_signal(signal.SIGCONT)
+        process.wait(60)
+    assert bench.effects() == ids

@@ -1,0 +1,162 @@
+"""Publishing a DataFrame from an asset, with a real Spark session."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster_pyspark import LazyPySparkResource
+from pyspark.sql import SparkSession
+
+from eventsql_orchestration import Topic
+from eventsql_orchestration.dagster import (
+    ConsumerDefinition,
+    EventSQLResource,
+    publish_dataframe,
+    range_asset,
+    topic_key,
+)
+from eventsql_orchestration.dagster.publishing import add_up, leave_out
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.spark import spark_config
+from eventsql_orchestration.spark.java import ensure_java
+from tests.dagster.conftest import Workbench
+
+RIDES = Topic("rides", 2)
+COUNTS = Topic("counts", 2)
+
+Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LazyPySparkResource]:
+    """The resource of a location; its session is the process's own, which other tests use as well."""
+    os.environ.pop("EVENTSQL_DSN", None)
+    home = tmp_path_factory.mktemp("spark")
+    ensure_java(home)
+    resource = LazyPySparkResource(
+        spark_config=spark_config(**{"spark.sql.warehouse.dir": str(home / "warehouse"), "spark.master": "local[2,3]"})
+    )
+    others = SparkSession.getActiveSession()
+    yield resource
+    if others is None:
+        resource.spark_session.stop()
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(COUNTS)
+    counts.register(bench.platform)
+
+
+def count(
+    context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
+) -> dict[str, Any]:
+    """How many events each partition of a range has, as events."""
+    events = eventsql.read_range(spark.spark_session, claim.remaining, columns="partition int")
+    frame = (
+        events.groupBy("partition").count().selectExpr("cast(partition as string) key", "cast(count as string) value")
+    )
+    return publish_dataframe(context, frame, eventsql=eventsql, topic="counts", claim=claim)
+
+
+counts: ConsumerDefinition = range_asset(
+    topic=RIDES, consumer="counts", publishes=COUNTS, name="counts", max_wait=0.0, drain_seconds=0.0
+)(count)
+
+
+def request(bench: Workbench) -> dg.RunRequest:
+    answer = bench.tick(counts.sensors[0])
+    assert isinstance(answer, list), answer
+    found: dg.RunRequest = answer[0]
+    return found
+
+
+def test_a_range_is_read_summed_up_and_published_exactly_once(
+    bench: Workbench, metadata: Metadata, spark: LazyPySparkResource
+) -> None:
+    bench.publish("rides", 30, partition=0)
+    last = bench.publish("rides", 20, partition=1)[-1]
+    requested = request(bench)
+    result = bench.run(counts, requested, spark=spark)
+    assert result.success
+
+    published = bench.platform.reader.read("counts")
+    assert sorted((event.key, event.value) for event in published) == [("0", b"30"), ("1", b"20")]
+    for event in published:
+        assert dict(event.metadata) == {"dagster_run_id": result.run_id, "dagster_asset_key": "counts"}
+    assert bench.offset(counts) == last
+    assert metadata(result, topic_key("counts")) == {
+        "published topic": "counts",
+        "published events": 2,
+        "published first offset": published[0].id,
+        "published last offset": published[-1].id,
+    }
+    assert metadata(result, counts.key)["events"] == 50
+
+    assert bench.run(counts, requested, spark=spark).success
+    assert bench.platform.reader.count("counts") == 2
+
+
+def test_a_claim_that_was_lost_publishes_nothing(bench: Workbench, spark: LazyPySparkResource) -> None:
+    bench.publish("rides", 5)
+    claim = bench.platform.claims.claim("rides", "counts", owner="first")
+    assert isinstance(claim, Claim)
+    bench.platform.claims.release(claim)
+
+    def late(context: dg.AssetExecutionContext, eventsql: EventSQLResource, spark: LazyPySparkResource) -> None:
+        frame = spark.spark_session.createDataFrame([("v",)], "value string")
+        publish_dataframe(context, frame, eventsql=eventsql, topic="counts", claim=claim)
+
+    result = dg.materialize(
+        [dg.asset(late)],
+        instance=bench.instance,
+        resources={"eventsql": bench.eventsql, "spark": spark},
+        raise_on_error=False,
+    )
+    assert not result.success
+    assert bench.platform.transfer.run_once() == {}
+    assert bench.platform.reader.count("counts") == 0
+
+
+def test_an_asset_without_a_claim_publishes_once_in_a_run_and_partition(
+    bench: Workbench, spark: LazyPySparkResource
+) -> None:
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["monday"]), key=topic_key("counts"))
+    def daily(context: dg.AssetExecutionContext, eventsql: EventSQLResource, spark: LazyPySparkResource) -> None:
+        frame = spark.spark_session.createDataFrame([("k", "v")], "key string, value string")
+        for batch in (0, 0, 1):  # the second is the first, tried again
+            publish_dataframe(context, frame, eventsql=eventsql, topic="counts", batch=batch)
+
+    result = dg.materialize(
+        [daily],
+        partition_key="monday",
+        instance=bench.instance,
+        resources={"eventsql": bench.eventsql, "spark": spark},
+    )
+    events = bench.platform.reader.read("counts")
+    assert [event.value for event in events] == [b"v", b"v"]
+    assert dict(events[0].metadata) == {
+        "dagster_run_id": result.run_id,
+        "dagster_asset_key": "topic/counts",
+        "dagster_partition": "monday",
+    }
+
+
+def test_publications_to_a_topic_add_up() -> None:
+    said = [
+        {"published topic": "a", "published events": 2, "published first offset": 5, "published last offset": 9},
+        {"published topic": "b", "published events": 7},
+        {"published topic": "a", "published events": 1, "published first offset": 12, "published last offset": 12},
+    ]
+    assert add_up(said, "a") == {
+        "published topic": "a",
+        "published events": 3,
+        "published first offset": 5,
+        "published last offset": 12,
+    }
+    assert add_up(said, "b") == {"published topic": "b", "published events": 7}
+    assert add_up(said, "c") == {}
+    assert leave_out({**said[1], "rows": 3}, {"b"}) == {"rows": 3}
+    assert leave_out({**said[1], "rows": 3}, {"a"}) == {**said[1], "rows": 3}

@@ -1,0 +1,139 @@
+"""Range assets: a function over a whole claim, which commits it itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, range_asset, topic_key
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.log.claims import Claim
+from tests.dagster.conftest import Workbench
+
+TOPIC = Topic("rides", 2)
+SUMS = Topic("sums")
+
+
+def define(function: Callable[..., Any], **options: Any) -> ConsumerDefinition:
+    return range_asset(
+        topic=TOPIC, consumer="c", name="c", publishes=SUMS, **{"max_wait": 0.0, "drain_seconds": 0.0, **options}
+    )(function)
+
+
+def total(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
+    """Publishes how many events the range has, together with its commit."""
+    platform = eventsql.platform
+    events = platform.reader.read(claim.range.topic, after=claim.remaining.after, upto=claim.remaining.upto)
+    with platform.database.transaction() as connection:
+        platform.claims.check(connection, claim)
+        platform.publisher.publish(Publication("sums", b"%d" % len(events)), connection=connection)
+        platform.claims.commit(connection, claim)
+    return {"published topic": "sums", "published events": 1, "largest": events[-1].id}
+
+
+def forget(claim: Claim) -> None:
+    """Does not commit."""
+
+
+def stumble(claim: Claim) -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(SUMS)
+    define(total).register(bench.platform)
+
+
+def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
+    answer = bench.tick(definition.sensors[0])
+    assert isinstance(answer, list), answer
+    found: dg.RunRequest = answer[0]
+    return found
+
+
+def sums(bench: Workbench) -> list[bytes]:
+    bench.platform.transfer.run_once()
+    return [event.value for event in bench.platform.reader.read("sums")]
+
+
+def test_a_range_is_consumed_and_published_once(
+    bench: Workbench, metadata: Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
+) -> None:
+    definition = define(total)
+    ids = bench.publish("rides", 40)
+    requested = request(bench, definition)
+    result = bench.run(definition, requested)
+
+    assert result.success
+    assert sums(bench) == [b"40"]
+    assert bench.offset(definition) == ids[-1]
+    found = metadata(result, definition.key)
+    assert (found["events"], found["claims"], found["largest"]) == (40, 1, ids[-1])
+    assert "published events" not in found, "it is the topic's, and would be counted twice"
+    assert metadata(result, topic_key("sums")) == {"published topic": "sums", "published events": 1}
+
+    assert bench.run(definition, requested).success
+    assert sums(bench) == [b"40"]
+
+
+def test_a_range_asset_drains_too(
+    bench: Workbench, metadata: Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
+) -> None:
+    definition = define(total, max_events=10, drain_seconds=60.0, drain_idle=0.0)
+    bench.publish("rides", 25)
+    result = bench.run(definition, request(bench, definition))
+    assert sums(bench) == [b"10", b"10", b"5"]
+    assert metadata(result, topic_key("sums"))["published events"] == 3
+
+
+def test_a_function_that_does_not_commit_fails_its_run_and_the_range_stays(bench: Workbench) -> None:
+    definition = define(forget)
+    ids = bench.publish("rides", 3)
+    result = bench.run(definition, request(bench, definition))
+
+    assert not result.success
+    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
+    assert "was not committed: publish with publish_dataframe" in str(event.step_failure_data.user_failure_data)
+    assert bench.offset(definition) == 0
+    assert "is retried in" in bench.tick(definition.sensors[0])
+    bench.end_pause(definition)
+    assert request(bench, definition).tags["eventsql/after"] == "0"
+    assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
+
+
+def test_a_function_that_raises_has_its_range_claimed_again(bench: Workbench) -> None:
+    bench.publish("rides", 3)
+    broken, mended = define(stumble), define(total)
+    assert not bench.run(broken, request(bench, broken)).success
+    bench.end_pause(broken)
+    assert bench.run(mended, request(bench, mended)).success
+    assert sums(bench) == [b"3"]
+
+
+def test_a_function_that_raises_again_and_again_stops_its_partition_loudly(bench: Workbench) -> None:
+    broken = define(stumble, max_attempts=1)
+    bench.platform.registry.register_consumer(broken.consumer, max_attempts=1)
+    ids = bench.publish("rides", 3)
+    result = bench.run(broken, request(bench, broken))
+    assert not result.success
+    assert f"event {ids[0]} blocks the partition" in bench.tick(broken.sensors[0])
+
+
+def test_a_database_that_is_away_is_no_failure_of_the_range(bench: Workbench) -> None:
+    def cut_off(claim: Claim) -> None:
+        raise DatabaseUnavailableError
+
+    broken, mended = define(cut_off), define(total)
+    bench.publish("rides", 3)
+    assert not bench.run(broken, request(bench, broken)).success
+    assert bench.run(mended, request(bench, mended)).success
+
+
+def test_a_partitioned_range_asset_has_a_claim_for_each_partition(bench: Workbench) -> None:
+    definition = range_asset(topic=TOPIC, consumer="p", name="p", partitioned=True, max_wait=0.0)(total)
+    assert [sensor.name for sensor in definition.sensors] == ["consume_p_0", "consume_p_1"]

@@ -1,0 +1,180 @@
+"""The resources."""
+
+import time
+from typing import Any
+
+import dagster as dg
+import psycopg
+import pytest
+from pydantic import ValidationError as PydanticValidationError
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import EventSQLResource, TopicResource, topic_key
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseError,
+    InvalidNameError,
+    TopicNotFoundError,
+    ValidationError,
+)
+
+
+def connections(platform: EventSQL) -> int:
+    """How many sessions others than this one has the database."""
+    with platform.database.connection() as connection:
+        row = connection.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
+
+
+def test_the_platform_of_a_run_is_one_object_and_is_closed_when_the_run_ends(platform: EventSQL, dsn: str) -> None:
+    seen: list[EventSQL] = []
+
+    @dg.op
+    def use(eventsql: EventSQLResource) -> None:
+        seen.extend([eventsql.platform, eventsql.platform])
+        seen[0].registry.topics()
+        assert connections(platform) == 1
+
+    @dg.job(resource_defs={"eventsql": EventSQLResource(dsn=dsn)})
+    def job() -> None:
+        use()
+
+    assert job.execute_in_process().success
+    assert seen[0] is seen[1]
+    assert connections(platform) == 0
+
+
+def test_a_run_that_does_not_use_the_platform_does_not_connect() -> None:
+    @dg.op
+    def idle(eventsql: EventSQLResource) -> None: ...
+
+    @dg.job(resource_defs={"eventsql": EventSQLResource(dsn="postgresql://nobody@127.0.0.1:1/nowhere")})
+    def job() -> None:
+        idle()
+
+    assert job.execute_in_process().success
+
+
+def test_the_url_may_come_from_the_environment(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"), db_schema=dg.EnvVar("EVENTSQL_TEST_SCHEMA"))
+    monkeypatch.setenv("EVENTSQL_TEST_DSN", dsn)
+    monkeypatch.setenv("EVENTSQL_TEST_SCHEMA", "eventsql")
+    topics: list[list[Topic]] = []
+
+    @dg.op
+    def use(eventsql: EventSQLResource) -> None:
+        topics.append(eventsql.platform.registry.topics())
+
+    @dg.job(resource_defs={"eventsql": resource})
+    def job() -> None:
+        use()
+
+    assert job.execute_in_process().success
+    assert topics == [[]]
+
+
+def test_a_schema_that_is_no_identifier_is_refused_by_its_name() -> None:
+    with pytest.raises(PydanticValidationError, match="db_schema"):
+        EventSQLResource(dsn="postgresql://localhost/x", db_schema="No Schema")
+
+
+def test_a_url_that_is_none_is_refused_without_its_password() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        _ = EventSQLResource(dsn="mysql://user:secret@host/x").platform
+    assert "secret" not in str(caught.value)
+
+
+def test_a_bounded_platform_ends_statements_that_take_too_long(dsn: str) -> None:
+    with EventSQLResource(dsn=dsn).bounded(0.3) as platform:
+        started = time.monotonic()
+        with pytest.raises((DatabaseError, psycopg.Error)), platform.database.connection() as connection:
+            connection.execute("SELECT pg_sleep(20)")
+        assert time.monotonic() - started < 10
+
+
+def test_a_bounded_platform_does_not_migrate(dsn: str, database: Any) -> None:
+    with EventSQLResource(dsn=dsn, db_schema="empty").bounded(5.0) as platform, pytest.raises(DatabaseError):
+        platform.registry.topics()
+    with database.connection() as connection:
+        row = connection.execute("SELECT to_regnamespace('empty')").fetchone()
+    assert row == (None,)
+
+
+def test_a_topic_registers_itself_and_its_dead_letters(eventsql: EventSQLResource, platform: EventSQL) -> None:
+    topic = TopicResource(eventsql=eventsql, topic="rides", partitions=4, dead_letters=True)
+    assert topic.register() == Topic("rides", 4)
+    assert topic.register() == Topic("rides", 4)
+    assert [each.name for each in platform.registry.topics()] == ["rides", "rides_dlt"]
+
+
+def test_a_topic_publishes_reads_and_knows_its_lag(eventsql: EventSQLResource, platform: EventSQL) -> None:
+    topic = TopicResource(eventsql=eventsql, topic="rides", partitions=2)
+    topic.register()
+    platform.registry.register_consumer(Consumer("rides", "c"))
+    topic.publish(b"one", key="k", metadata={"source": "web"})
+    topic.publish(Publication("rides", b"two", partition=1))
+    assert topic.publish_all(Publication("rides", b"%d" % i) for i in range(3)) == 3
+    platform.transfer.run_once()
+
+    assert [event.value for event in topic.read()] == [b"one", b"two", b"0", b"1", b"2"]
+    assert [event.value for event in topic.read(after=1, upto=2, partition=1)] == [b"two"]
+    assert dict(topic.read()[0].metadata) == {"source": "web"}
+    assert [lag.events for lag in topic.lag()] == [5]
+
+
+def test_what_an_asset_publishes_names_its_run_asset_and_partition(
+    eventsql: EventSQLResource, platform: EventSQL
+) -> None:
+    days = dg.StaticPartitionsDefinition(["monday", "tuesday"])
+
+    @dg.asset(partitions_def=days, key=topic_key("rides"))
+    def rides(context: dg.AssetExecutionContext, topic: TopicResource) -> None:
+        topic.publish(b"one", metadata={"source": "web"}, context=context)
+        topic.publish_all([Publication("rides", b"two")], context=context)
+
+    topic = TopicResource(eventsql=eventsql, topic="rides")
+    topic.register()
+    result = dg.materialize([rides], partition_key="monday", resources={"topic": topic, "eventsql": eventsql})
+    platform.transfer.run_once()
+    origin = {"dagster_run_id": result.run_id, "dagster_asset_key": "topic/rides", "dagster_partition": "monday"}
+    assert [dict(event.metadata) for event in platform.reader.read("rides")] == [{"source": "web", **origin}, origin]
+
+
+def test_what_an_op_publishes_names_its_run(eventsql: EventSQLResource, platform: EventSQL) -> None:
+    topic = TopicResource(eventsql=eventsql, topic="rides")
+    topic.register()
+
+    @dg.op
+    def ride(context: dg.OpExecutionContext, topic: TopicResource) -> None:
+        topic.publish(b"one", context=context)
+
+    @dg.job(resource_defs={"topic": topic, "eventsql": eventsql})
+    def job() -> None:
+        ride()
+
+    result = job.execute_in_process()
+    platform.transfer.run_once()
+    assert [dict(event.metadata) for event in platform.reader.read("rides")] == [{"dagster_run_id": result.run_id}]
+
+
+def test_a_topic_takes_no_publication_of_another(eventsql: EventSQLResource) -> None:
+    topic = TopicResource(eventsql=eventsql, topic="rides")
+    with pytest.raises(ValidationError, match="for topic 'orders' was given to topic 'rides'"):
+        topic.publish(Publication("orders", b""))
+    with pytest.raises(ValidationError, match="its own key"):
+        topic.publish(Publication("rides", b""), key="k")
+
+
+def test_a_topic_that_is_not_registered_takes_nothing(eventsql: EventSQLResource) -> None:
+    with pytest.raises(TopicNotFoundError):
+        TopicResource(eventsql=eventsql, topic="rides").publish(b"")
+
+
+def test_a_topic_is_checked_when_the_location_is_loaded(eventsql: EventSQLResource) -> None:
+    with pytest.raises((PydanticValidationError, InvalidNameError), match="No Topic"):
+        TopicResource(eventsql=eventsql, topic="No Topic")
+    with pytest.raises((PydanticValidationError, ValidationError), match="partitions"):
+        TopicResource(eventsql=eventsql, topic="rides", partitions=0)

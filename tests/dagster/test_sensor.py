@@ -1,0 +1,275 @@
+"""What a tick of a partition's sensor does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
+from eventsql_orchestration.dagster.tags import FINISHED
+from eventsql_orchestration.errors import RedefinitionError
+from eventsql_orchestration.log.claims import Claim
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import ORDERS, ledger, record
+
+TOPIC = Topic("rides")
+
+lazy = consumer_asset(
+    topic=TOPIC, consumer="lazy", name="lazy", min_events=10, max_events=50, max_wait=3600.0, drain_seconds=0.0
+)(record)
+eager = consumer_asset(topic=TOPIC, consumer="eager", name="eager", max_events=50, max_wait=0.0, drain_seconds=0.0)(
+    record
+)
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    for definition in (lazy, eager, ledger):
+        definition.register(bench.platform)
+
+
+def request_of(answer: Any) -> dg.RunRequest:
+    assert isinstance(answer, list), answer
+    (request,) = answer
+    assert isinstance(request, dg.RunRequest)
+    return request
+
+
+def test_a_tick_claims_a_range_and_requests_one_run_for_it(bench: Workbench) -> None:
+    ids = bench.publish("rides", 60)
+    request = request_of(bench.tick(eager.sensors[0]))
+
+    claim = bench.platform.claims.live("rides", "eager")
+    assert claim is not None
+    assert (claim.range.after, claim.range.upto, claim.events) == (0, ids[49], 50)
+    assert request.run_key == f"eventsql-claim-{claim.id}"
+    assert request.run_config == {"ops": {"eager": {"config": {"claim": claim.id}}}}
+    assert request.tags["eventsql/topic"] == "rides"
+    assert request.tags["eventsql/consumer"] == "eager"
+    assert request.tags["eventsql/partition"] == "-1"
+    assert request.tags["eventsql/claim"] == str(claim.id)
+
+
+def test_each_partition_has_a_sensor_that_claims_its_own_events(bench: Workbench) -> None:
+    assert [sensor.name for sensor in ledger.sensors] == ["consume_ledger_0", "consume_ledger_1"]
+    bench.publish("orders", 3, partition=1)
+
+    assert bench.tick(ledger.sensors[0]) == "no events wait after offset 0"
+    assert request_of(bench.tick(ledger.sensors[1])).tags["eventsql/partition"] == "1"
+
+
+def test_a_tick_with_nothing_to_consume_says_so(bench: Workbench) -> None:
+    assert bench.tick(eager.sensors[0]) == "no events wait after offset 0"
+    assert bench.claims() == []
+
+
+def test_too_few_events_wait_for_more(bench: Workbench) -> None:
+    bench.publish("rides", 9)
+    reason = bench.tick(lazy.sensors[0])
+    assert reason.startswith("9 of 10 events wait")
+
+    bench.publish("rides", 1)
+    request_of(bench.tick(lazy.sensors[0]))
+
+
+def test_a_row_that_another_transaction_has_locked_is_left_alone_at_once(bench: Workbench) -> None:
+    bench.publish("rides", 5)
+    with bench.platform.database.transaction() as connection:
+        connection.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'eager' FOR UPDATE")
+        started = time.monotonic()
+        assert bench.tick(eager.sensors[0]) == "another consumption has the partition locked"
+        assert time.monotonic() - started < 2
+    request_of(bench.tick(eager.sensors[0]))
+
+
+def test_a_paused_consumer_is_left_alone(bench: Workbench) -> None:
+    bench.publish("rides", 5)
+    bench.platform.registry.pause("rides", "eager")
+    assert bench.tick(eager.sensors[0]) == "the consumer is paused"
+
+
+def test_a_claim_without_a_run_waits_for_its_lease_and_then_goes_to_the_next_tick(bench: Workbench) -> None:
+    """The daemon died, or gave the tick up, between the claim and storing the tick."""
+    ids = bench.publish("rides", 5)
+    lost = request_of(bench.tick(eager.sensors[0]))
+
+    assert "sensor consume_eager leases the partition" in bench.tick(eager.sensors[0])
+
+    bench.end_lease(eager)
+    again = request_of(bench.tick(eager.sensors[0]))
+    assert again.run_key != lost.run_key, "a reused key would swallow the run"
+    assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
+
+    # Dagster resumes what it had stored, up to a day later.
+    assert bench.run(eager, lost).success
+    assert bench.effects() == []
+    assert bench.run(eager, again).success
+    assert bench.effects() == ids
+
+
+@pytest.mark.parametrize("status", [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTING])
+def test_a_run_that_waits_keeps_its_claim_beyond_the_lease(bench: Workbench, status: dg.DagsterRunStatus) -> None:
+    ids = bench.publish("rides", 5)
+    request = request_of(bench.tick(eager.sensors[0]))
+    run_id = bench.requested(eager, request, status)
+    bench.end_lease(eager)
+
+    assert bench.tick(eager.sensors[0]) == f"run {run_id} of claim {request.tags['eventsql/claim']} is " + (
+        status.value.lower().replace("_", " ")
+    )
+    assert bench.claims() == [(0, ids[-1], "claimed")]
+    # The lease was prolonged, for consumers that do not know of runs.
+    (state,) = bench.platform.registry.consumer("rides", "eager")
+    assert state.lease_expires_at is not None
+    assert state.lease_expires_at > datetime.now(UTC) + timedelta(seconds=30)
+
+
+def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = bench.publish("rides", 5)
+    request = request_of(bench.tick(eager.sensors[0]))
+    bench.requested(eager, request, dg.DagsterRunStatus.STARTING)
+    monkeypatch.setattr("eventsql_orchestration.dagster.sensors.START_TIMEOUT", -1.0)
+
+    request_of(bench.tick(eager.sensors[0]))
+    assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
+
+
+def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:
+    bench.publish("rides", 5)
+    request = request_of(bench.tick(eager.sensors[0]))
+    run_id = bench.requested(eager, request, dg.DagsterRunStatus.STARTED)
+    claim_id = int(request.tags["eventsql/claim"])
+    bench.platform.claims.adopt(claim_id, owner=f"run {run_id}", lease=60.0)
+
+    assert bench.tick(eager.sensors[0]).startswith(f"run {run_id} leases the partition for")
+
+    # Its process died and Dagster has not seen it yet.
+    bench.end_lease(eager)
+    request_of(bench.tick(eager.sensors[0]))
+
+
+@pytest.mark.parametrize("status", [status for status in FINISHED if status != dg.DagsterRunStatus.SUCCESS])
+def test_the_claim_of_a_dead_run_is_released_and_the_range_claimed_from_the_same_offset(
+    bench: Workbench, status: dg.DagsterRunStatus
+) -> None:
+    ids = bench.publish("rides", 5)
+    dead = request_of(bench.tick(eager.sensors[0]))
+    run_id = bench.requested(eager, dead, status)
+    bench.platform.claims.adopt(int(dead.tags["eventsql/claim"]), owner=f"run {run_id}")
+    bench.publish("rides", 3)
+
+    request = request_of(bench.tick(eager.sensors[0]))
+    assert [(after, state) for after, _, state in bench.claims()] == [(0, "released"), (0, "claimed")]
+    assert bench.run(eager, request).success
+    assert bench.effects()[:5] == ids
+    assert len(bench.effects()) == 8
+
+
+def test_a_claim_made_while_draining_is_found_by_its_owner(bench: Workbench) -> None:
+    """Such a claim has no run that was requested for it."""
+    bench.publish("rides", 5)
+    request = request_of(bench.tick(eager.sensors[0]))
+    result = bench.run(eager, request)
+    bench.publish("rides", 5)
+    drained = bench.platform.claims.claim("rides", "eager", owner=f"run {result.run_id}")
+    assert isinstance(drained, Claim)
+
+    again = request_of(bench.tick(eager.sensors[0]))
+    assert again.tags["eventsql/after"] == str(drained.range.after)
+
+
+def test_runs_that_fail_from_the_same_offset_again_and_again_are_requested_less_often(bench: Workbench) -> None:
+    bench.publish("rides", 5)
+    first = request_of(bench.tick(eager.sensors[0]))
+    bench.requested(eager, first, dg.DagsterRunStatus.FAILURE)
+    second = request_of(bench.tick(eager.sensors[0]))
+    run = bench.instance.get_run_by_id(bench.requested(eager, second, dg.DagsterRunStatus.STARTED))
+    assert run is not None
+    bench.instance.report_run_failed(run)
+
+    reason = bench.tick(eager.sensors[0])
+    assert reason.startswith(f"2 runs failed from offset 0, run {run.run_id} last; the next is requested in ")
+
+
+def test_two_evaluations_at_once_make_one_claim(bench: Workbench, dsn: str) -> None:
+    bench.publish("rides", 50)
+    together = threading.Barrier(8)
+
+    def evaluate(_: int) -> Any:
+        together.wait()
+        return bench.tick(eager.sensors[0], eventsql=EventSQLResource(dsn=dsn))
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(evaluate, range(8)))
+    assert sum(isinstance(answer, list) for answer in answers) == 1
+    assert len(bench.claims()) == 1
+
+
+def test_what_is_not_registered_yet_is_a_skip_reason(bench: Workbench, platform: EventSQL) -> None:
+    elsewhere = consumer_asset(topic=Topic("elsewhere"), consumer="c", name="elsewhere")(record)
+    assert bench.tick(elsewhere.sensors[0]).startswith("topic 'elsewhere' does not exist")
+    platform.registry.register_topic(Topic("elsewhere"))
+    assert "does not exist: create it with" in bench.tick(elsewhere.sensors[0])
+
+
+def test_a_schema_that_is_not_there_is_a_skip_reason_and_stays_so(bench: Workbench, dsn: str) -> None:
+    reason = bench.tick(eager.sensors[0], eventsql=EventSQLResource(dsn=dsn, db_schema="nothing_here"))
+    assert "run `eventsql migrate`" in reason
+    assert bench.tick(eager.sensors[0], eventsql=EventSQLResource(dsn=dsn, db_schema="nothing_here")) == reason
+
+
+def test_a_topic_with_other_partitions_than_defined_is_a_failure(bench: Workbench) -> None:
+    narrow = consumer_asset(topic=Topic("wide", 2), consumer="c", partitioned=True, name="narrow")(record)
+    bench.platform.registry.register_topic(Topic("wide", 3)).register_consumer(Consumer("wide", "c", partitioned=True))
+    with pytest.raises(RedefinitionError, match="topic 'wide' has 3 partitions and consumer 'c' is defined for 2"):
+        bench.tick(narrow.sensors[0])
+
+
+def test_an_event_that_is_due_later_is_not_claimed_before(bench: Workbench) -> None:
+    def fail(events: Any, connection: Any) -> None:
+        raise ValueError("no")
+
+    failing = consumer_asset(topic=TOPIC, consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0)(fail)
+    bench.publish("rides", 1)
+    assert not bench.run(failing, request_of(bench.tick(eager.sensors[0]))).success
+    assert "is retried in" in bench.tick(eager.sensors[0])
+
+
+def test_a_tick_ends_when_the_database_does_not_answer_in_time(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`release` waits for the row's lock; a tick must not do so for ever."""
+    monkeypatch.setattr("eventsql_orchestration.dagster.sensors.TICK_TIMEOUT", 0.5)
+    bench.publish("rides", 5)
+    dead = request_of(bench.tick(eager.sensors[0]))
+    bench.requested(eager, dead, dg.DagsterRunStatus.FAILURE)
+    with bench.platform.database.transaction() as connection:
+        connection.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'eager' FOR UPDATE")
+        started = time.monotonic()
+        assert "in time" in bench.tick(eager.sensors[0])
+        assert time.monotonic() - started < 5
+    request_of(bench.tick(eager.sensors[0]))
+
+
+def test_an_in_process_consumer_and_a_tick_share_a_partition(bench: Workbench) -> None:
+    ids = bench.publish("rides", 20)
+    bench.platform.consumers.consume_once("rides", "eager", record, max_events=10)
+    request = request_of(bench.tick(eager.sensors[0]))
+    assert bench.platform.consumers.consume_once("rides", "eager", record) == 0, "the partition is leased"
+    assert bench.run(eager, request).success
+    assert bench.effects() == ids
+
+
+def test_publishing_while_ticking_skips_nothing(bench: Workbench) -> None:
+    for _ in range(5):
+        bench.platform.publisher.publish(Publication("orders", b"x", partition=0))
+        bench.platform.transfer.run_once()
+        assert bench.run(ledger, request_of(bench.tick(ledger.sensors[0]))).success
+    assert bench.effects() == [event.id for event in bench.platform.reader.read(ORDERS.name)]

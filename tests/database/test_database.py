@@ -1,0 +1,434 @@
+"""The database hands out connections, says in words of ours what failed, and never says a password."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
+
+import psycopg
+import pytest
+import sqlalchemy
+from psycopg.rows import dict_row
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Database, Queries, tables
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+    InvalidNameError,
+    SchemaOutdatedError,
+    TopicNotFoundError,
+)
+
+SECRET = "s3cr3t w/ @:%+ ü"
+
+
+def pid_of(database: Database) -> int:
+    with database.connection() as connection:
+        return connection.info.backend_pid
+
+
+def registered(database: Database) -> int:
+    with database.core() as connection:
+        return int(connection.scalar(sqlalchemy.select(sqlalchemy.func.count()).select_from(tables.topic)) or 0)
+
+
+def run(database: Database, statement: str) -> Callable[[], object]:
+    def execute() -> object:
+        with database.connection() as connection:
+            return connection.execute(statement.encode())
+
+    return execute
+
+
+def everything_said(error: BaseException) -> str:
+    """The error with all that it came from, as a log shows it."""
+    return "".join(traceback.format_exception(error)) + repr(error)
+
+
+# Connections
+
+
+def test_nothing_connects_before_it_is_used() -> None:
+    Database("postgresql://someone@127.0.0.1:1/nowhere").close()
+
+
+def test_a_connection_commits_each_statement_by_itself(database: Database) -> None:
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE written (id int)")
+        connection.execute("INSERT INTO written VALUES (1)")
+        with database.connection() as other:
+            assert other.execute("SELECT id FROM written").fetchall() == [(1,)]
+
+
+def test_a_transaction_commits_when_its_block_ends_well_and_not_otherwise(database: Database) -> None:
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE written (id int)")
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO written VALUES (1)")
+    with pytest.raises(ZeroDivisionError), database.transaction() as connection:
+        connection.execute("INSERT INTO written VALUES (2)")
+        raise ZeroDivisionError
+    with database.connection() as connection:
+        assert connection.execute("SELECT id FROM written").fetchall() == [(1,)]
+
+
+def test_a_statement_sees_what_was_committed_before_it_whatever_the_server_defaults_to(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        name = connection.info.dbname
+        connection.execute(f'ALTER DATABASE "{name}" SET default_transaction_isolation TO serializable'.encode())
+    with Database(dsn, pool_size=1) as database:
+        # SQLAlchemy's own transactions set the connection up for themselves.
+        for use in (database.ensure_schema, database.revision, lambda: registered(database)):
+            use()
+            with database.transaction() as connection:
+                assert connection.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+        with database.dedicated() as own, own.transaction():
+            assert own.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+
+
+def test_connections_are_kept_and_used_again(database: Database) -> None:
+    assert pid_of(database) == pid_of(database)
+
+
+def test_a_row_factory_that_a_handler_set_does_not_outlive_it(database: Database) -> None:
+    with database.connection() as connection:
+        connection.row_factory = dict_row  # type: ignore[assignment]  # as a handler may do
+    with database.connection() as connection:
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_a_transaction_that_a_caller_left_broken_does_not_reach_the_next_one(database: Database) -> None:
+    with database.connection() as connection:
+        connection.execute("BEGIN")
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            connection.execute("SELECT 1 / 0")
+    with database.connection() as connection:
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_a_connection_that_the_caller_closed_is_not_handed_out_again(database: Database) -> None:
+    with database.connection() as connection:
+        closed = connection.info.backend_pid
+        connection.close()
+    assert pid_of(database) != closed
+
+
+def test_a_dedicated_connection_is_the_callers_own(database: Database) -> None:
+    with database.dedicated() as own:
+        assert own.autocommit
+        assert own.info.backend_pid != pid_of(database)
+
+
+def test_a_closed_database_can_be_used_again(database: Database) -> None:
+    before = pid_of(database)
+    database.close()
+    assert pid_of(database) != before
+
+
+def test_core_means_the_schema_with_the_names_of_the_tables(dsn: str) -> None:
+    with Database(dsn, schema="elsewhere") as database, database.core() as connection:
+        connection.execute(sqlalchemy.insert(tables.topic).values(eql_name="t", eql_partitions=1))
+        assert connection.scalar(sqlalchemy.text("SELECT eql_name FROM elsewhere.topic")) == "t"
+        assert connection.scalar(sqlalchemy.text("SELECT eql_name FROM topic")) == "t"
+
+
+@pytest.mark.parametrize("schema", ["select", "user", "_x1"])
+def test_a_schema_may_be_called_like_a_word_of_sql(dsn: str, schema: str) -> None:
+    with EventSQL(dsn, schema=schema, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        platform.publisher.publish(Publication("orders", b"{}"))
+        assert platform.transfer.run_once() == {"orders": 1}
+        assert platform.reader.count("orders") == 1
+
+
+def test_a_schema_that_is_no_identifier_is_refused_before_anything_is_asked() -> None:
+    with pytest.raises(InvalidNameError):
+        Database("postgresql://someone@127.0.0.1:1/nowhere", schema='x"; DROP SCHEMA public; --')
+
+
+# A server that goes away
+
+
+@pytest.fixture
+def killer(dsn: str) -> Iterator[Callable[[int], None]]:
+    """Ends the session of a server process, as an administrator or a failover does."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+
+        def kill(pid: int) -> None:
+            connection.execute("SELECT pg_terminate_backend(%s, 10000)", (pid,))
+
+        yield kill
+
+
+def test_a_server_that_restarted_in_between_costs_no_error(database: Database, server: EmbeddedPostgres) -> None:
+    # Several idle connections in the pool, and each of them is gone.
+    with database.connection(), database.connection(), database.connection():
+        pass
+    server.stop(mode="immediate")
+    server.start()
+    with database.connection() as one, database.connection() as two, database.connection() as three:
+        for connection in (one, two, three):
+            assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_a_connection_that_is_lost_is_an_error_of_ours_and_the_next_one_works(
+    database: Database, killer: Callable[[int], None]
+) -> None:
+    with pytest.raises(DatabaseUnavailableError, match="closed the connection"), database.connection() as connection:
+        killer(connection.info.backend_pid)
+        connection.execute("SELECT 1")
+    assert pid_of(database)
+
+
+def test_a_transaction_whose_connection_is_lost_is_an_error_of_ours_and_is_rolled_back(
+    database: Database, killer: Callable[[int], None]
+) -> None:
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE written (id int)")
+    with pytest.raises(DatabaseUnavailableError), database.transaction() as connection:
+        connection.execute("INSERT INTO written VALUES (1)")
+        killer(connection.info.backend_pid)
+    with database.connection() as connection:
+        assert connection.execute("SELECT id FROM written").fetchall() == []
+
+
+def test_another_database_that_is_gone_is_not_this_one(
+    database: Database, dsn: str, killer: Callable[[int], None]
+) -> None:
+    with (
+        psycopg.connect(dsn) as other,
+        pytest.raises(psycopg.errors.AdminShutdown),
+        database.transaction() as connection,
+    ):
+        connection.execute("SELECT 1")
+        killer(other.info.backend_pid)
+        other.execute("SELECT 1")
+
+
+def test_a_transaction_that_idled_too_long_is_an_error_of_ours(database: Database) -> None:
+    with pytest.raises(DatabaseUnavailableError), database.transaction() as connection:
+        connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 1")
+        with database.connection() as other:
+            while other.execute(
+                "SELECT FROM pg_stat_activity WHERE pid = %s", (connection.info.backend_pid,)
+            ).fetchone():
+                pass
+        connection.execute("SELECT 1")
+
+
+# Errors of ours, and those that are not
+
+
+def test_errors_of_the_callers_own_statements_pass_as_they_are(database: Database) -> None:
+    with pytest.raises(psycopg.errors.UndefinedTable, match="nowhere"):
+        run(database, "SELECT * FROM nowhere")()
+    with pytest.raises(psycopg.errors.UndefinedColumn):
+        run(database, "SELECT nothing FROM eventsql.topic")()
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        run(database, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1), (1)")()
+    with pytest.raises(psycopg.errors.SyntaxError):
+        run(database, "SELEC 1")()
+
+
+def test_a_table_of_ours_that_is_missing_is_named_with_the_command_that_makes_it(database: Database) -> None:
+    database.ensure_schema()
+    with pytest.raises(SchemaOutdatedError, match="run `eventsql migrate`"):
+        run(database, "SELECT * FROM eventsql.no_table_of_ours")()
+    with pytest.raises(SchemaOutdatedError, match="eql_new"):
+        run(database, "SELECT eql_new FROM eventsql.topic")()
+
+
+def test_the_log_of_a_deleted_topic_is_a_topic_that_is_not_found(database: Database) -> None:
+    with pytest.raises(TopicNotFoundError, match="orders_event"), database.connection() as connection:
+        connection.execute(Queries("log", "eventsql")("end", topic="orders"))
+
+
+def test_a_statement_that_takes_too_long_says_so_and_not_that_the_server_is_gone(database: Database) -> None:
+    with pytest.raises(DatabaseBusyError, match="statement timeout") as caught, database.transaction() as connection:
+        connection.execute("SET LOCAL statement_timeout TO 1")
+        connection.execute("SELECT pg_sleep(60)")
+    assert not isinstance(caught.value, DatabaseUnavailableError)
+
+
+def test_a_lock_that_is_not_to_be_had_says_so(database: Database) -> None:
+    with database.transaction() as holder:
+        holder.execute("LOCK TABLE eventsql.topic")
+        with pytest.raises(DatabaseBusyError, match="lock timeout"), database.transaction() as waiter:
+            waiter.execute("SET LOCAL lock_timeout TO 1")
+            waiter.execute("LOCK TABLE eventsql.topic")
+
+
+def test_a_pool_that_is_used_up_says_so(dsn: str) -> None:
+    with Database(dsn, pool_size=1, max_overflow=0) as database, database.connection():
+        database.engine.pool._timeout = 0.01  # type: ignore[attr-defined]  # thirty seconds otherwise
+        with pytest.raises(DatabaseBusyError, match="every connection of this process is taken"):
+            pid_of(database)
+
+
+@pytest.mark.parametrize("sqlstate", ["53100", "53200"])
+def test_a_full_disk_or_memory_says_that_nothing_was_stored(database: Database, sqlstate: str) -> None:
+    with pytest.raises(DatabaseFullError, match="nothing of this call was stored"):
+        run(database, f"DO $$ BEGIN RAISE EXCEPTION 'no room' USING ERRCODE = '{sqlstate}'; END $$")()
+
+
+def test_what_the_server_says_of_values_is_left_out(database: Database) -> None:
+    with pytest.raises(DatabaseFullError) as caught:
+        run(
+            database,
+            "DO $$ BEGIN RAISE EXCEPTION 'no room' USING ERRCODE = '53100', DETAIL = 'the row is (s3cr3t)'; END $$",
+        )()
+    assert "s3cr3t" not in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+# URLs and passwords
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "",
+        "host=127.0.0.1 password=s3cr3t",
+        "s3cr3t",
+        "mysql://someone:s3cr3t@host/db",
+        "sqlite:///s3cr3t",
+        "postgresql://someone:s3cr3t@host:port/db",
+        "someone:s3cr3t@host/db",
+    ],
+)
+def test_what_is_not_a_url_of_postgresql_is_refused_without_repeating_it(dsn: str) -> None:
+    with pytest.raises(ConfigurationError, match="database") as caught:
+        Database(dsn)
+    assert "s3cr3t" not in everything_said(caught.value)
+
+
+def test_a_url_with_an_unknown_option_is_refused(dsn: str) -> None:
+    with Database(f"{dsn}?no_option=1") as database, pytest.raises(ConfigurationError, match="no_option"):
+        database.ensure_schema()
+
+
+def test_options_of_the_url_are_kept(dsn: str) -> None:
+    with Database(f"{dsn}?application_name=mine&options=-cwork_mem%3D77MB") as database:
+        with database.connection() as connection:
+            assert connection.execute("SHOW application_name").fetchone() == ("mine",)
+        with database.dedicated() as connection:
+            assert connection.execute("SHOW application_name").fetchone() == ("mine",)
+            assert connection.execute("SHOW work_mem").fetchone() == ("77MB",)
+
+
+@pytest.fixture
+def secretive(dsn: str) -> Iterator[str]:
+    """The URL of the test's database with a role whose password has every character that needs care."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE secretive SUPERUSER LOGIN PASSWORD '{SECRET}'".encode())
+        info = connection.info
+        try:
+            yield f"postgresql://secretive:{quote(SECRET, safe='')}@{info.host}:{info.port}/{info.dbname}"
+        finally:
+            connection.execute("REASSIGN OWNED BY secretive TO eventsql")
+            connection.execute("DROP ROLE secretive")
+
+
+def test_a_password_of_any_characters_works_on_every_way_to_the_database(secretive: str) -> None:
+    with Database(secretive) as database:
+        assert pid_of(database)
+        database.dedicated().close()
+        psycopg.connect(database.dsn).close()
+
+
+def test_a_database_shows_itself_without_its_password(secretive: str) -> None:
+    with Database(f"{secretive}?password={quote(SECRET, safe='')}") as database:
+        for text in (str(database), repr(database), f"{database}"):
+            assert SECRET not in text
+            assert quote(SECRET, safe="") not in text
+            assert "secretive:***@" in text
+
+
+def broken_urls(dsn: str) -> dict[str, str]:
+    info = psycopg.conninfo.conninfo_to_dict(dsn)
+    host, port, name = info["host"], info["port"], info["dbname"]
+    secret = quote(SECRET, safe="")
+    return {
+        "nobody listens": f"postgresql://eventsql:{secret}@127.0.0.1:1/{name}",
+        "no such host": f"postgresql://eventsql:{secret}@no-such-host.invalid:5432/{name}",
+        "wrong password": f"postgresql://eventsql:{secret}@{host}:{port}/{name}",
+        "no such role": f"postgresql://nobody_here:{secret}@{host}:{port}/{name}",
+        "no such option": f"postgresql://eventsql:{secret}@{host}:{port}/{name}?no_option=1",
+    }
+
+
+@pytest.mark.parametrize("what", ["nobody listens", "no such host", "wrong password", "no such role", "no such option"])
+def test_a_database_that_cannot_be_reached_says_where_and_why_on_one_line_and_no_password(dsn: str, what: str) -> None:
+    with Database(broken_urls(dsn)[what]) as database:
+        for attempt in (database.ensure_schema, database.migrate, lambda: pid_of(database)):
+            with pytest.raises((DatabaseUnavailableError, ConfigurationError)) as caught:
+                attempt()
+            said = everything_said(caught.value)
+            assert SECRET not in said
+            assert quote(SECRET, safe="") not in said
+            assert "\n" not in caught.value.message
+            assert "***@" in caught.value.message
+
+
+def test_a_database_that_does_not_exist_is_named(server: EmbeddedPostgres) -> None:
+    database = Database(server.start().dsn_for("no_such_database"))
+    with pytest.raises(DatabaseUnavailableError, match="no_such_database"):
+        database.ensure_schema()
+
+
+# The schema
+
+
+@pytest.fixture
+def fresh(server: EmbeddedPostgres) -> Iterator[str]:
+    """A database with nothing in it."""
+    yield server.create_database("fresh")
+    server.drop_database("fresh")
+
+
+def test_a_missing_schema_is_made_on_first_use(fresh: str) -> None:
+    with Database(fresh) as database:
+        assert database.revision() is None
+        with database.connection() as connection:
+            assert connection.execute("SELECT count(*) FROM eventsql.topic").fetchone() == (0,)
+
+
+def test_a_missing_schema_is_an_error_with_the_command_that_makes_it_where_that_was_not_wanted(fresh: str) -> None:
+    with Database(fresh, migrate=False) as database:
+        for use in (database.ensure_schema, database.dedicated, lambda: pid_of(database)):
+            with pytest.raises(SchemaOutdatedError, match=r"missing.*run `eventsql migrate`"):
+                use()
+        database.migrate()
+        assert pid_of(database)
+
+
+def test_the_schema_of_a_newer_package_is_used_as_it_is(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '9999'")
+    with Database(dsn) as database:
+        assert pid_of(database)
+        assert database.revision() == "9999"
+
+
+def test_many_threads_make_the_schema_once(fresh: str) -> None:
+    gate = threading.Barrier(8)
+    with Database(fresh) as database, ThreadPoolExecutor(8) as executor:
+
+        def use() -> int:
+            gate.wait()
+            return pid_of(database)
+
+        assert all(future.result() for future in [executor.submit(use) for _ in range(8)])
+
+
+def test_an_error_of_the_database_is_one_that_callers_catch() -> None:
+    for error in (DatabaseBusyError, DatabaseFullError, DatabaseUnavailableError, SchemaOutdatedError):
+        assert issubclass(error, DatabaseError)

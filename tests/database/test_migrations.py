@@ -1,0 +1,141 @@
+"""Migrations make the tables that the package describes, for any number of processes that start at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+import sqlalchemy
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.database import Database, migrations, tables
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import DatabaseError
+
+_MIGRATE = """
+import sys
+from eventsql_orchestration.database import Database
+database = Database(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+database.ensure_schema()
+print(database.revision())
+"""
+
+
+@pytest.fixture
+def fresh(server: EmbeddedPostgres) -> Iterator[str]:
+    """A database with nothing in it."""
+    name = f"fresh_{uuid.uuid4().hex}"
+    yield server.create_database(name)
+    server.drop_database(name)
+
+
+def test_the_tables_are_those_that_the_package_describes(dsn: str) -> None:
+    with Database(f"{dsn}?options=-csearch_path%3Deventsql") as database, database.engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection,
+            opts={
+                "compare_type": True,
+                "compare_server_default": True,
+                "include_name": lambda name, kind, _parents: kind != "table" or name != migrations.VERSION_TABLE,
+            },
+        )
+        assert compare_metadata(context, tables.metadata) == []
+
+
+def test_a_topic_that_is_partitioned_has_an_index_for_its_partitions(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("partitioned", 3)).register_topic(Topic("whole"))
+    with platform.database.core() as connection:
+        inspector = sqlalchemy.inspect(connection)
+        columns = {
+            name: [index["column_names"] for index in inspector.get_indexes(f"{name}_event", schema="eventsql")]
+            for name in ("partitioned", "whole")
+        }
+    assert columns == {"partitioned": [["eql_partition", "eql_id"]], "whole": []}
+
+
+def test_processes_that_start_at_once_migrate_once(fresh: str) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _MIGRATE, fresh], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert [process.communicate(timeout=60)[0] for process in processes] == [f"{migrations.head()}\n"] * 4
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_process_that_comes_during_a_migration_waits_for_it(fresh: str) -> None:
+    with psycopg.connect(fresh) as first, Database(fresh) as second:
+        first.execute("SELECT pg_advisory_xact_lock(%s)", (migrations._ADVISORY_LOCK,))
+        second.engine.dispose()
+        waiting = Database(f"{fresh}?options=-clock_timeout%3D100")
+        with pytest.raises(DatabaseError, match="lock timeout"):
+            waiting.migrate()
+        first.rollback()
+        waiting.migrate()
+        assert second.revision() == migrations.head()
+        waiting.close()
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(fresh: str) -> None:
+    with psycopg.connect(fresh, autocommit=True) as connection:
+        # A table of somebody else's in the way of one of ours.
+        connection.execute("CREATE SCHEMA eventsql; CREATE TABLE eventsql.consumer_claim (theirs int)")
+        with Database(fresh) as database, pytest.raises(sqlalchemy.exc.ProgrammingError, match="consumer_claim"):
+            database.migrate()
+        rows = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'eventsql'").fetchall()
+    assert rows == [("consumer_claim",)]
+
+
+def test_migrating_again_changes_nothing(dsn: str) -> None:
+    with Database(dsn) as database:
+        database.migrate()
+        database.migrate()
+        assert database.revision() == migrations.head()
+
+
+def test_installations_in_schemas_of_one_database_are_apart(dsn: str) -> None:
+    with EventSQL(dsn, schema="one", transfer=False) as one, EventSQL(dsn, schema="two", transfer=False) as two:
+        one.registry.register_topic(Topic("orders"))
+        assert one.registry.topics() == [Topic("orders")]
+        assert two.registry.topics() == []
+
+
+def test_a_role_without_rights_on_the_database_migrates_a_schema_that_was_made_for_it(fresh: str) -> None:
+    with psycopg.connect(fresh, autocommit=True) as connection:
+        info = connection.info
+        connection.execute("CREATE ROLE tenant LOGIN PASSWORD 'tenant'")
+        try:
+            connection.execute("CREATE SCHEMA eventsql AUTHORIZATION tenant")
+            with EventSQL(
+                f"postgresql://tenant:tenant@{info.host}:{info.port}/{info.dbname}", transfer=False
+            ) as platform:
+                platform.registry.register_topic(Topic("orders"))
+                assert platform.transfer.run_once() == {}
+        finally:
+            connection.execute("DROP OWNED BY tenant CASCADE")
+            connection.execute("DROP ROLE tenant")
+
+
+def test_only_revisions_of_this_package_are_known() -> None:
+    assert migrations.known(migrations.head())
+    assert not migrations.known("9999")

@@ -1,0 +1,98 @@
+"""Named SQL: every statement has a name, a line that describes it and identifiers that are composed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import resources
+
+import pytest
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.queries import event_table
+
+FILES = sorted(
+    entry.name.removesuffix(".sql")
+    for entry in resources.files("eventsql_orchestration.database").joinpath("sql").iterdir()
+    if entry.name.endswith(".sql")
+)
+HEADER = re.compile(r"^-- (\S+) -- (.+)$", re.MULTILINE)
+
+
+def text_of(file: str) -> str:
+    return resources.files("eventsql_orchestration.database").joinpath("sql", f"{file}.sql").read_text()
+
+
+STATEMENTS = [(file, name) for file in FILES for name, _ in HEADER.findall(text_of(file))]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_statement_has_a_name_of_its_own_and_a_description(file: str) -> None:
+    names = [name for name, description in HEADER.findall(text_of(file)) if description.strip()]
+    assert names
+    assert len(set(names)) == len(names)
+    # One statement under each header: what is not described would run with the one before it.
+    assert text_of(file).count(";\n") == len(names)
+
+
+@pytest.fixture(scope="module")
+def with_a_topic(server: EmbeddedPostgres) -> Iterator[Database]:
+    """A database with a topic `orders`, for statements that are understood and not run."""
+    with EventSQL(server.create_database("understood"), transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        yield platform.database
+    server.drop_database("understood")
+
+
+@pytest.mark.parametrize(("file", "name"), STATEMENTS)
+def test_every_statement_is_one_that_the_server_understands(with_a_topic: Database, file: str, name: str) -> None:
+    statement = Queries(file, "eventsql")(name, topic="orders")
+    parameters: list[str] = []
+
+    def numbered(match: re.Match[str]) -> str:
+        if match[1] not in parameters:
+            parameters.append(match[1])
+        return f"${parameters.index(match[1]) + 1}"
+
+    text = re.sub(r"%\((\w+)\)s", numbered, statement.as_string()).replace("%%", "%")
+    with with_a_topic.connection() as connection:
+        if text.startswith("COPY"):
+            with connection.cursor().copy(text.encode()):
+                pass
+        else:
+            connection.execute(b"PREPARE understood AS " + text.encode())
+            connection.execute("DEALLOCATE understood")
+
+
+def test_names_of_schemas_and_topics_are_composed_as_identifiers() -> None:
+    statement = Queries("log", 'odd"schema')("end", topic='odd"topic').as_string()
+    assert statement == 'SELECT coalesce(max(eql_id), 0) FROM "odd""schema"."odd""topic_event"'
+
+
+@pytest.mark.parametrize(("file", "name"), STATEMENTS)
+def test_a_description_stays_in_the_file(file: str, name: str) -> None:
+    assert "--" not in Queries(file, "eventsql")(name, topic="orders").as_string()
+
+
+def test_a_statement_without_a_name_is_a_mistake_of_the_program() -> None:
+    with pytest.raises(KeyError, match="no_such_statement"):
+        Queries("log", "eventsql")("no_such_statement")
+
+
+def test_a_name_that_is_given_twice_is_a_mistake_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twice:
+        def joinpath(self, *_: str) -> Twice:
+            return self
+
+        def read_text(self, **_: str) -> str:
+            return "-- one -- First.\nSELECT 1;\n-- one -- Second.\nSELECT 2;\n"
+
+    monkeypatch.setattr(resources, "files", lambda _package: Twice())
+    with pytest.raises(ValueError, match="twice"):
+        Queries("twice", "eventsql")("one")
+
+
+def test_the_table_of_a_topic_is_named_after_it() -> None:
+    assert event_table("account_created") == "account_created_event"

@@ -1,0 +1,187 @@
+"""What the tests of the log share: sessions of their own, real processes, and what a connection says to the server."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO, TypeAlias
+
+import psycopg
+import pytest
+from psycopg.pq import Trace
+
+from eventsql_orchestration.database import Connection, Database
+
+PATIENCE = 60.0
+"""Seconds after which what was waited for is taken not to happen; far more than it takes on a busy machine."""
+
+Sessions: TypeAlias = Callable[[], Connection]
+Until: TypeAlias = Callable[[Callable[[], object]], None]
+Spawn: TypeAlias = Callable[..., "Worker"]
+
+
+@pytest.fixture
+def sessions(dsn: str) -> Iterator[Sessions]:
+    """Opens sessions whose transactions the test holds open; whatever they left is rolled back at the end."""
+    opened: list[Connection] = []
+
+    def session() -> Connection:
+        opened.append(psycopg.connect(dsn))
+        return opened[-1]
+
+    yield session
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture
+def until() -> Until:
+    """Waits until a condition holds that another thread or process brings about."""
+
+    def wait(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.005)
+
+    return wait
+
+
+@pytest.fixture
+def until_blocked(dsn: str, until: Until) -> Callable[[], None]:
+    """Waits until a statement of another session of the test's database waits for a lock."""
+
+    def wait() -> None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            until(
+                lambda: connection.execute(
+                    "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+                ).fetchone()
+            )
+
+    return wait
+
+
+class Worker:
+    """A process of `worker.py`."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("worker.py")), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+
+    def line(self) -> str:
+        """The next line that it says."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
+        assert ready, "the process says nothing"
+        return self._process.stdout.readline().rstrip("\n")
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL: it has no time for anything."""
+        self._process.send_signal(signal.SIGKILL)
+        self.end()
+
+    def end(self) -> int:
+        """Wait for its end; gives its exit code."""
+        self._process.communicate(timeout=PATIENCE)
+        return self._process.returncode
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+
+@pytest.fixture
+def spawn(dsn: str) -> Iterator[Spawn]:
+    """Starts processes on the test's database; none outlives the test."""
+    started: list[Worker] = []
+
+    def start(role: str, *arguments: object) -> Worker:
+        started.append(Worker(role, dsn, *map(str, arguments)))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if worker.running:
+            worker.kill()
+
+
+class Said:
+    """The statements that connections send, as the driver sends them."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._position = 0
+
+    def listen(self, connection: Connection) -> None:
+        connection.pgconn.trace(self._file.fileno())
+        connection.pgconn.set_trace_flags(Trace.SUPPRESS_TIMESTAMPS)
+
+    def statements(self) -> list[str]:
+        """Those since the last time, in order; `;` is the pool's look whether a connection is alive."""
+        self._file.seek(self._position)
+        text = self._file.read().decode(errors="replace")
+        self._position = self._file.tell()
+        texts: dict[str, str] = {}
+        bound, found = "", []
+        for message in re.split(r"^(?=[FB]\t\d+\t)", text, flags=re.MULTILINE):
+            kind, _, rest = message.partition("\t")[2].partition("\t")[2].partition("\t")
+            if not message.startswith("F"):
+                continue
+            if kind == "Query":
+                found.append(" ".join(rest.strip().removeprefix('"').removesuffix('"').split()))
+            elif kind == "Parse":
+                name, _, statement = rest.strip().partition(" ")
+                texts[name] = " ".join(statement.removeprefix('"').split())
+            elif kind == "Bind":
+                bound = rest.split()[1]
+            elif kind == "Execute":
+                found.append(texts.get(bound, bound))
+        return found
+
+    def verbs(self) -> list[str]:
+        """The first words of those since the last time."""
+        return [statement.split()[0] for statement in self.statements()]
+
+
+@pytest.fixture
+def said_by() -> Iterator[Callable[[Database | Connection], Said]]:
+    """Listens to what a connection, or the one that a pool hands out to one thread, says from here on.
+
+    Needs a libpq that can trace, as that of Linux.
+    """
+    heard: list[Connection] = []
+    with tempfile.TemporaryFile("w+b") as file:
+
+        def listen(source: Database | Connection) -> Said:
+            said = Said(file)
+            with source.connection() if isinstance(source, Database) else nullcontext(source) as connection:
+                heard.append(connection)
+                said.listen(connection)
+            said.statements()
+            return said
+
+        yield listen
+        for connection in heard:
+            if not connection.closed:
+                connection.pgconn.untrace()

@@ -1,0 +1,192 @@
+"""A process of the tests: publishes, transfers or consumes until it is told to end, or is killed.
+
+`python worker.py ROLE DSN …`; see each role's function for what else it takes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from eventsql_orchestration import Event, EventSQL, Publication
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ClaimLostError, DatabaseError
+from eventsql_orchestration.log import consumer as consumer_module
+from eventsql_orchestration.log.claims import Claim
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def wait_to_be_told() -> None:
+    sys.stdin.readline()
+
+
+def record(events: Sequence[Event], connection: Connection, consumer: str) -> None:
+    """The effects of a consumer: one row for each event."""
+    with connection.cursor() as cursor:
+        cursor.executemany(
+            "INSERT INTO effects (consumer, partition, key, event_id, value) VALUES (%s, %s, %s, %s, %s)",
+            [(consumer, event.partition, event.key, event.id, event.value) for event in events],
+        )
+
+
+def hold(dsn: str, topic: str, consumer: str, partition: str, after: str) -> None:
+    """Consume a partition, and stay for ever inside the batch that comes after `after` batches."""
+    done = 0
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        nonlocal done
+        record(events, connection, consumer)
+        if done == int(after):
+            say(f"in mid-batch after {len(events)} events")
+            wait_to_be_told()
+        done += 1
+
+    with EventSQL(dsn, transfer=False) as platform:
+        while platform.consumers.consume_once(topic, consumer, handle, partition=int(partition), max_events=10):
+            pass
+    say("ended")
+
+
+def hold_claim(dsn: str, claim_id: str, batch: str, lease: str) -> None:
+    """Take over a claim, process it, and stay for ever inside its second batch."""
+    done = 0
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        nonlocal done
+        record(events, connection, "claims")
+        if done == 1:
+            say("in mid-batch")
+            wait_to_be_told()
+        done += 1
+
+    with EventSQL(dsn, transfer=False) as platform:
+        claim = platform.claims.adopt(int(claim_id), owner="process", lease=float(lease))
+        try:
+            platform.claims.process(claim, handle, batch=int(batch), lease=float(lease))
+        except ClaimLostError as error:
+            say(f"lost: {error}")
+
+
+def register(dsn: str, partitions: str, topics: str) -> None:
+    """Register topics and consumers when told to, at the same time as others."""
+    from eventsql_orchestration import Consumer, Topic
+
+    with EventSQL(dsn, transfer=False) as platform:
+        say("ready")
+        wait_to_be_told()
+        for number in range(int(topics)):
+            name = f"topic_{number}"
+            platform.registry.register_topic(Topic(name, int(partitions)))
+            platform.registry.register_consumer(Consumer(name, "mailer", partitioned=True))
+    say("registered")
+
+
+def _until_told(work: Callable[[EventSQL], bool], platform: EventSQL) -> None:
+    """Go on with the work through restarts of the server, until the input ends or there is nothing left to do."""
+    told = threading.Event()
+
+    def listen() -> None:
+        wait_to_be_told()
+        told.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    while not told.is_set():
+        try:
+            if not work(platform):
+                return
+        except (DatabaseError, ClaimLostError):
+            time.sleep(0.05)
+
+
+def publish(dsn: str, publisher: str, events: str, keys: str) -> None:
+    """Publish numbered events over `keys` keys of its own, each number once whatever happens: an outbox.
+
+    How far it came is committed with the events, so that its successor knows.
+    """
+
+    def work(platform: EventSQL) -> bool:
+        with platform.database.transaction() as connection:
+            row = connection.execute(
+                "SELECT published FROM progress WHERE publisher = %s FOR UPDATE", (publisher,)
+            ).fetchone()
+            assert row is not None, "the test made it"
+            published = int(row[0])
+            # Now one, now many, by the number alone: a run is repeated from its seed.
+            count = min((1, 7, 50)[published % 3], int(events) - published)
+            publications = [
+                Publication("orders", str(number).encode(), key=f"{publisher}-{number % int(keys)}")
+                for number in range(published, published + count)
+            ]
+            if count == 1:
+                platform.publisher.publish(publications[0], connection=connection)
+            else:
+                platform.publisher.publish_all(publications, connection=connection)
+            connection.execute(
+                "UPDATE progress SET published = %s WHERE publisher = %s", (published + count, publisher)
+            )
+        return published + count < int(events)
+
+    with EventSQL(dsn, transfer=False) as platform:
+        _until_told(work, platform)
+
+
+def transfer(dsn: str, batch: str) -> None:
+    """Move events, in small batches, until the input ends."""
+    from eventsql_orchestration.log.transfer import Transfer
+
+    stop = threading.Event()
+    with EventSQL(dsn, transfer=False) as platform:
+        loop = threading.Thread(
+            target=Transfer(platform.database, batch=int(batch)).run, args=(stop,), kwargs={"polling_delay": 0.02}
+        )
+        loop.start()
+        wait_to_be_told()
+        stop.set()
+        loop.join()
+
+
+def consume(dsn: str, consumer: str) -> None:
+    """Consume with the threads of `start_batch`, until the input ends."""
+    consumer_module.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
+    with EventSQL(dsn, transfer=False) as platform:
+        platform.consumers.start_batch(
+            "orders",
+            consumer,
+            lambda events, connection: record(events, connection, consumer),
+            max_events=40,
+            polling_delay=0.02,
+        )
+        wait_to_be_told()
+
+
+def consume_claims(dsn: str, consumer: str, owner: str) -> None:
+    """Consume every partition in turn by claims with short leases, until the input ends."""
+
+    def work(platform: EventSQL) -> bool:
+        found = False
+        for state in platform.registry.consumer("orders", consumer):
+            claim = platform.claims.claim("orders", consumer, state.partition, owner=owner, max_events=120, lease=1.0)
+            if isinstance(claim, Claim):
+                found = True
+                adopted = platform.claims.adopt(claim.id, owner=owner, lease=1.0)
+                platform.claims.process(adopted, lambda e, c: record(e, c, consumer), batch=40, lease=1.0)
+        if not found:
+            time.sleep(0.02)
+        return True
+
+    with EventSQL(dsn, transfer=False) as platform:
+        _until_told(work, platform)
+
+
+ROLES: dict[str, Callable[..., None]] = {
+    role.__name__: role for role in (hold, hold_claim, register, publish, transfer, consume, consume_claims)
+}
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,43 @@
+"""Every error says something, is one of ours, and can be caught as such."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from eventsql_orchestration import errors
+from eventsql_orchestration.errors import ConsumptionError, EventSQLError, MissingExtraError, TopicNotFoundError
+
+ALL = [member for _, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, EventSQLError)]
+PLAIN = [member for member in ALL if member not in (MissingExtraError, ConsumptionError)]
+
+
+@pytest.mark.parametrize("error", ALL)
+def test_an_error_has_a_docstring_and_is_caught_as_one_of_ours(error: type[EventSQLError]) -> None:
+    assert error.__doc__
+    assert issubclass(error, EventSQLError)
+
+
+@pytest.mark.parametrize("error", PLAIN)
+def test_an_error_without_a_message_says_its_docstring_on_one_line(error: type[EventSQLError]) -> None:
+    message = error().message
+    assert message == " ".join((error.__doc__ or "").split())
+    assert "\n" not in message
+
+
+def test_a_message_of_ones_own_is_kept() -> None:
+    assert TopicNotFoundError("no topic 'x'").message == str(TopicNotFoundError("no topic 'x'")) == "no topic 'x'"
+
+
+def test_an_error_survives_the_way_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(TopicNotFoundError("no topic 'x'")))
+    assert isinstance(error, TopicNotFoundError)
+    assert error.message == "no topic 'x'"
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it() -> None:
+    error = MissingExtraError("spark", "the data source")
+    assert error.extra == "spark"
+    assert "pip install 'eventsql-orchestration[spark]'" in error.message

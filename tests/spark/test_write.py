@@ -1,0 +1,499 @@
+"""Writing events with Spark, in batches and as streams: each once, all or none."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pytest
+from pyspark import TaskContext
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType, _parse_datatype_string
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConfigurationError,
+    DatabaseError,
+    EventSQLError,
+    InvalidNameError,
+    InvalidPublicationError,
+    PartitionOutOfRangeError,
+    TopicNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.partitioner import partition_of_key
+from eventsql_orchestration.spark import FORMAT, eventsql_error, range_options
+from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.publication import ORPHANED_AFTER_HOURS, Publications
+from eventsql_orchestration.spark.source import EventSQLDataSource
+from eventsql_orchestration.spark.staging import Attempt, Encoder, stage
+
+Read = Callable[..., DataFrame]
+Write = Callable[..., None]
+
+FARE = "value binary, key string"
+
+
+@pytest.fixture(autouse=True)
+def topics(platform: EventSQL) -> None:
+    for topic in (Topic("orders", partitions=4), Topic("fares", partitions=3), Topic("plain")):
+        platform.registry.register_topic(topic)
+
+
+@pytest.fixture
+def source(dsn: str) -> Source:
+    return Source(dsn, "eventsql", "the database")
+
+
+def numbers(spark: SparkSession, count: int, *, tasks: int = 2) -> DataFrame:
+    """`count` events whose value is their number, in order over the tasks."""
+    return spark.range(0, count, 1, tasks).selectExpr("cast(id AS string) AS value", "concat('key-', id % 7) AS key")
+
+
+def values_in(platform: EventSQL, topic: str) -> list[str]:
+    """The values of a topic's events in their order, once all are transferred."""
+    platform.transfer.run_once()
+    return [event.value.decode() for event in platform.reader.read(topic)]
+
+
+def staged_in(platform: EventSQL) -> int:
+    with platform.database.connection() as connection:
+        row = connection.execute("SELECT count(*) FROM eventsql.spark_staged_event").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def publications_in(platform: EventSQL) -> list[tuple[str, int, int]]:
+    with platform.database.connection() as connection:
+        rows = connection.execute(
+            "SELECT eql_writer, eql_batch, eql_events FROM eventsql.spark_publication ORDER BY 1, 2"
+        ).fetchall()
+    return [(str(writer), int(batch), int(events)) for writer, batch, events in rows]
+
+
+def in_numbers(values: list[str]) -> list[int]:
+    return sorted(int(value) for value in values)
+
+
+# What is written
+
+
+def test_events_are_written_as_the_columns_say(spark: SparkSession, platform: EventSQL, write: Write) -> None:
+    rows = spark.sql("""
+        SELECT * FROM VALUES
+            ('orders', 'ké', X'00FF', CAST(NULL AS int), map('source', 'wéb', 'a"', '\\\\')),
+            ('orders', CAST(NULL AS string), X'01', 2, map()),
+            ('plain', 'k', X'', CAST(NULL AS int), CAST(NULL AS map<string, string>)),
+            ('fares', 'k', X'03', 1, map('run', 'overridden'))
+        AS rows (topic, key, value, partition, headers)
+    """)
+    write(rows.coalesce(1), headers=json.dumps({"runId": "7"}), **{"header.run": "ours"})
+    platform.transfer.run_once()
+    ours = {"runId": "7", "run": "ours"}
+    assert [(event.partition, event.key, event.value, event.metadata) for event in platform.reader.read("orders")] == [
+        (partition_of_key("ké", 4), "ké", b"\x00\xff", {"source": "wéb", 'a"': "\\", **ours}),
+        (2, None, b"\x01", ours),
+    ]
+    assert [(e.partition, e.key, e.value, e.metadata) for e in platform.reader.read("plain")] == [(-1, "k", b"", ours)]
+    assert [(e.partition, e.metadata) for e in platform.reader.read("fares")] == [(1, ours)]
+
+
+def test_a_topic_is_copied_by_reading_and_writing_it(platform: EventSQL, read: Read, write: Write) -> None:
+    platform.publisher.publish_all(
+        Publication("orders", b"%d" % n, key=f"k{n}", metadata={"n": str(n)}) for n in range(20)
+    )
+    platform.transfer.run_once()
+    write(read("orders", includeHeaders=True, numPartitions=1).drop("partition"), topic="fares")
+    platform.transfer.run_once()
+    copied = [(event.key, event.value, event.metadata) for event in platform.reader.read("fares")]
+    assert copied == [(event.key, event.value, event.metadata) for event in platform.reader.read("orders")]
+
+
+def test_events_keep_the_order_of_their_rows(spark: SparkSession, platform: EventSQL, write: Write) -> None:
+    # More than one Arrow batch for each task, so that positions go on from batch to batch.
+    write(numbers(spark, 25_000), topic="orders")
+    assert values_in(platform, "orders") == [str(number) for number in range(25_000)]
+    assert staged_in(platform) == 0
+
+
+def test_keys_choose_the_partition_that_the_publisher_chooses(
+    spark: SparkSession, platform: EventSQL, write: Write
+) -> None:
+    keys = [f"{random.random()}-é" for _ in range(200)]
+    write(spark.createDataFrame([(key, b"spark") for key in keys], "key string, value binary"), topic="orders")
+    platform.publisher.publish_all(Publication("orders", b"python", key=key) for key in keys)
+    platform.transfer.run_once()
+    of_key: dict[str | None, set[int]] = {}
+    for event in platform.reader.read("orders"):
+        of_key.setdefault(event.key, set()).add(event.partition)
+    assert set(of_key) == set(keys)
+    assert all(len(partitions) == 1 for partitions in of_key.values())
+
+
+def test_events_without_a_key_are_spread(platform: EventSQL) -> None:
+    encoder = Encoder({"orders": 4}, "orders", {})
+    staged, counts = encoder.encode(pa.record_batch({"value": [b""] * 400}), uuid.uuid4(), 0)
+    assert counts == {"orders": 400}
+    assert all(count > 40 for count in Counter(staged.column("eql_partition").to_pylist()).values())
+    assert set(staged.column("eql_partition").to_pylist()) == {0, 1, 2, 3}
+
+
+# Once
+
+
+def test_a_batch_is_published_once_however_often_it_is_written(
+    spark: SparkSession, platform: EventSQL, write: Write
+) -> None:
+    for batch in (0, 0, 1):
+        write(numbers(spark, 10), topic="orders", writerId="nightly", batchId=batch)
+    assert in_numbers(values_in(platform, "orders")) == sorted([*range(10)] * 2)
+    assert publications_in(platform) == [("nightly", 0, 10), ("nightly", 1, 10)]
+    assert staged_in(platform) == 0
+
+
+def test_writers_without_a_name_are_different_ones(spark: SparkSession, platform: EventSQL, write: Write) -> None:
+    for _ in range(2):
+        write(numbers(spark, 10), topic="orders")
+    assert len(values_in(platform, "orders")) == 20
+
+
+def test_of_publications_at_the_same_time_one_takes_place(platform: EventSQL, source: Source) -> None:
+    attempts = [stage(source, Encoder({"orders": 4}, "orders", {}), [events(5)]) for _ in range(8)]
+
+    def publish(attempt: Attempt) -> bool:
+        with Publications(source) as publications:
+            return publications.publish("writer", 0, [attempt])
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(publish, attempts)) == 1
+    assert len(values_in(platform, "orders")) == 5
+    assert staged_in(platform) == 0
+
+
+def test_a_task_that_fails_at_first_leaves_nothing_double(
+    spark: SparkSession, platform: EventSQL, write: Write
+) -> None:
+    def fail_at_first(numbers: Iterable[int]) -> Iterator[tuple[str]]:
+        context = TaskContext.get()
+        assert context is not None
+        for number in numbers:
+            if number == 29_000 and context.attemptNumber() == 0:
+                raise RuntimeError("this attempt fails when it has staged 10,000 events")
+            yield (str(number),)
+
+    rows = spark.sparkContext.parallelize(range(30_000), 2).mapPartitions(fail_at_first)
+    write(spark.createDataFrame(rows, "value string"), topic="orders")
+    assert in_numbers(values_in(platform, "orders")) == list(range(30_000))
+    assert staged_in(platform) == 0
+
+
+def test_a_query_that_fails_publishes_nothing(spark: SparkSession, platform: EventSQL, write: Write) -> None:
+    rows = numbers(spark, 1_000).selectExpr("CASE WHEN value = '999' THEN NULL ELSE value END AS value", "key")
+    with pytest.raises(PySparkException) as failure:
+        write(rows, topic="orders", writerId="nightly")
+    error = eventsql_error(failure.value)
+    assert isinstance(error, InvalidPublicationError)
+    assert error.message == "column 'value' is null: every event needs a value"
+    assert values_in(platform, "orders") == []
+    assert publications_in(platform) == []
+    assert staged_in(platform) == 0
+
+
+def events(count: int, *, topic: str | None = None) -> pa.RecordBatch:
+    columns = {"value": [b"%d" % number for number in range(count)]}
+    return pa.record_batch(columns if topic is None else {**columns, "topic": [topic] * count})
+
+
+def test_attempts_that_no_publication_names_are_swept_after_a_day(platform: EventSQL, source: Source) -> None:
+    encoder = Encoder({"orders": 4}, "orders", {})
+    old, fresh, published = (stage(source, encoder, [events(3)]) for _ in range(3))
+    with platform.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.spark_staged_event SET eql_created_at = eql_created_at - %s WHERE eql_attempt = %s",
+            (timedelta(hours=ORPHANED_AFTER_HOURS, minutes=1), old.id),
+        )
+    with Publications(source) as publications:
+        assert publications.publish("writer", 0, [published])
+    with platform.database.connection() as connection:
+        left = connection.execute("SELECT DISTINCT eql_attempt FROM eventsql.spark_staged_event").fetchall()
+    assert left == [(fresh.id,)]
+
+
+def test_a_publication_that_lacks_staged_events_fails_whole(platform: EventSQL, source: Source) -> None:
+    encoder = Encoder({"orders": 4}, "orders", {})
+    whole, lost = stage(source, encoder, [events(3)]), Attempt(uuid.uuid4(), {"orders": 2})
+    with Publications(source) as publications:
+        with pytest.raises(DatabaseError, match="staged 2 events and 0 are there"):
+            publications.publish("writer", 0, [whole, lost])
+        assert values_in(platform, "orders") == []
+        assert publications_in(platform) == []
+        publications.discard([whole])
+    assert staged_in(platform) == 0
+
+
+def test_a_topic_that_is_deleted_meanwhile_stops_the_publication(platform: EventSQL, source: Source) -> None:
+    attempt = stage(source, Encoder({"orders": 4, "fares": 3}, None, {}), [events(2, topic="fares")])
+    platform.registry.unregister_topic("fares", force=True)
+    with Publications(source) as publications, pytest.raises(TopicNotFoundError, match="'fares' was deleted"):
+        publications.publish("writer", 0, [attempt])
+    assert publications_in(platform) == []
+
+
+# Claims: consume, transform, publish
+
+
+@pytest.fixture
+def claim(platform: EventSQL) -> Claim:
+    """A claim of the first 30 of 50 orders."""
+    platform.registry.register_consumer(Consumer("orders", "fares"))
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(50))
+    platform.transfer.run_once()
+    claimed = platform.claims.claim("orders", "fares", -1, owner="a run", max_events=30)
+    assert isinstance(claimed, Claim)
+    return claimed
+
+
+def offset_of(platform: EventSQL) -> int:
+    (state,) = platform.registry.consumer("orders", "fares")
+    return state.last_event_id
+
+
+def test_what_is_made_of_a_claim_is_published_with_its_offset(
+    platform: EventSQL, read: Read, write: Write, claim: Claim
+) -> None:
+    fares = read("orders", schema="value binary", **range_options(claim.range))
+    for _ in range(2):
+        write(fares, topic="fares", claim=claim.id)
+        assert in_numbers(values_in(platform, "fares")) == list(range(30))
+        assert offset_of(platform) == claim.range.upto
+    assert platform.claims.get(claim.id)[1] == "committed"
+    assert publications_in(platform) == [(f"claim-{claim.id}", 0, 30)]
+    assert staged_in(platform) == 0
+
+
+def test_a_claim_without_anything_to_publish_is_committed(
+    spark: SparkSession, platform: EventSQL, write: Write, claim: Claim
+) -> None:
+    write(spark.createDataFrame([], FARE), topic="fares", claim=claim.id)
+    assert values_in(platform, "fares") == []
+    assert offset_of(platform) == claim.range.upto
+
+
+def test_a_claim_that_another_owner_took_over_publishes_nothing(
+    spark: SparkSession, platform: EventSQL, dsn: str, source: Source, claim: Claim
+) -> None:
+    options = {"dsn": dsn, "topic": "fares", "claim": str(claim.id)}
+    writer = EventSQLDataSource(options).writer(schema_of(FARE), overwrite=False)
+    message = writer.write(iter([events(3)]))
+    platform.claims.adopt(claim.id, owner="the run that takes over")
+    with pytest.raises(ClaimLostError):
+        writer.commit([message])
+    writer.abort([message])
+    assert values_in(platform, "fares") == []
+    assert offset_of(platform) == 0
+    assert publications_in(platform) == []
+    assert staged_in(platform) == 0
+
+
+def test_a_claim_whose_offset_another_consumer_moved_publishes_nothing(
+    spark: SparkSession, platform: EventSQL, write: Write, claim: Claim
+) -> None:
+    # As EventSQL's Java library would, which knows no leases.
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 5")
+    with pytest.raises(PySparkException) as failure:
+        write(numbers(spark, 3), topic="fares", claim=claim.id)
+    assert isinstance(eventsql_error(failure.value), ClaimLostError)
+    assert values_in(platform, "fares") == []
+    assert offset_of(platform) == 5
+    assert staged_in(platform) == 0
+
+
+def test_a_batch_that_was_published_without_the_claim_is_not_taken_for_its(
+    platform: EventSQL, source: Source, claim: Claim
+) -> None:
+    encoder = Encoder({"fares": 3}, "fares", {})
+    with Publications(source) as publications:
+        publications.publish("nightly", 0, [stage(source, encoder, [events(3)])])
+        with pytest.raises(ClaimLostError, match="give writerId a new value"):
+            publications.publish("nightly", 0, [stage(source, encoder, [events(3)])], publications.hold(claim.id))
+    assert offset_of(platform) == 0
+    assert len(values_in(platform, "fares")) == 3
+
+
+# Bad input
+
+
+def schema_of(text: str) -> StructType:
+    schema = _parse_datatype_string(text)
+    assert isinstance(schema, StructType)
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "error", "message"),
+    [
+        ("key string", {}, ValidationError, "column 'value' is missing"),
+        ("value int", {}, ValidationError, "column 'value' must be binary or string, not int"),
+        ("value binary, key int", {}, ValidationError, "column 'key' must be string, not int"),
+        ("value binary, partition string", {}, ValidationError, "column 'partition' must be int"),
+        (
+            "value binary, headers map<string,int>",
+            {},
+            ValidationError,
+            r"must be map<string,string>, not map<string,int>",
+        ),
+        ("value binary, topic int", {"topic": None}, ValidationError, "column 'topic' must be string"),
+        ("value binary, fare int", {}, ValidationError, "column 'fare' has no place in an event"),
+        (FARE, {"topic": None}, ConfigurationError, "option topic is missing, and so is a column 'topic'"),
+        (FARE, {"topic": "nothing"}, TopicNotFoundError, "option topic: topic 'nothing' does not exist"),
+        (FARE, {"topic": "No-Topic"}, InvalidNameError, "option topic: "),
+        (FARE, {"dsn": None}, ConfigurationError, "option dsn is missing"),
+        (FARE, {"writerid": " "}, ValidationError, "option writerId is empty"),
+        (FARE, {"batchId": "one"}, ValidationError, "option batchId: 'one' is not a whole number"),
+        (FARE, {"batchId": "-1"}, ValidationError, "option batchId: -1 is out of range"),
+        (FARE, {"claim": "first"}, ValidationError, "option claim: 'first' is not a whole number"),
+        (FARE, {"claim": "77"}, ClaimLostError, "claim 77 does not exist"),
+        (FARE, {"writer": "me"}, ConfigurationError, "option writer is not known: is writerId meant"),
+        (FARE, {"headers": "{"}, ValidationError, "option headers is not JSON"),
+        (FARE, {"headers": "[]"}, ValidationError, "option headers is not an object"),
+        (FARE, {"headers": '{"a": 1}'}, InvalidPublicationError, "option headers .*'a' must be text"),
+        (FARE, {"header.a": "\x00"}, InvalidPublicationError, "option headers .*NUL"),
+    ],
+)
+def test_a_bad_option_or_column_is_named(
+    *,
+    dsn: str,
+    monkeypatch: pytest.MonkeyPatch,
+    schema: str,
+    options: dict[str, str | None],
+    error: type[EventSQLError],
+    message: str,
+) -> None:
+    monkeypatch.delenv("EVENTSQL_DSN", raising=False)
+    wanted = {name: value for name, value in ({"dsn": dsn, "topic": "orders"} | options).items() if value is not None}
+    with pytest.raises(error, match=message):
+        EventSQLDataSource(wanted).writer(schema_of(schema), overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "message"),
+    [
+        ({"value": pa.array([b"1", None])}, InvalidPublicationError, "column 'value' is null"),
+        ({"topic": pa.array(["orders", None])}, InvalidPublicationError, "column 'topic' is null"),
+        (
+            {"topic": pa.array(["orders", "nothing"])},
+            TopicNotFoundError,
+            "column 'topic': topic 'nothing' does not exist",
+        ),
+        ({"partition": pa.array([3, 4])}, PartitionOutOfRangeError, "column 'partition': partition 4 is out of range"),
+        ({"key": pa.array(["a", "b\x00"])}, InvalidPublicationError, "column 'key': one holds a NUL"),
+        (
+            {"key": pa.array([b"a", b"\xff"]).view(pa.string())},
+            InvalidPublicationError,
+            "column 'key': .* not valid UTF-8",
+        ),
+        ({"topic": pa.array([b"a", b"\xff"]).view(pa.string())}, InvalidPublicationError, "column 'topic': .* UTF-8"),
+        ({"key": pa.array(["a", "x" * 70_000])}, InvalidPublicationError, "column 'key': one has 70000 bytes"),
+        (
+            {"value": pa.array([b"", bytes(70_000_000)])},
+            InvalidPublicationError,
+            "column 'value': one has 70000000 bytes",
+        ),
+        ({"headers": [{"a": None}, {}]}, InvalidPublicationError, "column 'headers': 'a' is null"),
+        ({"headers": [{"a": "\x00"}, {}]}, InvalidPublicationError, "column 'headers': 'a' holds a NUL"),
+    ],
+)
+def test_a_bad_row_names_its_column_and_leaves_nothing(
+    platform: EventSQL, source: Source, columns: dict[str, Any], error: type[EventSQLError], message: str
+) -> None:
+    if isinstance(headers := columns.get("headers"), list):
+        text_map = pa.map_(pa.string(), pa.string())
+        columns = {"headers": pa.array([list(entries.items()) for entries in headers], text_map)}
+    bad = {"value": pa.array([b"1", b"2"]), "topic": pa.array(["orders", "orders"]), **columns}
+    with pytest.raises(error, match=message):
+        stage(source, Encoder({"orders": 4}, None, {}), [events(5, topic="orders"), pa.record_batch(bad)])
+    assert staged_in(platform) == 0
+
+
+def test_only_the_mode_append_is_possible(spark: SparkSession, write: Write) -> None:
+    with pytest.raises(PySparkException) as failure:
+        write(numbers(spark, 1), topic="orders", mode="overwrite")
+    error = eventsql_error(failure.value)
+    assert isinstance(error, ConfigurationError)
+    assert "mode overwrite is not possible" in error.message
+    for mode in ("errorifexists", "ignore"):
+        with pytest.raises(PySparkException, match="UNSUPPORTED_DATA_SOURCE_SAVE_MODE"):
+            write(numbers(spark, 1), topic="orders", mode=mode)
+
+
+@pytest.mark.parametrize("option", ["batchId", "claim"])
+def test_a_stream_s_progress_is_its_checkpoint_s(dsn: str, option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"option {option} cannot be used here"):
+        EventSQLDataSource({"dsn": dsn, "topic": "orders", option: "1"}).streamWriter(schema_of(FARE), overwrite=False)
+
+
+# Streams
+
+
+def run(spark: SparkSession, dsn: str, checkpoint: Path, **options: object) -> None:
+    """Copy what is new in `orders` to `fares`, a few events at a time, and end."""
+    rows = (
+        spark.readStream.format(FORMAT)
+        .options(dsn=dsn, subscribe="orders", startingOffsets="earliest", maxOffsetsPerTrigger="40")
+        .load()
+        .selectExpr("key", "value")
+    )
+    query = (
+        rows.writeStream.format(FORMAT)
+        .options(dsn=dsn, topic="fares", **{name: str(value) for name, value in options.items()})
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+        .start()
+    )
+    try:
+        assert query.awaitTermination(200)
+    finally:
+        query.stop()
+
+
+def test_a_stream_publishes_each_event_once_also_when_a_batch_is_replayed(
+    spark: SparkSession, platform: EventSQL, dsn: str, checkpoint: Path
+) -> None:
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(100))
+    platform.transfer.run_once()
+    run(spark, dsn, checkpoint)
+    assert in_numbers(values_in(platform, "fares")) == list(range(100))
+    query = json.loads((checkpoint / "metadata").read_text())["id"]
+    assert publications_in(platform) == [(query, 0, 40), (query, 1, 40), (query, 2, 20)]
+    # As if the driver had died after the publication and before Spark noted it.
+    for name in ("2", ".2.crc"):
+        (checkpoint / "commits" / name).unlink()
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(100, 110))
+    platform.transfer.run_once()
+    run(spark, dsn, checkpoint)
+    assert in_numbers(values_in(platform, "fares")) == list(range(110))
+    assert publications_in(platform)[2:] == [(query, 2, 20), (query, 3, 10)]
+    assert staged_in(platform) == 0
+
+
+def test_a_writer_with_a_name_outlives_its_checkpoint(
+    spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
+) -> None:
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(40))
+    platform.transfer.run_once()
+    for checkpoint in ("first", "second"):
+        run(spark, dsn, tmp_path / checkpoint, writerId="copy")
+    assert in_numbers(values_in(platform, "fares")) == list(range(40))
+    assert publications_in(platform) == [("copy", 0, 40)]
