@@ -1,7 +1,7 @@
 """Events over SQL databases, operated from Dagster.
 
-`EventSQL` is the whole platform on one database; the other names are what it takes and gives. Neither pyspark nor dagster
-is imported by this package: the data source lives in `eventsql_orchestration.spark`, the orchestration in
+`EventSQL` is the whole platform on one database; the other names are what it takes and gives. Neither pyspark nor
+dagster is imported by this package: the data source lives in `eventsql_orchestration.spark`, the orchestration in
 `eventsql_orchestration.dagster`.
 """
 

@@ -19,6 +19,7 @@ from eventsql_orchestration.errors import (
     PartitionOutOfRangeError,
     ValidationError,
 )
+from eventsql_orchestration.rules import MAX_VALUE_BYTES, check_name, check_text
 
 NOT_PARTITIONED: Final = -1
 """The number of partitions of a topic, and the partition of a consumer or an event, that is not partitioned."""
@@ -28,11 +29,6 @@ MAX_PARTITIONS: Final = 32_767
 
 MAX_TOPIC_NAME_LENGTH: Final = 57
 """PostgreSQL cuts identifiers at 63 bytes, and a topic's table is called `{topic}_event`."""
-
-MAX_CONSUMER_NAME_LENGTH: Final = 200
-
-MAX_VALUE_BYTES: Final = 64 * 1024 * 1024
-"""A COPY row, with the key and metadata beside the value, must stay far below PostgreSQL's limit of 1 GiB."""
 
 MAX_KEY_BYTES: Final = 64 * 1024
 
@@ -67,17 +63,6 @@ def check_topic_name(name: object) -> str:
         raise InvalidNameError(
             f"topic name {name!r} has {len(name)} characters; {MAX_TOPIC_NAME_LENGTH} are allowed, "
             "because its table is named after it"
-        )
-    return name
-
-
-def check_consumer_name(name: object) -> str:
-    """Return `name`, or raise `InvalidNameError`: 1 to 200 printable characters, no space at either end."""
-    if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
-        raise InvalidNameError(f"consumer name {name!r} is not usable: take printable characters, no space at its ends")
-    if len(name) > MAX_CONSUMER_NAME_LENGTH:
-        raise InvalidNameError(
-            f"consumer name {name[:40]!r}… has {len(name)} characters; {MAX_CONSUMER_NAME_LENGTH} are allowed"
         )
     return name
 
@@ -154,7 +139,7 @@ class Consumer:
 
     def __post_init__(self) -> None:
         check_topic_name(self.topic)
-        check_consumer_name(self.name)
+        check_name("consumer name", self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,17 +178,6 @@ class ConsumerState:
         return self.failing and self.attempts >= self.max_attempts
 
 
-def _check_text(what: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise InvalidPublicationError(f"{what} must be text, not {type(value).__name__}")
-    if "\x00" in value:
-        raise InvalidPublicationError(f"{what} holds a NUL character, which PostgreSQL text cannot store")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidPublicationError(f"{what} {value!r} is not valid Unicode text (a lone surrogate)") from None
-
-
 @dataclass(frozen=True, slots=True)
 class Publication:
     """An event to be published.
@@ -234,15 +208,13 @@ class Publication:
                 f"value has {len(self.value)} bytes; {MAX_VALUE_BYTES} are allowed: publish a reference to it instead"
             )
         if self.key is not None:
-            _check_text("key", self.key)
-            if len(self.key.encode()) > MAX_KEY_BYTES:
-                raise InvalidPublicationError(f"key has more than {MAX_KEY_BYTES} bytes")
+            check_text("key", self.key, most=MAX_KEY_BYTES, error=InvalidPublicationError)
         metadata: object = self.metadata
         if not isinstance(metadata, Mapping):
             raise InvalidPublicationError(f"metadata must be a mapping, not {type(metadata).__name__}")
         for name, text in metadata.items():
-            _check_text("a metadata name", name)
-            _check_text(f"metadata {name!r}", text)
+            check_text("a metadata name", name, error=InvalidPublicationError)
+            check_text(f"metadata {name!r}", text, error=InvalidPublicationError)
 
 
 @dataclass(frozen=True, slots=True)

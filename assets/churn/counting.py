@@ -13,7 +13,10 @@ Churn: TypeAlias = dict[tuple[str, str, str], tuple[int, int, int]]
 
 
 def count(changes: Iterable[Mapping[str, Any]]) -> Churn:
-    """The churn of a stream of file changes; those of binary files count no lines."""
+    """The churn of a stream of file changes; those of binary files count no lines.
+
+    A change belongs to the month that its commit states, in whatever time zone it does.
+    """
     sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for change in changes:
         directory = change["path"].rpartition("/")[0] or "."

@@ -32,7 +32,7 @@ FILE_CHANGES = Topic("file_changes", partitions=4)
 DIRECTORY_CHURN = Topic("directory_churn", partitions=2)
 """What a range of file changes adds to a directory's month; keyed by directory."""
 
-CHANGE_SCHEMA = "repo string, commit string, committed_at timestamp, path string, added long, deleted long"
+CHANGE_SCHEMA = "repo string, commit string, committed_at string, path string, added long, deleted long"
 
 
 class HistoryConfig(dg.Config):
@@ -92,7 +92,8 @@ def directory_churn(
             f.when(f.contains("change.path", f.lit("/")), f.regexp_replace("change.path", "/[^/]*$", ""))
             .otherwise(".")
             .alias("directory"),
-            f.date_format("change.committed_at", "yyyy-MM").alias("month"),
+            # The month as the commit says it, in its author's own time zone.
+            f.substring("change.committed_at", 1, 7).alias("month"),
             "change.added",
             "change.deleted",
         )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Protocol, cast
 
 from eventsql_orchestration.errors import EventSQLError, MissingExtraError, ValidationError
-from eventsql_orchestration.model import MAX_VALUE_BYTES
+from eventsql_orchestration.rules import MAX_VALUE_BYTES
 
 _CHUNK_BYTES: Final = 256 * 1024
 

@@ -10,9 +10,9 @@ from eventsql_orchestration.errors import PartitionOutOfRangeError
 from eventsql_orchestration.model import (
     NOT_PARTITIONED,
     ConsumerState,
-    check_consumer_name,
     check_topic_name,
 )
+from eventsql_orchestration.rules import check_name
 
 
 class TopicName(click.ParamType[str]):
@@ -30,7 +30,7 @@ class ConsumerName(click.ParamType[str]):
     name = "consumer"
 
     def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
-        return check_consumer_name(value)
+        return check_name("consumer name", value)
 
 
 topic_argument = click.argument("topic", type=TopicName())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
@@ -19,13 +19,21 @@ from eventsql_orchestration.dagster.functions import UserFunction
 from eventsql_orchestration.dagster.publishing import add_up, leave_out
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.sensors import build_partition_sensor
-from eventsql_orchestration.dagster.tags import CONSUMER_TAG, HOUSEKEEPING_CONSUMER, HOUSEKEEPING_TAG, TOPIC_TAG
+from eventsql_orchestration.dagster.tags import (
+    CONSUMER_TAG,
+    HOUSEKEEPING_CONSUMER,
+    HOUSEKEEPING_TAG,
+    SPARK_TAG,
+    TOPIC_TAG,
+)
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.consumption import Failure
 
 Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
+SPARK_KIND: Final = "pyspark"
+
 Decorator: TypeAlias = Callable[[Callable[..., Any]], ConsumerDefinition]
 
 
@@ -109,7 +117,7 @@ def range_asset(
     group_name: str = "consumers",
     description: str | None = None,
     owners: Sequence[str] = (),
-    kinds: Iterable[str] = ("pyspark",),
+    kinds: Collection[str] = (SPARK_KIND,),
     tags: Mapping[str, str] | None = None,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> Decorator:
@@ -121,7 +129,8 @@ def range_asset(
     it raises, or ends without a commit, the run fails and its range is tried again after a pause, up to `max_attempts`
     times; then the partition stops there, since no one event is known to be at fault.
 
-    The topics that it `publishes` to become assets of the same run. Otherwise as `consumer_asset`.
+    The topics that it `publishes` to become assets of the same run. Runs of kind `pyspark` carry the tag
+    `eventsql/spark`, by which a run queue can limit them. Otherwise as `consumer_asset`.
     """
     limits = Limits(min_events, max_events, max_wait, drain_seconds, drain_events, drain_idle, lease)
     published = [publishes] if isinstance(publishes, Topic | str) else list(publishes)
@@ -148,7 +157,8 @@ def range_asset(
             user, consume,
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
             limits=limits, max_attempts=max_attempts, publishes=published, deps=deps, group_name=group_name,
-            description=description or function.__doc__, owners=owners, tags=tags or {},
+            description=description or function.__doc__, owners=owners,
+            tags={**({SPARK_TAG: "true"} if SPARK_KIND in kinds else {}), **(tags or {})},
             kinds=(*KINDS, *kinds), default_status=default_status,
         )  # fmt: skip
 

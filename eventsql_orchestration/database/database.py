@@ -187,12 +187,13 @@ class Database:
         assert isinstance(connection, psycopg.Connection)
         try:
             with self.errors(connection):
-                # SQLAlchemy, and a handler, leave a connection as they need it.
+                # SQLAlchemy's own transactions leave it as they need it.
                 connection.autocommit = True
                 connection.isolation_level = _ISOLATION
-                connection.row_factory = tuple_row
                 yield connection
         finally:
+            # A handler may have set another; SQLAlchemy and what comes next read tuples.
+            connection.row_factory = tuple_row
             if connection.closed:
                 proxied.invalidate()
             proxied.close()

@@ -177,8 +177,16 @@ class Transfer:
         """
         with self._mutex:
             try:
+                reused = self._connection is not None
                 connection = self._open()
-                last, topics = self._look(connection, wanted)
+                try:
+                    last, topics = self._look(connection, wanted)
+                except psycopg.Error:
+                    # The server may have restarted since the last round: nothing was asked of it in this one.
+                    if not (reused and connection.closed):
+                        raise
+                    connection = self._open()
+                    last, topics = self._look(connection, wanted)
                 newest = last if newest is None else newest
                 counts = {}
                 for topic in topics:

@@ -9,10 +9,9 @@ from datetime import timedelta
 from typing import Final
 from uuid import UUID
 
-from eventsql_orchestration.errors import InvalidNameError, ValidationError
-from eventsql_orchestration.model import MAX_KEY_BYTES, MAX_VALUE_BYTES
-
-MAX_NAME_LENGTH: Final = 200
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import MAX_KEY_BYTES
+from eventsql_orchestration.rules import MAX_VALUE_BYTES, check_text
 
 MAX_MESSAGES: Final = 10_000
 """In one receive. More would sit in memory longer than their visibility timeout lasts."""
@@ -45,15 +44,6 @@ class QueueDepth:
     invisible: int
 
 
-def check_name(name: object) -> str:
-    """Return a queue's name, or raise `InvalidNameError`: 1 to 200 printable characters, no space at either end."""
-    if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
-        raise InvalidNameError(f"queue name {name!r} is not usable: take printable characters, no space at its ends")
-    if len(name) > MAX_NAME_LENGTH:
-        raise InvalidNameError(f"queue name {name[:40]!r}… has {len(name)} characters; {MAX_NAME_LENGTH} are allowed")
-    return name
-
-
 def check_body(body: bytes) -> bytes:
     """Return a message's body, or raise `ValidationError`: any bytes, up to 64 MiB."""
     if not isinstance(body, bytes | bytearray | memoryview):
@@ -68,9 +58,7 @@ def check_body(body: bytes) -> bytes:
 
 def check_key(key: str | None) -> str | None:
     """Return a message's key, or raise `ValidationError`: text of at most 64 KiB without NUL."""
-    if key is not None and len(_check_text("key", key).encode()) > MAX_KEY_BYTES:
-        raise ValidationError(f"key has more than {MAX_KEY_BYTES} bytes")
-    return key
+    return None if key is None else check_text("key", key, most=MAX_KEY_BYTES)
 
 
 def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -78,7 +66,7 @@ def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(metadata, Mapping):
         raise ValidationError(f"metadata must be a mapping, not {type(metadata).__name__}")
     return {
-        _check_text("a metadata name", name): _check_text(f"metadata {name!r}", value)
+        check_text("a metadata name", name): check_text(f"metadata {name!r}", value)
         for name, value in metadata.items()
     }
 
@@ -99,15 +87,3 @@ def check_seconds(what: str, duration: float | timedelta, *, zero: bool) -> floa
         least = "0" if zero else "more than 0"
         raise ValidationError(f"{what} of {seconds:g} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
     return float(seconds)
-
-
-def _check_text(what: str, value: str) -> str:
-    if not isinstance(value, str):
-        raise ValidationError(f"{what} must be text, not {type(value).__name__}")
-    if "\x00" in value:
-        raise ValidationError(f"{what} holds a NUL character, which PostgreSQL text cannot store")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValidationError(f"{what} {value!r} is not valid Unicode text (a lone surrogate)") from None
-    return value

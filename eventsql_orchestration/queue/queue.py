@@ -20,9 +20,9 @@ from eventsql_orchestration.queue.message import (
     check_key,
     check_max_messages,
     check_metadata,
-    check_name,
     check_seconds,
 )
+from eventsql_orchestration.rules import check_name
 
 _NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -39,7 +39,7 @@ class Queue:
     """
 
     def __init__(self, database: Database, name: str) -> None:
-        self.name = check_name(name)
+        self.name = check_name("queue name", name)
         self._database = database
         self._queries = Queries("queue", database.schema)
 

@@ -29,10 +29,10 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.log.partitioner import partition_of_key
 from eventsql_orchestration.model import (
     MAX_KEY_BYTES,
-    MAX_VALUE_BYTES,
     NOT_PARTITIONED,
     check_partition,
 )
+from eventsql_orchestration.rules import MAX_VALUE_BYTES
 from eventsql_orchestration.spark.batches import translate
 from eventsql_orchestration.spark.options import Source
 

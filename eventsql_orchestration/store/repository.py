@@ -10,8 +10,8 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.model import Publication
+from eventsql_orchestration.rules import check_name, check_whole
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
-from eventsql_orchestration.store.change import check_name, check_version
 from eventsql_orchestration.store.store import Store
 
 A = TypeVar("A", bound=Aggregate)
@@ -27,7 +27,7 @@ class Repository(Generic[A]):
     def __init__(self, store: Store, aggregate_class: type[A], publisher: Publisher) -> None:
         self._type = check_name("aggregate type", getattr(aggregate_class, "aggregate_type", ""))
         if issubclass(aggregate_class, SnapshottingAggregate):
-            check_version(f"snapshot_every of {aggregate_class.__name__}", aggregate_class.snapshot_every, least=1)
+            check_whole(f"snapshot_every of {aggregate_class.__name__}", aggregate_class.snapshot_every, least=1)
         self._store = store
         self._class = aggregate_class
         self._publisher = publisher

@@ -11,7 +11,8 @@ from psycopg.rows import class_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ConcurrentAppendError, ValidationError
-from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, check_name, check_version, encode
+from eventsql_orchestration.rules import check_name, check_whole
+from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, encode
 
 
 class Store:
@@ -41,7 +42,7 @@ class Store:
         can go on unless it is stricter than READ COMMITTED. Another writer's uncommitted append is waited for.
         """
         _check_aggregate(aggregate_type, aggregate_id)
-        check_version("expected_version", expected_version, least=0)
+        check_whole("expected_version", expected_version, least=0)
         if not changes:
             raise ValidationError(f"there are no changes to append to {aggregate_type} {aggregate_id!r}")
         values = {
@@ -78,7 +79,7 @@ class Store:
         With `connection` the caller's transaction reads, so that it sees what it appended itself.
         """
         values = self._values(aggregate_type, aggregate_id, upto_version)
-        values["after_version"] = check_version("after_version", after_version, least=0)
+        values["after_version"] = check_whole("after_version", after_version, least=0)
         with self._on(connection) as joined, joined.cursor(row_factory=class_row(RecordedChange)) as cursor:
             return cursor.execute(self._queries("load"), values).fetchall()
 
@@ -93,7 +94,7 @@ class Store:
         values = {
             "type": aggregate_type,
             "id": aggregate_id,
-            "version": check_version("version", version, least=1),
+            "version": check_whole("version", version, least=1),
             "state": encode(f"the state of {aggregate_type} {aggregate_id!r}", state),
         }
         with self._on(connection):
@@ -128,7 +129,7 @@ class Store:
     def _values(aggregate_type: str, aggregate_id: str, upto_version: int | None) -> dict[str, Any]:
         _check_aggregate(aggregate_type, aggregate_id)
         if upto_version is not None:
-            check_version("upto_version", upto_version, least=0)
+            check_whole("upto_version", upto_version, least=0)
         return {"type": aggregate_type, "id": aggregate_id, "upto_version": upto_version}
 
     @contextmanager

@@ -11,7 +11,7 @@ from psycopg.rows import class_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.views.rules import check_name, check_range, check_text, check_time, check_whole
+from eventsql_orchestration.rules import check_name, check_range, check_text, check_time, check_whole
 
 MAX_DIMENSION_LENGTH: Final = 200
 

@@ -10,7 +10,7 @@ from typing import Any
 from psycopg.rows import class_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.views.rules import check_name, check_time, check_whole, encode
+from eventsql_orchestration.rules import check_name, check_time, check_whole, encode_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Timelines:
         checked = [
             (
                 check_name("resource", resource),
-                encode(f"data of resource {resource!r}", data),
+                encode_json(f"data of resource {resource!r}", data),
                 check_time("occurred_at", occurred_at),
             )
             for resource, data, occurred_at in entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,14 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource
+
+
+def await_(condition: Callable[[], bool], what: str, *, timeout: float = 120.0) -> None:
+    """Wait until a condition holds; `timeout` in seconds leaves room for a machine that runs other tests too."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
+        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 import dagster as dg
 
 from eventsql_orchestration import Event, Topic
-from eventsql_orchestration.dagster import EventSQLResource, build_transfer_schedule, consumer_asset
+from eventsql_orchestration.dagster import (
+    EventSQLResource,
+    build_housekeeping_schedule,
+    build_transfer_schedule,
+    consumer_asset,
+)
 from eventsql_orchestration.database import Connection
 
 ORDERS = Topic("orders", 2)
@@ -45,11 +50,19 @@ def slow(events: Sequence[Event], connection: Connection) -> None:
 
 
 transfer = build_transfer_schedule(limit_seconds=120.0)
+housekeeping = build_housekeeping_schedule(keep_hours=0.0, default_status=dg.DefaultScheduleStatus.STOPPED)
+
+
+@dg.sensor(target=[ledger.asset], default_status=dg.DefaultSensorStatus.RUNNING, minimum_interval_seconds=1)
+def somebody_elses() -> dg.SkipReason:
+    """A sensor that is not this package's."""
+    return dg.SkipReason("nothing to do")
+
 
 defs = dg.Definitions(
     assets=[ledger.asset, slow.asset],
     jobs=[ledger.job, slow.job],
-    sensors=[*ledger.sensors, *slow.sensors],
-    schedules=[transfer],
+    sensors=[*ledger.sensors, *slow.sensors, somebody_elses],
+    schedules=[transfer, housekeeping],
     resources={"eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"))},
 )

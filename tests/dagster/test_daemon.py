@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
@@ -22,16 +22,9 @@ from eventsql_orchestration.dagster import SPARK_TAG, write_instance
 from eventsql_orchestration.dagster.instance import storage_url
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from tests.dagster import location
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, await_
 
 ROOT = Path(__file__).parents[2]
-
-
-def await_(condition: Callable[[], bool], what: str, timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -73,9 +66,14 @@ def test_an_instance_on_a_database_that_is_not_there_says_so(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def daemon(home: Path, dsn: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon on the tests' location, whose consumer `slow` takes half a second over each batch."""
-    environment = {**os.environ, "DAGSTER_HOME": str(home), "EVENTSQL_DSN": dsn, "EVENTSQL_TEST_DELAY": "0.5"}
+def environment(home: Path, dsn: str) -> dict[str, str]:
+    """What Dagster's processes need to know; consumer `slow` takes half a second over each batch."""
+    return {**os.environ, "DAGSTER_HOME": str(home), "EVENTSQL_DSN": dsn, "EVENTSQL_TEST_DELAY": "0.5"}
+
+
+@pytest.fixture
+def daemon(home: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon on the tests' location."""
     log = home / "daemon.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -110,7 +108,7 @@ def process_of(instance: dg.DagsterInstance, run_id: str) -> int | None:
 
 @pytest.mark.timeout(600)
 def test_a_killed_run_is_followed_by_another_and_each_event_takes_effect_once(
-    bench: Workbench, home: Path, daemon: subprocess.Popen[bytes]
+    bench: Workbench, home: Path, daemon: subprocess.Popen[bytes], environment: dict[str, str]
 ) -> None:
     location.slow.register(bench.platform)
     location.ledger.register(bench.platform)
@@ -142,3 +140,21 @@ def test_a_killed_run_is_followed_by_another_and_each_event_takes_effect_once(
         f"eventsql-claim-{run.tags['eventsql/claim']}" for run in runs
     }
     assert all(run.tags["eventsql/topic"] == "orders" for run in runs)
+
+    now = time.time()
+    command = [sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.location", "-j", "housekeeping"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    assert not ticks(bench.platform, "consume_slow", before=now)
+    assert ticks(bench.platform, "somebody_elses", before=now), "they are somebody else's to purge"
+
+
+def ticks(platform: EventSQL, sensor: str, *, before: float) -> int:
+    """How many ticks of a sensor there are from before a time."""
+    with platform.database.connection() as connection:
+        row = connection.execute(
+            "SELECT count(*) FROM dagster.job_ticks WHERE tick_body::json ->> 'job_name' = %s "
+            "AND timestamp AT TIME ZONE 'UTC' < to_timestamp(%s)",
+            (sensor, before),
+        ).fetchone()
+        assert row is not None
+        return int(row[0])

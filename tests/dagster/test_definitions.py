@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dagster as dg
@@ -12,6 +12,8 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, Topic
 from eventsql_orchestration.dagster import (
+    SPARK_TAG,
+    ConsumerDefinition,
     EventSQLResource,
     build_housekeeping_schedule,
     build_lag_check,
@@ -104,16 +106,25 @@ def test_the_topics_that_a_range_asset_publishes_to_are_assets_of_its_run() -> N
     assert spec.metadata["partitions"] == 2
 
 
-def test_tags_go_to_the_runs_of_a_consumer() -> None:
-    definition = consumer_asset(topic=TOPIC, consumer="c", name="tagged", tags={"eventsql/spark": "local"})(consume)
+def job_tags(definition: ConsumerDefinition) -> Mapping[str, str]:
     location = dg.Definitions(
         assets=[definition.asset],
         jobs=[definition.job],
         resources={"eventsql": EventSQLResource(dsn="postgresql://nowhere")},
     )
-    tags = location.resolve_job_def("consume_tagged").tags
-    assert tags["eventsql/spark"] == "local"
-    assert tags["eventsql/topic"] == "rides"
+    return location.resolve_job_def(definition.job.name).tags
+
+
+def test_tags_go_to_the_runs_of_a_consumer() -> None:
+    tags = job_tags(consumer_asset(topic=TOPIC, consumer="c", name="tagged", tags={"team": "rides"})(consume))
+    assert tags["team"] == "rides"
+    assert (tags["eventsql/topic"], tags["eventsql/consumer"]) == ("rides", "c")
+    assert SPARK_TAG not in tags
+
+
+def test_runs_of_a_spark_asset_can_be_limited_by_their_tag() -> None:
+    assert SPARK_TAG in job_tags(range_asset(topic=TOPIC, consumer="c", name="spark")(consume_range))
+    assert SPARK_TAG not in job_tags(range_asset(topic=TOPIC, consumer="c", name="plain", kinds=())(consume_range))
 
 
 def without_events(rows: Any, connection: Connection) -> None: ...

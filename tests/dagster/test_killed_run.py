@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import dagster as dg
 import pytest
 
 from tests.dagster import location
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, await_
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +26,6 @@ def bench(bench: Workbench, shared_instance: dg.DagsterInstance) -> Workbench:
     bench.instance = shared_instance
     location.slow.register(bench.platform)
     return bench
-
-
-def await_(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.05)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLResource, build_transfer_schedule
 from eventsql_orchestration.dagster.tags import MOVING_TAG
+from tests.dagster.conftest import await_
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,13 +28,6 @@ def run(
     schedule = build_transfer_schedule(name=name, limit_seconds=limit_seconds, polling_delay=0.05)
     location = dg.Definitions(schedules=[schedule], resources={"eventsql": EventSQLResource(dsn=dsn)})
     return location.resolve_job_def(name).execute_in_process(instance=instance, raise_on_error=False)
-
-
-def await_(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.02)
 
 
 def moving(instance: dg.DagsterInstance) -> list[str]:

@@ -103,6 +103,7 @@ def test_a_row_factory_that_a_handler_set_does_not_outlive_it(database: Database
         connection.row_factory = dict_row  # type: ignore[assignment]  # as a handler may do
     with database.connection() as connection:
         assert connection.execute("SELECT 1").fetchone() == (1,)
+    assert registered(database) == 0
 
 
 def test_a_transaction_that_a_caller_left_broken_does_not_reach_the_next_one(database: Database) -> None:
@@ -218,7 +219,7 @@ def test_a_transaction_that_idled_too_long_is_an_error_of_ours(database: Databas
         connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 1")
         with database.connection() as other:
             while other.execute(
-                "SELECT FROM pg_stat_activity WHERE pid = %s", (connection.info.backend_pid,)
+                "SELECT 1 FROM pg_stat_activity WHERE pid = %s", (connection.info.backend_pid,)
             ).fetchone():
                 pass
         connection.execute("SELECT 1")

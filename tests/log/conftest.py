@@ -64,7 +64,7 @@ def until_blocked(dsn: str, until: Until) -> Callable[[], None]:
         with psycopg.connect(dsn, autocommit=True) as connection:
             until(
                 lambda: connection.execute(
-                    "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+                    "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
                 ).fetchone()
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -354,11 +354,12 @@ def test_a_publication_that_comes_during_a_redefinition_waits_and_goes_by_the_ne
     redefining = sessions()
     redefining.execute("LOCK TABLE eventsql.event_buffer IN SHARE ROW EXCLUSIVE MODE")
     redefining.execute("UPDATE eventsql.topic SET eql_partitions = 1 WHERE eql_name = 'orders'")
+    published: Future[Any]
     with ThreadPoolExecutor(1) as executor:
         if one:
             published = executor.submit(platform.publisher.publish, order(b"", key="a"))
         else:
-            published = executor.submit(platform.publisher.publish_all, numbered(5))  # type: ignore[assignment]
+            published = executor.submit(platform.publisher.publish_all, numbered(5))
         until_blocked()
         redefining.commit()
         if one:

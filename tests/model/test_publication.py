@@ -10,7 +10,8 @@ import pytest
 
 from eventsql_orchestration import Event, Publication
 from eventsql_orchestration.errors import InvalidNameError, InvalidPublicationError
-from eventsql_orchestration.model import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from eventsql_orchestration.model import MAX_KEY_BYTES
+from eventsql_orchestration.rules import MAX_VALUE_BYTES
 
 
 def event(**changes: Any) -> Event:

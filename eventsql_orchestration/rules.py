@@ -1,4 +1,4 @@
-"""The rules for what timelines, rollups and logs take; each raises an error of ours before anything is written."""
+"""The rules for what can be stored, each of which raises an error of ours before anything is written."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
-from eventsql_orchestration.model import MAX_VALUE_BYTES
 
 MAX_NAME_LENGTH: Final = 200
+
+MAX_VALUE_BYTES: Final = 64 * 1024 * 1024
+"""A row of COPY, with the key and metadata beside the value, must stay far below PostgreSQL's limit of 1 GiB."""
 
 # An escape of NUL in JSON text: its backslash is not itself escaped by another one.
 _ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -26,18 +28,20 @@ def check_name(what: str, name: object) -> str:
     return name
 
 
-def check_text(what: str, text: str) -> str:
-    """Return `text`, or raise `ValidationError`: valid Unicode without NUL, up to 64 MiB."""
+def check_text(
+    what: str, text: object, *, most: int = MAX_VALUE_BYTES, error: type[ValidationError] = ValidationError
+) -> str:
+    """Return `text`, or raise `error`: valid Unicode without NUL, up to `most` bytes."""
     if not isinstance(text, str):
-        raise ValidationError(f"{what} must be text, not {type(text).__name__}")
+        raise error(f"{what} must be text, not {type(text).__name__}")
     if "\x00" in text:
-        raise ValidationError(f"{what} holds a NUL character, which PostgreSQL text cannot store")
+        raise error(f"{what} holds a NUL character, which PostgreSQL text cannot store")
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        raise ValidationError(f"{what} is not valid Unicode text (a lone surrogate)") from None
-    if size > MAX_VALUE_BYTES:
-        raise ValidationError(f"{what} has {size} bytes; {MAX_VALUE_BYTES} are allowed")
+        raise error(f"{what} is not valid Unicode text (a lone surrogate)") from None
+    if size > most:
+        raise error(f"{what} has {size} bytes; {most} are allowed")
     return text
 
 
@@ -71,7 +75,7 @@ def check_whole(what: str, number: object, *, least: int = -(2**63)) -> int:
     return number
 
 
-def encode(what: str, data: Mapping[str, Any]) -> str:
+def encode_json(what: str, data: Mapping[str, Any]) -> str:
     """`data` as JSON text, or `ValidationError` where PostgreSQL cannot store it."""
     if not isinstance(data, Mapping):
         raise ValidationError(f"{what} must be a mapping, not {type(data).__name__}")

@@ -1,0 +1,405 @@
+"""A failing event holds up itself alone, is tried again with growing pauses, and then leaves the way or blocks it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+
+from eventsql_orchestration import Consumer, ConsumerState, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ConsumptionError, DatabaseUnavailableError
+from eventsql_orchestration.log.consumption import MAX_BACKOFF
+from eventsql_orchestration.log.lag import LagCause
+
+
+@pytest.fixture(autouse=True)
+def _ten_events(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=3)
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE effects (id bigserial PRIMARY KEY, event_id bigint)")
+    platform.publisher.publish_all(
+        Publication("orders", b"%d" % number, key="k", metadata={"source": "web"}) for number in range(1, 11)
+    )
+    platform.transfer.run_once()
+
+
+@pytest.fixture
+def effects(platform: EventSQL) -> Callable[[], list[int]]:
+    def committed() -> list[int]:
+        with platform.database.connection() as connection:
+            return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
+
+    return committed
+
+
+def write(events: Sequence[Event], connection: Connection) -> None:
+    for event in events:
+        connection.execute("INSERT INTO effects (event_id) VALUES (%s)", (event.id,))
+
+
+class Broken:
+    """A handler that writes effects and fails at some events."""
+
+    def __init__(self, *broken: int, error: Exception | None = None) -> None:
+        self.broken = set(broken)
+        self.error = error or ValueError("no such customer")
+        self.calls: list[list[int]] = []
+
+    def __call__(self, events: Sequence[Event], connection: Connection) -> None:
+        self.calls.append([event.id for event in events])
+        for event in events:
+            write([event], connection)
+            if event.id in self.broken:
+                raise self.error
+
+
+def consume(platform: EventSQL, handler: Callable[[Sequence[Event], Connection], object]) -> int:
+    return platform.consumers.consume_once("orders", "mailer", handler)
+
+
+def state_of(platform: EventSQL) -> ConsumerState:
+    return platform.registry.consumer("orders", "mailer")[0]
+
+
+def make_due(platform: EventSQL) -> None:
+    """Let the pause before the next attempt have passed."""
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_retry_at IS NOT NULL")
+
+
+def pause_of(platform: EventSQL) -> float:
+    """Seconds until the next attempt."""
+    with platform.database.connection() as connection:
+        row = connection.execute(
+            "SELECT extract(epoch FROM eql_retry_at - clock_timestamp())::float8 FROM eventsql.consumer "
+            "WHERE eql_topic = 'orders' AND eql_name = 'mailer'"
+        ).fetchone()
+    assert row is not None
+    return float(row[0])
+
+
+def block(platform: EventSQL, handler: Broken) -> None:
+    for _ in range(3):
+        consume(platform, handler)
+        make_due(platform)
+
+
+# Isolation
+
+
+def test_a_batch_that_fails_is_handed_over_one_by_one_and_only_the_event_that_fails_is_held_up(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    handler = Broken(4)
+    assert consume(platform, handler) == 3
+    assert handler.calls == [list(range(1, 11)), [1], [2], [3], [4]]
+    assert effects() == [1, 2, 3]
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.attempts) == (3, 4, 1)
+    assert state.failure == "ValueError: no such customer"
+
+
+def test_what_comes_after_an_event_that_fails_waits_for_it(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    handler = Broken(4)
+    consume(platform, handler)
+    assert consume(platform, handler) == 0
+    handler.broken.clear()
+    assert consume(platform, handler) == 0
+    make_due(platform)
+    assert consume(platform, handler) == 7
+    assert effects() == list(range(1, 11))
+    state = state_of(platform)
+    assert (state.failed_event_id, state.attempts, state.failure, state.retry_at) == (None, 0, None, None)
+
+
+def test_an_event_that_failed_is_tried_alone_so_that_its_neighbours_are_not(platform: EventSQL) -> None:
+    handler = Broken(4)
+    consume(platform, handler)
+    make_due(platform)
+    handler.calls.clear()
+    consume(platform, handler)
+    assert handler.calls == [[4]]
+
+
+def test_a_statement_that_fails_in_the_handler_costs_its_event_alone(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        for event in events:
+            write([event], connection)
+            connection.execute("SELECT 1 / (%s - 4)", (event.id,))
+
+    assert consume(platform, handle) == 3
+    assert effects() == [1, 2, 3]
+    assert state_of(platform).failure == "DivisionByZero: division by zero"
+
+
+def test_a_handler_that_swallows_the_error_of_a_statement_has_failed_all_the_same(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        for event in events:
+            write([event], connection)
+            try:
+                connection.execute("SELECT 1 / (%s - 4)", (event.id,))
+            except psycopg.Error:
+                return
+
+    assert consume(platform, handle) == 3
+    assert effects() == [1, 2, 3]
+    assert "broke the transaction" in (state_of(platform).failure or "")
+
+
+def test_a_handler_that_rolls_back_has_failed_and_its_event_does_not_pass_without_effects(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        if events[-1].id >= 4:
+            raise psycopg.Rollback
+
+    assert consume(platform, handle) == 3
+    assert effects() == [1, 2, 3]
+    assert state_of(platform).failed_event_id == 4
+
+
+@pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ABORT; BEGIN"])
+def test_a_handler_that_ends_the_transaction_is_stopped_at_once_and_the_offset_stays(
+    platform: EventSQL, ending: str
+) -> None:
+    calls: list[int] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        calls.append(len(events))
+        connection.execute(ending.encode())
+
+    with pytest.raises(psycopg.Error):
+        consume(platform, handle)
+    # Without the lock on its partition it must not go on, not even one by one.
+    assert calls == [10]
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.consumed_events) == (0, None, 0)
+    assert consume(platform, write) == 10
+
+
+def test_a_handler_may_set_up_the_connection_as_it_likes(platform: EventSQL, effects: Callable[[], list[int]]) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        connection.row_factory = dict_row  # type: ignore[assignment]  # as handlers do
+        write(events, connection)
+        if any(event.id == 4 for event in events):
+            raise ValueError
+
+    while consume(platform, handle):
+        pass
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_connection_that_is_lost_in_the_handler_is_not_the_events_failure(
+    platform: EventSQL, effects: Callable[[], list[int]], dsn: str
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        with psycopg.connect(dsn, autocommit=True) as killer:
+            killer.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
+        connection.execute("SELECT 1")
+
+    with pytest.raises(DatabaseUnavailableError):
+        consume(platform, handle)
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.attempts) == (0, None, 0)
+    assert consume(platform, write) == 10
+    assert effects() == list(range(1, 11))
+
+
+def test_a_handler_may_name_the_event_that_failed_and_why(platform: EventSQL) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        customers = {str(number): number for number in range(1, 11) if number != 4}
+        for event in events:
+            try:
+                assert customers[str(event.id)] == event.id
+            except KeyError as error:
+                raise ConsumptionError(event) from error
+
+    assert consume(platform, handle) == 3
+    state = state_of(platform)
+    assert (state.failed_event_id, state.failure) == (4, "KeyError: '4'")
+
+
+def test_a_failure_of_any_text_can_be_noted(platform: EventSQL) -> None:
+    assert consume(platform, Broken(1, error=ValueError("nul \x00, lone \ud800, long " + "x" * 10_000))) == 0
+    failure = state_of(platform).failure or ""
+    assert failure.startswith("ValueError: nul")
+    assert len(failure) == 2_000
+
+
+# Retry
+
+
+def test_pauses_between_attempts_double_up_to_a_minute(platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 100")
+    handler = Broken(1)
+    for attempt in range(1, 10):
+        consume(platform, handler)
+        assert state_of(platform).attempts == attempt
+        expected = min(2.0 ** (attempt - 1), MAX_BACKOFF)
+        # The clock runs between the note and the look.
+        assert expected - 30 < pause_of(platform) <= expected
+        make_due(platform)
+
+
+def test_an_event_is_not_tried_before_its_pause_is_over(platform: EventSQL) -> None:
+    handler = Broken(1)
+    consume(platform, handler)
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() + interval '1 hour'")
+    handler.calls.clear()
+    assert consume(platform, handler) == 0
+    assert handler.calls == []
+
+
+def test_an_event_that_fails_after_another_has_its_own_attempts(platform: EventSQL) -> None:
+    handler = Broken(1, 2)
+    consume(platform, handler)
+    make_due(platform)
+    consume(platform, handler)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (1, 2)
+    handler.broken.remove(1)
+    make_due(platform)
+    consume(platform, handler)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (2, 1)
+
+
+# The last attempt
+
+
+def test_an_event_whose_attempts_are_spent_becomes_a_dead_letter_and_the_rest_goes_on(
+    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt", 2))
+    handler = Broken(4)
+    for consumed in (3, 0, 1, 6):
+        assert consume(platform, handler) == consumed
+        make_due(platform)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert state_of(platform).last_event_id == 10
+    assert state_of(platform).consumed_events == 10
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert (letter.topic, letter.key, letter.value) == ("orders_dlt", "k", b"4")
+    assert letter.metadata == {
+        "source": "web",
+        "dlt_consumer": "mailer",
+        "dlt_exception": "ValueError",
+        "dlt_message": "no such customer",
+        "dlt_attempts": "3",
+        "dlt_topic": "orders",
+        "dlt_partition": "-1",
+        "dlt_offset": "4",
+    }
+    assert [record.levelno for record in caplog.records if "gave event 4 up" in record.getMessage()] == [logging.ERROR]
+
+
+def test_a_dead_letter_and_the_offset_behind_it_are_one_transaction(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+    bury = platform.dead_letters.bury
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        bury(*arguments, **options)  # type: ignore[arg-type]  # as they came
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(platform.dead_letters, "bury", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            consume(platform, Broken(1))
+    assert (platform.transfer.run_once(), state_of(platform).last_event_id) == ({}, 0)
+    assert consume(platform, Broken(1)) == 1
+    assert platform.transfer.run_once() == {"orders_dlt": 1}
+
+
+def test_metadata_of_other_publishers_does_not_keep_an_event_from_being_buried(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+        connection.execute("""UPDATE eventsql.orders_event SET eql_metadata = '{"tries": 2, "tags": ["a"]}'""")
+    assert consume(platform, Broken(1)) == 1
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert (letter.metadata["tries"], letter.metadata["tags"]) == ("2", '["a"]')
+
+
+def test_without_a_dead_letter_topic_the_partition_stops_loudly_and_says_where(
+    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = Broken(4)
+    block(platform, handler)
+    handler.calls.clear()
+    for _ in range(3):
+        assert consume(platform, handler) == 0
+    assert handler.calls == []
+    assert effects() == [1, 2, 3]
+    (lag,) = platform.lag("orders")
+    assert lag.cause == LagCause.BLOCKED
+    assert "event 4 failed 3 of 3 times: ValueError: no such customer" in lag.detail
+    (said,) = [record for record in caplog.records if "blocked by event 4" in record.getMessage()]
+    assert said.levelno == logging.ERROR
+    assert "orders_dlt" in said.getMessage()
+
+
+def test_a_blocked_partition_goes_on_when_the_consumer_is_resumed(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    handler = Broken(4)
+    block(platform, handler)
+    handler.broken.clear()
+    platform.registry.resume("orders", "mailer")
+    assert consume(platform, handler) == 7
+    assert effects() == list(range(1, 11))
+
+
+def test_resuming_gives_the_event_all_of_its_attempts_again(platform: EventSQL) -> None:
+    handler = Broken(4)
+    block(platform, handler)
+    platform.registry.resume("orders", "mailer")
+    consume(platform, handler)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
+
+
+def test_a_blocked_partition_goes_on_when_its_dead_letter_topic_is_made(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    handler = Broken(4)
+    block(platform, handler)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    assert consume(platform, handler) == 1
+    assert consume(platform, handler) == 6
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    platform.transfer.run_once()
+    assert [letter.metadata["dlt_offset"] for letter in platform.dead_letters.list("orders")] == ["4"]
+
+
+def test_an_event_that_another_consumption_passed_blocks_nothing_any_more(platform: EventSQL) -> None:
+    block(platform, Broken(4))
+    with platform.database.connection() as connection:
+        # As EventSQL's Java library does, which knows nothing of attempts.
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 5 WHERE eql_topic = 'orders'")
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() + interval '1 hour'")
+    (lag,) = platform.lag("orders")
+    assert (lag.events, lag.cause) == (5, LagCause.WAITING)
+    assert consume(platform, Broken(7)) == 1
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (7, 1)
