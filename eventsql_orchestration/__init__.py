@@ -5,6 +5,8 @@ dagster is imported by this package: the data source lives in `eventsql_orchestr
 `eventsql_orchestration.dagster`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from eventsql_orchestration.model import (
     NOT_PARTITIONED,
     Consumer,
@@ -14,7 +16,9 @@ from eventsql_orchestration.model import (
     Publication,
     Topic,
 )
-from eventsql_orchestration.platform import EventSQL
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.platform import EventSQL
 
 __all__ = [
     "NOT_PARTITIONED",
@@ -26,3 +30,13 @@ __all__ = [
     "Publication",
     "Topic",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Each of Spark's Python workers imports this package. SQLAlchemy and Alembic, which only the platform needs, would
+    # make that six times as long.
+    if name == "EventSQL":
+        from eventsql_orchestration.platform import EventSQL  # noqa: PLC0415 - on first use
+
+        return EventSQL
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -127,6 +127,7 @@ class Claims:
             row = connection.execute(
                 self._queries("waiting" if partition == NOT_PARTITIONED else "waiting_partition", topic=topic),
                 {"partition": partition, "after": locked.offset, "limit": max_events},
+                prepare=False,
             ).fetchone()
             assert row is not None, "an aggregate gives one row"
             events, upto, waited = row
@@ -306,7 +307,7 @@ class Claims:
         rest = claim.remaining
         row = connection.cursor(row_factory=tuple_row).execute(
             self._queries("extent" if rest.partition == NOT_PARTITIONED else "extent_partition", topic=rest.topic),
-            {"partition": rest.partition, "after": rest.after, "upto": rest.upto},
+            {"partition": rest.partition, "after": rest.after, "upto": rest.upto}, prepare=False,
         ).fetchone()  # fmt: skip
         assert row is not None, "an aggregate gives one row"
         events, first = row

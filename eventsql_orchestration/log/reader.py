@@ -36,6 +36,7 @@ def fetch(
             "limit": limit,
         },
         binary=True,
+        prepare=False,
     )
     return [Event(topic, *row) for row in cursor]
 
@@ -100,5 +101,7 @@ class Reader:
         wanted = self._partition(topic, partition)
         query = name if wanted == NOT_PARTITIONED else f"{name}_partition"
         with self._database.connection() as connection:
-            row = connection.execute(self._queries(query, topic=topic), {"partition": wanted, **values}).fetchone()
+            row = connection.execute(
+                self._queries(query, topic=topic), {"partition": wanted, **values}, prepare=False
+            ).fetchone()
             return None if row is None else row[0]

@@ -290,7 +290,11 @@ def _topic(connection: Connection, name: str) -> Topic | None:
 
 
 def _create_log(connection: Connection, topic: Topic) -> None:
-    tables.event_log(topic.name, partitioned=topic.partitioned).create(connection, checkfirst=True)
+    log = tables.event_log(topic.name, partitioned=topic.partitioned)
+    log.create(connection, checkfirst=True)
+    for index in log.indexes:
+        # A table of EventSQL's Java library has none. While it is built, transfers of the topic wait.
+        index.create(connection, checkfirst=True)
 
 
 def _end(connection: Connection, topic: Topic) -> int:

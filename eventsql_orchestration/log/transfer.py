@@ -243,13 +243,16 @@ class Transfer:
             batch = connection.execute(
                 self._queries("batch_end"),
                 {"topic": topic, "low_water": low_water, "newest": newest, "limit": self._batch},
+                prepare=False,
             ).fetchone()
             assert batch is not None, "an aggregate gives one row"
             upto, found = batch
             moved = 0
             if found:
                 moved = connection.execute(
-                    self._queries("move", topic=topic), {"topic": topic, "low_water": low_water, "upto": upto}
+                    self._queries("move", topic=topic),
+                    {"topic": topic, "low_water": low_water, "upto": upto},
+                    prepare=False,
                 ).rowcount
         self._low_water.moved(topic, upto if found == self._batch else newest)
         return moved

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import psycopg
+
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, EventSQLError, TopicNotFoundError
 from eventsql_orchestration.platform import EventSQL
@@ -112,6 +114,6 @@ class Publications:
         try:
             with self._platform.database.connection() as connection:
                 connection.execute(self._queries("delete_orphans"), {"hours": ORPHANED_AFTER_HOURS})
-        except EventSQLError as error:
-            # The events are published; the next publication sweeps again.
+        except (EventSQLError, psycopg.Error) as error:
+            # The events are published, and Spark must not hear otherwise; the next publication sweeps again.
             logger.warning("staged events of dead attempts are left for the next publication: %s", error)

@@ -204,11 +204,16 @@ def test_topics_consumers_and_events_are_what_they_were(adopted: EventSQL) -> No
     assert adopted.reader.count("account_created", partition=1) == len(range(1, _EVENTS + 1, 3))
 
 
-def test_registering_what_is_there_changes_nothing(java: Connection, adopted: EventSQL) -> None:
+def test_registering_what_is_there_adds_an_index_for_partitions_and_changes_nothing_else(
+    java: Connection, adopted: EventSQL
+) -> None:
     before = files_of(java)
-    adopted.registry.register_topic(Topic("account_created", 3))
-    adopted.registry.register_consumer(Consumer("account_created", "mailer"))
-    assert files_of(java) == before
+    for _ in range(2):
+        adopted.registry.register_topic(Topic("account_created", 3))
+        adopted.registry.register_consumer(Consumer("account_created", "mailer"))
+    after = files_of(java)
+    assert set(after) - set(before) == {"ix_account_created_event_eql_partition"}
+    assert before.items() <= after.items()
     assert adopted.registry.consumer("account_created", "mailer")[0].last_event_id == _OFFSET
     with pytest.raises(RedefinitionError):
         adopted.registry.register_topic(Topic("account_created", 4))

@@ -61,6 +61,7 @@ FROM (
 ) batch;
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
+-- Planned for its values each time: for any topic and range, PostgreSQL would rather go by the id through all topics.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
     WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s AND eql_id <= %(upto)s
@@ -80,6 +81,8 @@ ORDER BY eql_id
 LIMIT %(limit)s;
 
 -- read_partition -- Events of a range of offsets in one partition, in order.
+-- This and what follows is planned for its values each time: for a partition of any size, PostgreSQL would step over the
+-- events of all others, which takes for ever where the partition is one that gets none.
 SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
 FROM {schema}.{event_table}
 WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
