@@ -133,3 +133,25 @@ class ConcurrentAppendError(EventSQLError):
 
 class MessageNotFoundError(EventSQLError):
     """The queue holds no such message under this receipt: it was acknowledged, or its visibility timeout ended."""
+
+
+# Files of events
+
+
+class InputError(EventSQLError):
+    """A file or stream of events cannot be read, or a line in it is no event."""
+
+
+# Dagster on this machine
+
+
+class LocalDagsterError(EventSQLError):
+    """Dagster did not start, could not load the code location, or ended."""
+
+
+class RunFailedError(EventSQLError):
+    """A Dagster run failed."""
+
+
+class RoundError(EventSQLError):
+    """A round ended with events that are missing, repeated or left over."""

@@ -104,9 +104,8 @@ def dev(context: CliContext, *, once: bool, orders: int, port: int, timeout: flo
                     progress.stop()
                     _serve(console, dagster, instance, platform, orders=orders)
                     return
-    output = Console()
     # A table that is cut to 80 columns is no report; a terminal shows it as wide as it is.
-    output.print(_summary(rounds), width=None if output.is_terminal else SUMMARY_WIDTH)
+    Console(width=None if sys.stdout.isatty() else SUMMARY_WIDTH).print(_summary(rounds))
     faults = [f"topic {entry.topic}: {fault}" for entry in rounds for fault in entry.faults]
     if faults:
         raise RoundError("; ".join(faults))

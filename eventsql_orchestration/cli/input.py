@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Protocol, cast
 
-from eventsql_orchestration.errors import EventSQLError, MissingExtraError, ValidationError
+from eventsql_orchestration.errors import InputError, MissingExtraError, ValidationError
 from eventsql_orchestration.rules import MAX_VALUE_BYTES
 
 _CHUNK_BYTES: Final = 256 * 1024
@@ -37,10 +37,6 @@ _UNREADABLE: Final = (OSError, EOFError, zlib.error)
 """What reading raises for a bad disk and for a bad or cut off gzip file."""
 
 Unit = Literal["line", "row"]
-
-
-class InputError(EventSQLError):
-    """A file cannot be read, or holds what is not an event."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.input import (
     PAUSE,
     BadRecord,
-    InputError,
     Pause,
     Record,
     Source,
@@ -25,7 +24,7 @@ from eventsql_orchestration.cli.input import (
 )
 from eventsql_orchestration.cli.output import counted, say, stderr_is_terminal, write_json
 from eventsql_orchestration.cli.parameters import topic_argument
-from eventsql_orchestration.errors import EventSQLError, InvalidPublicationError
+from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.model import Publication, check_partition
 

@@ -19,13 +19,20 @@ from typing import Any, Final
 import dagster as dg
 import requests
 from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError
+from gql.transport.requests import RequestsHTTPTransport
 
 from eventsql_orchestration.dagster.tags import FINISHED
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
 
 logger = logging.getLogger(__name__)
 
 HOST: Final = "127.0.0.1"
+
+_DIRECT: Final = {"no_proxy": HOST}
+"""For requests: the proxy that an environment names does not reach this machine's loopback."""
+
+_OWNER_LOCK: Final = "dev.lock"
+_PROCESSES_LOCK: Final = "processes.lock"
 
 UNDER_WAY: Final = dg.RunsFilter(statuses=[status for status in dg.DagsterRunStatus if status not in FINISHED])
 
@@ -37,14 +44,6 @@ _LOCATIONS = """
 """
 
 
-class DagsterStartError(EventSQLError):
-    """Dagster did not start, or could not load the code location."""
-
-
-class RunFailedError(EventSQLError):
-    """A Dagster run failed."""
-
-
 def free_port(preferred: int) -> int:
     """`preferred` if nobody listens there, else one that the system chooses."""
     for port in (preferred, 0):
@@ -53,16 +52,68 @@ def free_port(preferred: int) -> int:
             with contextlib.suppress(OSError):
                 probe.bind((HOST, port))
                 return int(probe.getsockname()[1])
-    raise DagsterStartError("no TCP port is free on 127.0.0.1")
+    raise LocalDagsterError("no TCP port is free on 127.0.0.1")
+
+
+@contextlib.contextmanager
+def only_one(instance_home: Path) -> Iterator[None]:
+    """Keep every other `eventsql dev` off an instance meanwhile; what a killed one left running is ended first.
+
+    Raises `LocalDagsterError` where another one runs.
+    """
+    instance_home.mkdir(parents=True, exist_ok=True)
+    with _lock_file(instance_home / _OWNER_LOCK) as lock:
+        if not _locked(lock):
+            raise LocalDagsterError(f"another `eventsql dev` runs on {instance_home}: end it first")
+        _end_orphans(instance_home / _PROCESSES_LOCK)
+        yield
+
+
+@contextlib.contextmanager
+def _lock_file(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _end_orphans(path: Path, *, timeout: float = 10.0) -> None:
+    """Kill the processes of an owner that was killed itself, and could not end them."""
+    with _lock_file(path) as lock:
+        if _locked(lock):
+            return
+        # `dagster dev` inherited the lock, so it lives, and its number is that of no other process by now.
+        group = os.read(lock, 32)
+        if group:
+            _kill_group(int(group))
+        deadline = time.monotonic() + timeout
+        while not _locked(lock):
+            if time.monotonic() >= deadline:
+                raise LocalDagsterError(
+                    f"processes of an earlier `eventsql dev` still run (group {group.decode() or 'unknown'}): end them"
+                )
+            time.sleep(0.05)
+
+
+def _kill_group(group: int) -> None:
+    # macOS refuses where all that is left of the group has ended.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 class LocalDagster:
     """`dagster dev` on one file of definitions, listening on loopback only.
 
-    `instance_home` is a directory with a dagster.yaml; `environment` is added to the environment of the processes. The
-    context starts them and waits until the location is loaded; leaving it ends its unfinished runs and the processes.
-
-    Raises `DagsterStartError`.
+    `instance_home` is a directory with a dagster.yaml, held by `only_one`; `environment` is added to the environment of
+    the processes. Leaving the context ends the unfinished runs and the processes.
     """
 
     def __init__(
@@ -74,7 +125,6 @@ class LocalDagster:
         self.log = self.instance_home / "dagster.log"
         self._environment = {**os.environ, **(environment or {}), "DAGSTER_HOME": str(self.instance_home)}
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock: int | None = None
 
     @property
     def url(self) -> str:
@@ -84,9 +134,8 @@ class LocalDagster:
     def start(self, *, timeout: float = 120.0, on_wait: Callable[[str], None] = lambda _: None) -> None:
         """Start the processes and wait at most `timeout` seconds until the location is loaded.
 
-        `on_wait` is told what is being waited for.
+        `on_wait` is told what is being waited for. Raises `LocalDagsterError`.
         """
-        self._lock = self._lock_instance()
         self._give_up_leftovers()
         # fmt: off
         command = [
@@ -95,7 +144,9 @@ class LocalDagster:
             "--log-level", "warning", "--log-format", "rich",
         ]
         # fmt: on
-        with self.log.open("wb") as log:
+        with self.log.open("wb") as log, _lock_file(self.instance_home / _PROCESSES_LOCK) as lock:
+            if not _locked(lock):
+                raise LocalDagsterError(f"Dagster runs on {self.instance_home} already")
             # A session of its own: a Ctrl-C of the terminal reaches this process alone, which then ends the others.
             self._process = subprocess.Popen(
                 command,
@@ -105,27 +156,25 @@ class LocalDagster:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=(lock,),
             )
+            os.ftruncate(lock, 0)
+            os.write(lock, str(self._process.pid).encode())
         deadline = time.monotonic() + timeout
         while True:
             waiting_for = self._not_ready()
             if waiting_for is None:
                 return
-            if self._process.poll() is not None:
-                raise DagsterStartError(f"Dagster ended while it started: {self._last_words()}; see {self.log}")
+            self.require_running()
             if time.monotonic() > deadline:
-                raise DagsterStartError(f"Dagster did not start in {timeout:.0f} s ({waiting_for}); see {self.log}")
+                raise LocalDagsterError(f"Dagster did not start in {timeout:.0f} s ({waiting_for}); see {self.log}")
             on_wait(waiting_for)
             time.sleep(0.25)
 
-    def _lock_instance(self) -> int:
-        lock = os.open(self.instance_home / "dev.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise DagsterStartError(f"another `eventsql dev` runs on {self.instance_home}: end it first") from None
-        return lock
+    def require_running(self) -> None:
+        """Raises `LocalDagsterError` when the processes have ended by themselves."""
+        if self._process is None or self._process.poll() is not None:
+            raise LocalDagsterError(f"Dagster does not run any more: {self._last_words()}; see {self.log}")
 
     def _give_up_leftovers(self) -> None:
         """End runs whose processes went down with an earlier start of this instance; nobody else would."""
@@ -134,9 +183,9 @@ class LocalDagster:
                 instance.report_run_canceled(run, message="Its processes ended with an earlier `eventsql dev`.")
 
     def _not_ready(self) -> str | None:
-        """What is still missing for the start, or None. Raises `DagsterStartError` when the location cannot load."""
+        """What is still missing for the start, or None. Raises `LocalDagsterError` when the location cannot load."""
         try:
-            answer = requests.post(f"{self.url}/graphql", json={"query": _LOCATIONS}, timeout=10)
+            answer = requests.post(f"{self.url}/graphql", json={"query": _LOCATIONS}, timeout=10, proxies=_DIRECT)
             answer.raise_for_status()
             workspace = answer.json()["data"]["workspaceOrError"]
         except (requests.RequestException, ValueError, KeyError):
@@ -148,7 +197,7 @@ class LocalDagster:
             message = (entry["locationOrLoadError"] or {}).get("message")
             if message:
                 lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
-                raise DagsterStartError(f"{self.definitions.name} cannot be loaded: {lines[-1]}; see {self.log}")
+                raise LocalDagsterError(f"{self.definitions.name} cannot be loaded: {lines[-1]}; see {self.log}")
         return None
 
     def _last_words(self) -> str:
@@ -164,20 +213,26 @@ class LocalDagster:
         with dg.DagsterInstance.from_config(str(self.instance_home)) as instance:
             yield instance
 
+    def _client(self) -> DagsterGraphQLClient:
+        transport = RequestsHTTPTransport(f"{self.url}/graphql", timeout=60, proxies=_DIRECT)
+        return DagsterGraphQLClient(HOST, port_number=self.port, transport=transport)
+
     def launch(
         self, job: str, *, run_config: Mapping[str, Any] | None = None, tags: Mapping[str, str] | None = None
     ) -> str:
         """Launch a run of `job`; gives its id. Raises `RunFailedError` when Dagster refuses it."""
         try:
-            client = DagsterGraphQLClient(HOST, port_number=self.port)
-            return client.submit_job_execution(job, run_config=dict(run_config or {}), tags=dict(tags or {}))
+            return self._client().submit_job_execution(job, run_config=dict(run_config or {}), tags=dict(tags or {}))
         except DagsterGraphQLClientError as error:
             raise RunFailedError(f"job {job!r} could not be launched: {' '.join(str(error).split())[:500]}") from error
 
     def wait(
         self, instance: dg.DagsterInstance, run_id: str, *, timeout: float, on_wait: Callable[[], None] = lambda: None
     ) -> dg.DagsterRun:
-        """Wait until a run has succeeded. Raises `RunFailedError` when it does not within `timeout` seconds."""
+        """Wait until a run has succeeded.
+
+        Raises `RunFailedError` when it does not within `timeout` seconds, `LocalDagsterError` when Dagster ends.
+        """
         deadline = time.monotonic() + timeout
         while True:
             run = instance.get_run_by_id(run_id)
@@ -187,9 +242,11 @@ class LocalDagster:
                 return run
             where = f"{self.url}/runs/{run_id}"
             if run.status in FINISHED:
-                raise RunFailedError(f"the run of job {run.job_name!r} ended as {run.status.value}: see {where}")
+                why = failure_of(instance, run_id) or f"see {where}"
+                raise RunFailedError(f"the run of job {run.job_name!r} ended as {run.status.value}: {why}")
             if time.monotonic() > deadline:
                 raise RunFailedError(f"the run of job {run.job_name!r} took more than {timeout:.0f} s: see {where}")
+            self.require_running()
             on_wait()
             time.sleep(0.25)
 
@@ -198,25 +255,23 @@ class LocalDagster:
         if self._process is not None:
             self._stop(self._process, timeout)
             self._process = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def _stop(self, process: subprocess.Popen[bytes], timeout: float) -> None:
-        if process.poll() is None:
-            self._end_runs(timeout=timeout / 2)
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout)
-        with contextlib.suppress(ProcessLookupError):
-            # What is left of the session: children that outlived their parent.
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            if process.poll() is None:
+                self._end_runs(timeout=timeout / 2)
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout)
+        finally:
+            # What is left of the session: children that outlived their parent, or all, after a second Ctrl-C.
+            _kill_group(process.pid)
+            process.wait()
 
     def _end_runs(self, *, timeout: float) -> None:
         try:
             with self.instance() as instance:
-                client = DagsterGraphQLClient(HOST, port_number=self.port)
+                client = self._client()
                 for run_id in [run.run_id for run in instance.get_runs(UNDER_WAY)]:
                     with contextlib.suppress(DagsterGraphQLClientError):
                         client.terminate_run(run_id)
@@ -233,3 +288,12 @@ class LocalDagster:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def failure_of(instance: dg.DagsterInstance, run_id: str) -> str | None:
+    """What a failed run's first failed step says, in one line; None where none failed."""
+    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.STEP_FAILURE):
+        if entry.dagster_event is not None and (error := entry.dagster_event.step_failure_data.error) is not None:
+            cause = error.cause or error
+            return " ".join(cause.message.split())[:500]
+    return None

@@ -13,24 +13,37 @@ from eventsql_orchestration.dagster.tags import SPARK_TAG
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.database import parse_dsn
 
-STORAGE_SCHEMA: Final = "dagster"
+STORAGE_SCHEMA: Final = "dagster_dev"
+"""Not `dagster`, where a deployment has its tables: two daemons on one storage end each other's runs."""
+
+STORAGE_VARIABLE: Final = "DAGSTER_PG_URL"
+"""The environment variable that names the storage. Dagster repeats dagster.yaml in the command lines of its processes,
+which every user of the machine can read, so no password may stand there."""
+
 CONFIG_FILE: Final = "dagster.yaml"
 
 
-def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = None) -> Path:
-    """Write `<home>/dagster/dagster.yaml`, and create its storage in schema `dagster` of a database.
+def instance_directory(home: Path) -> Path:
+    """Where the instance of a home lives: what DAGSTER_HOME says."""
+    return (home / "dagster").resolve()
 
-    Gives the directory, for DAGSTER_HOME. The file holds the database's password and only its owner may read it; it is
-    written anew at each call. `max_concurrent_runs` is three for each core by default.
+
+def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = None) -> Path:
+    """Write `<home>/dagster/dagster.yaml`, and create its storage in schema `dagster_dev` of a database.
+
+    Gives the directory, for DAGSTER_HOME. The file names the storage by the environment variable DAGSTER_PG_URL, which
+    is set for this process and its children. It is written anew at each call. `max_concurrent_runs` is three for each
+    core by default.
 
     Raises `DatabaseUnavailableError`, `ConfigurationError` for a `dsn` that is no PostgreSQL URL.
     """
-    directory = (home / "dagster").resolve()
+    directory = instance_directory(home)
     directory.mkdir(parents=True, exist_ok=True)
+    os.environ[STORAGE_VARIABLE] = storage_url(dsn)
     config = yaml.safe_dump(
-        instance_config(dsn, max_concurrent_runs=max_concurrent_runs or 3 * (os.cpu_count() or 2)), sort_keys=False
+        instance_config(max_concurrent_runs=max_concurrent_runs or 3 * (os.cpu_count() or 2)), sort_keys=False
     )
-    _write_private(directory / CONFIG_FILE, "# Written by eventsql: changes are lost.\n" + config)
+    _write(directory / CONFIG_FILE, "# Written by eventsql: changes are lost.\n" + config)
     with Database(dsn) as database, database.errors(), database.engine.connect() as connection:
         connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {STORAGE_SCHEMA}")
     # Several of Dagster's processes that create its tables at once get in one another's way.
@@ -39,10 +52,10 @@ def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = No
     return directory
 
 
-def instance_config(dsn: str, *, max_concurrent_runs: int = 6) -> dict[str, Any]:
-    """What `dagster.yaml` says, for a deployment's own file as well."""
+def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
+    """What `dagster.yaml` says; deploy/dagster.yaml is the same."""
     return {
-        "storage": {"postgres": {"postgres_url": storage_url(dsn)}},
+        "storage": {"postgres": {"postgres_url": {"env": STORAGE_VARIABLE}}},
         "run_coordinator": {
             "module": "dagster.core.run_coordinator",
             "class": "QueuedRunCoordinator",
@@ -85,10 +98,7 @@ def storage_url(dsn: str) -> str:
     return url.update_query_dict({"options": options}).render_as_string(hide_password=False)
 
 
-def _write_private(path: Path, content: str) -> None:
+def _write(path: Path, content: str) -> None:
     draft = path.with_suffix(".tmp")
-    draft.unlink(missing_ok=True)
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(content)
+    draft.write_text(content, encoding="utf-8")
     draft.replace(path)

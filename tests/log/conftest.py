@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import re
-import select
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import IO, TypeAlias
 
 import psycopg
@@ -20,8 +15,9 @@ import pytest
 from psycopg.pq import Trace
 
 from eventsql_orchestration.database import Connection, Database
+from tests.log import worker
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds after which what was waited for is taken not to happen; far more than it takes on a busy machine."""
 
 Sessions: TypeAlias = Callable[[], Connection]
@@ -72,43 +68,42 @@ def until_blocked(dsn: str, until: Until) -> Callable[[], None]:
 
 
 class Worker:
-    """A process of `worker.py`."""
+    """A process of `worker.py`, forked from one that has imported everything already."""
 
     def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("worker.py")), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        )
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["eventsql_orchestration.platform", "tests.log.worker"])
+        self._wire, theirs = context.Pipe()
+        self._process = context.Process(target=worker.play, args=(theirs, *arguments))
+        self._process.start()
+        theirs.close()
 
     def line(self) -> str:
         """The next line that it says."""
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
-        assert ready, "the process says nothing"
-        return self._process.stdout.readline().rstrip("\n")
+        assert self._wire.poll(PATIENCE), "the process says nothing"
+        return str(self._wire.recv())
 
     def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        self._wire.send(line)
 
     def kill(self) -> None:
         """SIGKILL: it has no time for anything."""
-        self._process.send_signal(signal.SIGKILL)
-        self.end()
+        self._process.kill()
+        self._process.join(PATIENCE)
 
-    def end(self) -> int:
+    def end(self) -> int | None:
         """Wait for its end; gives its exit code."""
-        self._process.communicate(timeout=PATIENCE)
-        return self._process.returncode
+        self._process.join(PATIENCE)
+        return self._process.exitcode
 
     @property
     def running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.close()
+        self._wire.close()
 
 
 @pytest.fixture
@@ -121,9 +116,8 @@ def spawn(dsn: str) -> Iterator[Spawn]:
         return started[-1]
 
     yield start
-    for worker in started:
-        if worker.running:
-            worker.kill()
+    for each in started:
+        each.close()
 
 
 class Said:

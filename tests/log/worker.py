@@ -1,29 +1,33 @@
-"""A process of the tests: publishes, transfers or consumes until it is told to end, or is killed.
-
-`python worker.py ROLE DSN …`; see each role's function for what else it takes.
-"""
+"""The processes of the tests: each publishes, transfers or consumes until it is told to end, or is killed."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection as Wire
 
-from eventsql_orchestration import Event, EventSQL, Publication
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.log import consumer as consumer_module
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.transfer import Transfer
+
+
+_wires: list[Wire[str, str]] = []
+"""To the test; one in each process."""
 
 
 def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    _wires[0].send(line)
 
 
 def wait_to_be_told() -> None:
-    sys.stdin.readline()
+    # Not told, it ends with the test.
+    with suppress(EOFError):
+        _wires[0].recv()
 
 
 def record(events: Sequence[Event], connection: Connection, consumer: str) -> None:
@@ -75,8 +79,6 @@ def hold_claim(dsn: str, claim_id: str, batch: str, lease: str) -> None:
 
 def register(dsn: str, partitions: str, topics: str) -> None:
     """Register topics and consumers when told to, at the same time as others."""
-    from eventsql_orchestration import Consumer, Topic
-
     with EventSQL(dsn, transfer=False) as platform:
         say("ready")
         wait_to_be_told()
@@ -96,7 +98,11 @@ def _until_told(work: Callable[[EventSQL], bool], platform: EventSQL) -> None:
         told.set()
 
     threading.Thread(target=listen, daemon=True).start()
-    while not told.is_set():
+    _through_restarts(lambda platform: not told.is_set() and work(platform), platform)
+
+
+def _through_restarts(work: Callable[[EventSQL], bool], platform: EventSQL) -> None:
+    while True:
         try:
             if not work(platform):
                 return
@@ -138,8 +144,6 @@ def publish(dsn: str, publisher: str, events: str, keys: str) -> None:
 
 def transfer(dsn: str, batch: str) -> None:
     """Move events, in small batches, until the input ends."""
-    from eventsql_orchestration.log.transfer import Transfer
-
     stop = threading.Event()
     with EventSQL(dsn, transfer=False) as platform:
         loop = threading.Thread(
@@ -154,7 +158,8 @@ def transfer(dsn: str, batch: str) -> None:
 def consume(dsn: str, consumer: str) -> None:
     """Consume with the threads of `start_batch`, until the input ends."""
     consumer_module.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
-    with EventSQL(dsn, transfer=False) as platform:
+
+    def start(platform: EventSQL) -> bool:
         platform.consumers.start_batch(
             "orders",
             consumer,
@@ -163,6 +168,11 @@ def consume(dsn: str, consumer: str) -> None:
             polling_delay=0.02,
         )
         wait_to_be_told()
+        return False
+
+    with EventSQL(dsn, transfer=False) as platform:
+        # The server may be down while it starts.
+        _through_restarts(start, platform)
 
 
 def consume_claims(dsn: str, consumer: str, owner: str) -> None:
@@ -188,5 +198,8 @@ ROLES: dict[str, Callable[..., None]] = {
     role.__name__: role for role in (hold, hold_claim, register, publish, transfer, consume, consume_claims)
 }
 
-if __name__ == "__main__":
-    ROLES[sys.argv[1]](*sys.argv[2:])
+
+def play(wire: Wire[str, str], role: str, dsn: str, *arguments: str) -> None:
+    """The whole life of a process."""
+    _wires.append(wire)
+    ROLES[role](dsn, *arguments)

@@ -1,0 +1,70 @@
+"""A round's accounting says what is missing, repeated or left over, and nothing of what is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration.dagster.rounds import Counts, account
+from eventsql_orchestration.dagster.tags import TOPIC_TAG
+
+KEY = ("orders", "ledger")
+
+
+def counts(*, logged: int, buffered: int = 0, consumed: int | None = None, lag: int = 0) -> Counts:
+    taken = Counts(logged=Counter(orders=logged), buffered=Counter(orders=buffered))
+    if consumed is not None:
+        taken.consumed[KEY] = consumed
+        taken.lag[KEY] = lag
+    return taken
+
+
+def run(status: dg.DagsterRunStatus = dg.DagsterRunStatus.SUCCESS) -> dg.DagsterRun:
+    return dg.DagsterRun(job_name="consume_ledger", status=status, tags={TOPIC_TAG: "orders"})
+
+
+def test_an_exact_round_has_no_faults() -> None:
+    (entry,) = account(
+        counts(logged=10, buffered=5, consumed=8, lag=7),
+        counts(logged=35, consumed=35),
+        published=Counter(orders=20),
+        runs=[run(), run()],
+    )
+    assert (entry.published, entry.transferred, entry.consumed, entry.consumers) == (20, 25, 27, 1)
+    assert (entry.runs, entry.lag, entry.faults) == (2, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("after", "fault"),
+    [
+        (counts(logged=19, consumed=19), "1 published events are missing"),
+        (counts(logged=21, consumed=21), "1 events are there that no run of this round published"),
+        (counts(logged=18, buffered=2, consumed=18, lag=2), "2 events are left in the buffer"),
+        (counts(logged=20, consumed=21), "consumer ledger had 1 events twice"),
+        (counts(logged=20, consumed=17, lag=3), "consumer ledger has not had 3 events"),
+    ],
+)
+def test_what_is_wrong_is_named(after: Counts, fault: str) -> None:
+    (entry,) = account(counts(logged=0, consumed=0), after, published=Counter(orders=20), runs=[run()])
+    assert fault in entry.faults
+
+
+def test_a_consumer_that_is_new_has_the_whole_topic_before_it() -> None:
+    (entry,) = account(
+        counts(logged=30, buffered=2), counts(logged=36, consumed=36), published=Counter(orders=4), runs=[]
+    )
+    assert entry.faults == ()
+    assert entry.consumed == 36
+
+
+def test_a_run_that_failed_may_have_published_what_it_never_reported() -> None:
+    (entry,) = account(
+        counts(logged=0, consumed=0),
+        counts(logged=20, consumed=20),
+        published=Counter(orders=15),
+        runs=[run(dg.DagsterRunStatus.FAILURE)],
+    )
+    assert entry.faults == ()
+    assert entry.published == 20
