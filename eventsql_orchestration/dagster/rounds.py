@@ -74,8 +74,8 @@ def account(
     """Compare two moments, topic by topic, with what the runs between them say they published.
 
     A fault is an event that was published and is not in the log, one that is in the log and nobody published, one that
-    a consumer has not had, and one that it has had twice. Where a run failed, events that nobody reports are none: a run
-    may die between the commit of what it publishes and its report.
+    a consumer has not had, and one that it has had twice. Where a run failed, events that nobody reports are none: a
+    run may die between the commit of what it publishes and its report.
     """
     runs = list(runs)
     reported = all(run.status is not dg.DagsterRunStatus.FAILURE for run in runs)

@@ -15,7 +15,6 @@ from eventsql_orchestration.log import consumer as consumer_module
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.transfer import Transfer
 
-
 _wires: list[Wire[str, str]] = []
 """To the test; one in each process."""
 
