@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: help setup demo browser test lint format types contracts check docs clean
+.PHONY: help setup demo browser test lint format types contracts check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -22,7 +22,9 @@ $(VENV)/.installed: pyproject.toml uv.lock | uv
 .PHONY: uv
 uv:
 	@if [ "$(UV)" = .uv/bin/uv ] && [ ! -x .uv/bin/uv ]; then \
-		$(PYTHON) -m venv .uv && .uv/bin/pip install --quiet uv; \
+		$(PYTHON) -m venv .uv || { echo "$(PYTHON) cannot make a virtual environment: install its venv module" \
+			"(Debian, Ubuntu: apt-get install python3-venv), or uv."; exit 1; }; \
+		.uv/bin/pip install --quiet uv; \
 	fi
 
 demo: setup ## Run the whole system here: database, Dagster, a ride simulation (ONCE=1: one round, then end)

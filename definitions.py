@@ -41,7 +41,7 @@ defs = dg.Definitions(
     jobs=[
         build_setup_job(topics=TOPICS, consumers=CONSUMERS),
         dg.define_asset_job("simulation", selection=SOURCES),
-        dg.define_asset_job("verification", selection=dg.AssetSelection.checks(*CHECKS)),
+        dg.define_asset_job("verification", selection=dg.AssetSelection.checks(*CHECKS, *LAG_CHECKS)),
         *(consumer.job for consumer in CONSUMERS),
     ],
     sensors=[*consumer_sensors(CONSUMERS), lag_sensor(CONSUMERS)],

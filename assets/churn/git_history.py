@@ -21,15 +21,18 @@ import click
 _COMMIT = "\x01"
 
 
-def file_changes(repository: Path, *, name: str | None = None, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """The changes in the history of `repository`'s current commit; with `limit`, of its newest so many commits.
+def file_changes(
+    repository: Path, *, name: str | None = None, since: str | None = None, limit: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """The changes in the history of `repository`'s current commit, without those in the history of commit `since`.
 
-    `name` is what the changes call the repository, the name of its directory by default. Raises `ValueError` when
-    there is no git repository, or no git.
+    With `limit`, of its newest so many commits. `name` is what the changes call the repository, the name of its
+    directory by default. Raises `ValueError` when there is no git repository, no such commit, or no git.
     """
     command = ["git", "-C", str(repository), "log", "--reverse", "--numstat", "-z", "-M", f"--format={_COMMIT}%H %ct"]
     if limit is not None:
         command.append(f"--max-count={limit}")
+    command.append("HEAD" if since is None else f"{since}..HEAD")
     try:
         log = subprocess.run(command, capture_output=True, check=True)
     except FileNotFoundError:

@@ -1,5 +1,6 @@
 """File changes in, churn per directory and month out: a topic, a Spark asset, a second topic and a table."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from eventsql_orchestration import Event, Publication, Topic
 from eventsql_orchestration.dagster import (
     PUBLISHED_EVENTS,
     PUBLISHED_TOPIC,
-    SPARK_TAG,
     EventSQLResource,
     TopicResource,
     consumer_asset,
@@ -35,6 +35,9 @@ DIRECTORY_CHURN = Topic("directory_churn", partitions=2)
 CHANGE_SCHEMA = "repo string, commit string, committed_at string, path string, added long, deleted long"
 
 
+LAST_COMMIT = "last commit"
+
+
 class HistoryConfig(dg.Config):
     """Which repository's history a round publishes, and how many of its newest commits."""
 
@@ -52,11 +55,8 @@ class HistoryConfig(dg.Config):
 def file_changes(
     context: dg.AssetExecutionContext, config: HistoryConfig, file_changes_topic: TopicResource
 ) -> dg.MaterializeResult[None]:
-    """Publish the newest file changes of a repository's history, in one commit."""
-    try:
-        changes = list(history(Path(config.repository), limit=config.commits))
-    except ValueError as error:
-        raise dg.Failure(f"no file changes were published: {error}") from error
+    """Publish the file changes of the commits that came since the last time, in one commit of the database."""
+    changes = _new_changes(context, config)
     published = file_changes_topic.publish_all(
         (
             Publication(FILE_CHANGES.name, json.dumps(change, ensure_ascii=False).encode(), key=change["path"])
@@ -65,7 +65,30 @@ def file_changes(
         context=context,
     )
     context.log.info("published %d file changes to topic %s", published, FILE_CHANGES.name)
-    return dg.MaterializeResult(metadata={PUBLISHED_TOPIC: FILE_CHANGES.name, PUBLISHED_EVENTS: published})
+    commit = {LAST_COMMIT: changes[-1]["commit"]} if changes else {}
+    return dg.MaterializeResult(metadata={PUBLISHED_TOPIC: FILE_CHANGES.name, PUBLISHED_EVENTS: published, **commit})
+
+
+def _new_changes(context: dg.AssetExecutionContext, config: HistoryConfig) -> list[dict[str, Any]]:
+    repository, since = Path(config.repository), _last_commit(context)
+    try:
+        if since is not None:
+            # A history that was rewritten begins anew.
+            with contextlib.suppress(ValueError):
+                return list(history(repository, since=since, limit=config.commits))
+        return list(history(repository, limit=config.commits))
+    except ValueError as error:
+        context.log.warning("there are no file changes to publish: %s", error)
+        return []
+
+
+def _last_commit(context: dg.AssetExecutionContext) -> str | None:
+    """The commit up to which this asset has published, which its last materialization that published anything names."""
+    for record in context.instance.fetch_materializations(context.asset_key, limit=100).records:
+        materialization = record.asset_materialization
+        if materialization is not None and LAST_COMMIT in materialization.metadata:
+            return str(materialization.metadata[LAST_COMMIT].value)
+    return None
 
 
 @range_asset(
@@ -74,7 +97,6 @@ def file_changes(
     publishes=DIRECTORY_CHURN,
     max_events=100_000,
     max_wait=5.0,
-    tags={SPARK_TAG: "true"},
     group_name="churn",
     description="Changes, lines added and lines deleted per directory and month, as Spark sums up a range of "
     "file_changes.",

@@ -12,7 +12,6 @@ from pyspark.sql import functions as f
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.dagster import (
-    SPARK_TAG,
     EventSQLResource,
     consumer_asset,
     publish_dataframe,
@@ -33,7 +32,6 @@ ORDER_SCHEMA = "order_id string, change string, zone string, price_cents long, a
     publishes=ZONE_FARES,
     max_events=50_000,
     max_wait=5.0,
-    tags={SPARK_TAG: "true"},
     group_name="rides",
     description="Rides and fares per zone and quarter of an hour, as Spark sums up a range of ride_orders.",
 )

@@ -99,8 +99,8 @@ def condition(state: ConsumerState) -> str:
     """What a consumer partition is up to, in a word."""
     if state.paused:
         return "paused"
-    if state.failed_event_id is not None:
-        return "blocked" if state.attempts >= state.max_attempts else "retrying"
+    if state.failing:
+        return "blocked" if state.spent else "retrying"
     expires = state.lease_expires_at
     if state.lease_owner is not None and expires is not None and expires > datetime.now(UTC):
         return "leased"

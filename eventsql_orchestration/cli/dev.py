@@ -17,14 +17,15 @@ import dagster as dg
 from rich.console import Console
 from rich.live import Live
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.dagster.development import UNDER_WAY, LocalDagster, free_port
-from eventsql_orchestration.dagster.instance import write_instance
+from eventsql_orchestration.cli.lag import lag_table
+from eventsql_orchestration.cli.output import counted, say, show_table
+from eventsql_orchestration.dagster.development import UNDER_WAY, LocalDagster, free_port, only_one
+from eventsql_orchestration.dagster.instance import instance_directory, write_instance
 from eventsql_orchestration.dagster.rounds import Counts, TopicRound, account, published_by
-from eventsql_orchestration.dagster.tags import TRANSFER_TAG
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
+from eventsql_orchestration.errors import RoundError
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark.java import ensure_java
 
@@ -36,33 +37,32 @@ SIMULATION_SECONDS = 60.0
 """Between two rounds of the simulation, without `--once`."""
 
 
-SUMMARY_WIDTH = 140
-"""Columns of the summary where standard output is no terminal."""
-
-
-class RoundError(EventSQLError):
-    """A round ended with events that are missing, repeated or left over."""
-
-
 @click.command()
 @click.option("--once", is_flag=True, help="Run one bounded round until every consumer's lag is 0, print a table, end.")
 @click.option(
     "--orders", default=200, show_default=True, type=click.IntRange(1, 100_000), help="Ride orders per round."
 )
-@click.option("--port", default=3000, show_default=True, type=click.IntRange(1, 65535), help="Of the Dagster UI.")
+@click.option(
+    "--port",
+    default=3000,
+    show_default=True,
+    type=click.IntRange(1, 65535),
+    help="Of the Dagster UI; a free one where somebody else listens there.",
+)
 @click.option(
     "--timeout",
     default=600.0,
     show_default=True,
     type=click.FloatRange(min=1.0),
-    help="Seconds that a round may take with --once.",
+    help="Seconds that the round of --once may take, and the setup before it.",
 )
 @click.option(
     "--definitions",
     default="definitions.py",
     show_default=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The code location to run; it has the jobs `setup`, `simulation` and `verification`.",
+    help="The code location to run; it has the jobs `setup`, `simulation` (whose asset topic/ride_orders takes the "
+    "config `orders`) and `verification`.",
 )
 @pass_context
 def dev(context: CliContext, *, once: bool, orders: int, port: int, timeout: float, definitions: Path) -> None:
@@ -77,14 +77,16 @@ def dev(context: CliContext, *, once: bool, orders: int, port: int, timeout: flo
             "with --definitions"
         )
     console = Console(stderr=True)
-    with _termination_as_interrupt(), context.whole_system() as system:
-        java = ensure_java(context.settings.home)
+    home = context.settings.home
+    # Alone before anything else: whoever comes second must not stop the server that the first one works on.
+    with _termination_as_interrupt(), only_one(instance_directory(home)), context.whole_system() as system:
+        java = ensure_java(home)
         console.print(f"Java {java.version} from {java.source}: {java.home}", highlight=False)
         platform = system.platform
         platform.database.ensure_schema()
         dagster = LocalDagster(
             definitions,
-            instance_home=write_instance(context.settings.home, platform.database.dsn),
+            instance_home=write_instance(home, platform.database.dsn),
             port=free_port(port),
             environment={
                 "EVENTSQL_DSN": platform.database.dsn,
@@ -92,37 +94,47 @@ def dev(context: CliContext, *, once: bool, orders: int, port: int, timeout: flo
                 "PYSPARK_PYTHON": sys.executable,
             },
         )
+        # Before the daemon starts: its sensors launch runs for what waits already.
+        started, before = datetime.now(UTC), Counts.take(platform)
         with _progress(console) as progress, dagster:
             starting = progress.add_task("Dagster starts")
             dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
             progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
             with dagster.instance() as instance:
                 _run(dagster, instance, progress, SETUP_JOB, timeout=timeout)
-                if once:
-                    rounds = _round(dagster, instance, platform, progress, orders=orders, timeout=timeout)
-                else:
+                if not once:
                     progress.stop()
                     _serve(console, dagster, instance, platform, orders=orders)
                     return
-    # A table that is cut to 80 columns is no report; a terminal shows it as wide as it is.
-    Console(width=None if sys.stdout.isatty() else SUMMARY_WIDTH).print(_summary(rounds))
-    faults = [f"topic {entry.topic}: {fault}" for entry in rounds for fault in entry.faults]
+                faults = _round(dagster, instance, platform, progress, orders=orders, timeout=timeout)
+                runs = instance.get_runs(dg.RunsFilter(created_after=started))
+                topics = account(before, Counts.take(platform), published=published_by(instance, runs), runs=runs)
+    failed = [run for run in runs if run.status is dg.DagsterRunStatus.FAILURE]
+    if failed:
+        say(f"{counted(len(failed), 'run')} failed and made up for, of job {failed[0].job_name} for example")
+    _show(topics)
+    faults += [f"topic {entry.topic}: {fault}" for entry in topics for fault in entry.faults]
     if faults:
         raise RoundError("; ".join(faults))
 
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends this command as Ctrl-C does: with everything that it started."""
+    """SIGTERM, and the end of the terminal, end this command as Ctrl-C does: with everything that it started."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in previous.items():
+        # What nohup ignores stays ignored.
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _progress(console: Console) -> Progress:
@@ -158,11 +170,9 @@ def _round(
     *,
     orders: int,
     timeout: float,
-) -> list[TopicRound]:
-    """Simulate, wait until all is consumed, verify; gives what happened to each topic."""
-    started = datetime.now(UTC)
+) -> list[str]:
+    """Simulate, wait until all is consumed, verify; gives what the checks found at fault."""
     deadline = time.monotonic() + timeout
-    before = Counts.take(platform)
     _run(dagster, instance, progress, SIMULATION_JOB, run_config=_simulation(orders), timeout=timeout)
     task = progress.add_task("Consuming", total=None)
     settled: Counts | None = None
@@ -174,19 +184,13 @@ def _round(
         if not behind and counts == settled and not _consuming(instance):
             break
         settled = counts if not behind else None
+        dagster.require_running()
         if time.monotonic() > deadline:
             raise RoundError(f"the round is not done after {timeout:.0f} s: {_left(platform)}; see {dagster.log}")
         time.sleep(0.5)
     progress.update(task, description="Consumed", completed=1, total=1)
-    verification = _run(dagster, instance, progress, VERIFICATION_JOB, timeout=timeout)
-    _require_checks(dagster, instance, verification)
-    runs = instance.get_runs(dg.RunsFilter(created_after=started))
-    failed = [run for run in runs if run.status is dg.DagsterRunStatus.FAILURE]
-    if failed:
-        progress.console.print(
-            f"{len(failed)} runs failed and were made up for, of job {failed[0].job_name} for example"
-        )
-    return account(before, Counts.take(platform), published=published_by(instance, runs), runs=runs)
+    left = max(1.0, deadline - time.monotonic())
+    return _failed_checks(instance, _run(dagster, instance, progress, VERIFICATION_JOB, timeout=left))
 
 
 def _consuming(instance: dg.DagsterInstance) -> bool:
@@ -199,21 +203,22 @@ def _left(platform: EventSQL) -> str:
     return "; ".join(f"{lag.topic}/{lag.consumer}[{lag.partition}] lacks {lag.events} ({lag.cause})" for lag in behind)
 
 
-def _require_checks(dagster: LocalDagster, instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
+def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str]:
+    """What a run's asset checks found, for each that did not pass."""
     evaluations = [
         entry.dagster_event.asset_check_evaluation_data
         for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
         if entry.dagster_event is not None
     ]
     if not evaluations:
-        raise RoundError(f"the job {VERIFICATION_JOB!r} evaluated no asset check: see {dagster.url}/runs/{run.run_id}")
+        return [f"the job {VERIFICATION_JOB!r} evaluated no asset check"]
+    failed = []
     for evaluation in evaluations:
         if not evaluation.passed:
-            figures = {name: value.value for name, value in evaluation.metadata.items()}
-            raise RoundError(
-                f"check {evaluation.check_name} did not pass: {json.dumps(figures, default=str)}; "
-                f"see {dagster.url}/runs/{run.run_id}"
-            )
+            figures = json.dumps({name: value.value for name, value in evaluation.metadata.items()}, default=str)
+            asset = evaluation.asset_key.to_user_string()
+            failed.append(f"check {evaluation.check_name} of {asset} did not pass: {figures}")
+    return failed
 
 
 def _serve(
@@ -221,43 +226,37 @@ def _serve(
 ) -> None:
     """Simulate a round every minute and show lag, until the user ends it."""
     console.print(f"The Dagster UI is at {dagster.url} - Ctrl-C ends everything", highlight=False)
-    due = 0.0
-    with Live(_lag_table(platform), console=console, refresh_per_second=2) as live:
+    due, simulating = 0.0, None
+    with Live(lag_table(platform.lag()), console=console, refresh_per_second=2) as live:
         while True:
-            if time.monotonic() >= due:
-                run_id = dagster.launch(SIMULATION_JOB, run_config=_simulation(orders))
+            dagster.require_running()
+            # One at a time: two would place the same orders.
+            if time.monotonic() >= due and (simulating is None or _ended(instance, simulating)):
+                simulating = dagster.launch(SIMULATION_JOB, run_config=_simulation(orders))
                 due = time.monotonic() + SIMULATION_SECONDS
-                run = instance.get_run_by_id(run_id)
-                assert run is not None, "it was launched just now"
-            live.update(_lag_table(platform))
+            live.update(lag_table(platform.lag()))
             time.sleep(1.0)
 
 
-def _lag_table(platform: EventSQL) -> Table:
-    table = Table("topic", "consumer", "partition", title="Consumer lag", title_justify="left")
-    table.add_column("events", justify="right")
-    table.add_column("seconds", justify="right")
-    table.add_column("why")
-    for lag in platform.lag():
-        partition = "all" if lag.partition < 0 else str(lag.partition)
-        table.add_row(lag.topic, lag.consumer, partition, str(lag.events), f"{lag.seconds:.1f}", lag.detail)
-    return table
+def _ended(instance: dg.DagsterInstance, run_id: str) -> bool:
+    run = instance.get_run_by_id(run_id)
+    return run is None or run.status in FINISHED
 
 
-def _summary(rounds: list[TopicRound]) -> Table:
-    table = Table("topic", title="The round", title_justify="left")
-    for column in ("published", "transferred", "consumed", "consumers", "runs", "lag"):
-        table.add_column(column, justify="right")
-    table.add_column("result")
-    for entry in rounds:
-        table.add_row(
-            entry.topic,
-            f"{entry.published:,}",
-            f"{entry.transferred:,}",
-            f"{entry.consumed:,}",
-            str(entry.consumers),
-            str(entry.runs),
-            f"{entry.lag:,}",
-            "; ".join(entry.faults) or "exact",
-        )
-    return table
+def _show(topics: list[TopicRound]) -> None:
+    show_table(
+        ["topic", "published", "transferred", "consumed", "consumers", "runs", "lag", "result"],
+        [
+            (
+                entry.topic,
+                entry.published,
+                entry.transferred,
+                entry.consumed,
+                entry.consumers,
+                entry.runs,
+                entry.lag,
+                "; ".join(entry.faults) or "exact",
+            )
+            for entry in topics
+        ],
+    )

@@ -167,10 +167,10 @@ def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
     partition = "" if state.partition < 0 else f" partition {state.partition}"
     name = f"{state.name} of topic {state.topic}{partition}"
     resume = f"eventsql consumer resume {state.topic} {shlex.quote(state.name)}"
-    if state.failed_event_id is not None:
+    if state.failing:
         failed = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
         dead_letters = state.topic + DEAD_LETTER_SUFFIX
-        if state.attempts >= state.max_attempts and dead_letters not in topics:
+        if state.spent and dead_letters not in topics:
             return Finding(
                 "consumers", Status.PROBLEM, f"{name} is blocked, {failed}",
                 f"eventsql topic create {dead_letters}, or mend the handler and {resume}",

@@ -43,17 +43,17 @@ def lag(context: CliContext, *, topic: str | None, watch: bool, interval: float,
                 _show(platform.lag(topic), as_json=as_json, indent=None)
                 time.sleep(interval)
         else:
-            with Live(_table(platform.lag(topic)), console=Console(), auto_refresh=False) as live:
+            with Live(lag_table(platform.lag(topic)), console=Console(), auto_refresh=False) as live:
                 while True:
                     time.sleep(interval)
-                    live.update(_table(platform.lag(topic)), refresh=True)
+                    live.update(lag_table(platform.lag(topic)), refresh=True)
 
 
 def _show(lags: list[ConsumerLag], *, as_json: bool, indent: int | None = 2) -> None:
     if as_json:
         write_json([_object(each) for each in lags], indent=indent)
     else:
-        show(_table(lags))
+        show(lag_table(lags))
 
 
 def _object(lag: ConsumerLag) -> dict[str, object]:
@@ -71,7 +71,8 @@ def _why(lag: ConsumerLag) -> str | None:
             return f"{lag.cause.value}, {lag.detail}"
 
 
-def _table(lags: list[ConsumerLag]) -> Table:
+def lag_table(lags: list[ConsumerLag]) -> Table:
+    """Lag as people read it: a row for each consumer partition."""
     return table(
         ["topic", "consumer", "partition", "events", "seconds", "offset", "end", "buffered", "why"],
         [

@@ -13,10 +13,10 @@ from sqlalchemy import event
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.dagster.lineage import ExecutionContext, lineage
-from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.lag import ConsumerLag
-from eventsql_orchestration.model import check_partitions, check_topic_name
-from eventsql_orchestration.settings import DEFAULT_SCHEMA, Settings
+from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
+from eventsql_orchestration.settings import DEFAULT_SCHEMA
 from eventsql_orchestration.spark import FORMAT, range_options
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     @classmethod
     def _schema_is_an_identifier(cls, value: str) -> str:
         if not isinstance(value, dg.EnvVar):
-            try:
-                Settings.load(schema=value)
-            except ConfigurationError as error:
-                raise ValueError(str(error)) from None
+            check_schema_name(value)
         return value
 
     @property

@@ -45,8 +45,8 @@ class Publisher:
         With `connection`, of psycopg or SQLAlchemy and on the same database, the event is part of the caller's
         transaction instead, and is published when that commits (an outbox).
 
-        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseUnavailableError`, `DatabaseFullError`; in
-        each case nothing was published.
+        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseUnavailableError`, `DatabaseFullError`, and
+        `RedefinitionError` when the topic does not stop being redefined; in each case nothing was published.
         """
         topic = self._registry.cached_topic(publication.topic)
         row = self._row(publication, topic)

@@ -292,7 +292,7 @@ def _topic(connection: Connection, name: str) -> Topic | None:
 def _create_log(connection: Connection, topic: Topic) -> None:
     log = tables.event_log(topic.name, partitioned=topic.partitioned)
     log.create(connection, checkfirst=True)
-    # A table that EventSQL's Java library made has no index for partitions. While it is built, the topic's transfers wait.
+    # A table of EventSQL's Java library has no index for partitions. While it is built, the topic's transfers wait.
     schema = connection.get_execution_options()["schema_translate_map"][None]
     existing = [index["column_names"] for index in inspect(connection).get_indexes(log.name, schema=schema)]
     for index in log.indexes:

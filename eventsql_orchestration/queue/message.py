@@ -66,8 +66,7 @@ def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(metadata, Mapping):
         raise ValidationError(f"metadata must be a mapping, not {type(metadata).__name__}")
     return {
-        check_text("a metadata name", name): check_text(f"metadata {name!r}", value)
-        for name, value in metadata.items()
+        check_text("a metadata name", name): check_text(f"metadata {name!r}", value) for name, value in metadata.items()
     }
 
 

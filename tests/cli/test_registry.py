@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from click.testing import Result
 
-from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, ConsumerState, EventSQL, Publication, Topic
+from eventsql_orchestration.cli.consumer import condition
 
 Run = Callable[..., Result]
 
@@ -202,3 +204,14 @@ def test_a_consumer_cannot_be_more_partitioned_than_its_topic(run: Run, platform
     assert result.exit_code == 2
     assert "topic 'plain' is not partitioned" in result.stderr
     assert platform.registry.consumers() == []
+
+
+def test_an_event_that_was_passed_meanwhile_neither_blocks_nor_fails_its_partition() -> None:
+    state = ConsumerState(
+        topic="orders", name="mailer", partition=-1, last_event_id=7, consumed_events=7, last_consumption_at=None,
+        paused=False, epoch=0, lease_owner=None, lease_expires_at=None, failed_event_id=8, attempts=5, failure="no",
+        retry_at=None, max_attempts=5,
+    )  # fmt: skip
+    assert condition(state) == "blocked"
+    assert condition(replace(state, attempts=1)) == "retrying"
+    assert condition(replace(state, last_event_id=8)) == "active"

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -19,7 +18,8 @@ import yaml  # type: ignore[import-untyped]  # it comes with dagster, without ty
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import SPARK_TAG, write_instance
-from eventsql_orchestration.dagster.instance import storage_url
+from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE, storage_url
+from eventsql_orchestration.database.database import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from tests.dagster import location
 from tests.dagster.conftest import Workbench, await_
@@ -28,21 +28,24 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def home(tmp_path: Path, dsn: str) -> Path:
+def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
     return write_instance(tmp_path, dsn)
 
 
 def test_an_instance_keeps_its_storage_beside_the_events(home: Path, platform: EventSQL) -> None:
     assert home.name == "dagster"
     with platform.database.connection() as connection:
-        tables = {row[0] for row in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'dagster'")}
+        found = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", (STORAGE_SCHEMA,))
+        tables = {row[0] for row in found}
     assert {"runs", "event_logs", "job_ticks"} <= tables
 
 
-def test_an_instance_is_written_for_its_owner_alone(home: Path, tmp_path: Path, dsn: str) -> None:
+def test_an_instance_can_be_written_again_and_holds_no_password(home: Path, tmp_path: Path, dsn: str) -> None:
     file = home / "dagster.yaml"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     written = file.read_text()
+    # Dagster repeats the file in the command lines of its processes.
+    assert str(parse_dsn(dsn).password) not in written
     assert write_instance(tmp_path, dsn) == home
     assert file.read_text() == written
     config = yaml.safe_load(written)
@@ -55,10 +58,11 @@ def test_the_storage_has_its_own_schema_whatever_options_the_url_has() -> None:
     url = storage_url("postgresql://user:p%40ss@host/events?sslmode=require&options=-cwork_mem%3D64MB")
     assert url.startswith("postgresql+psycopg2://user:p%40ss@host/events?")
     assert "sslmode=require" in url
-    assert "options=-cwork_mem%3D64MB+-csearch_path%3Ddagster" in url
+    assert f"options=-cwork_mem%3D64MB+-csearch_path%3D{STORAGE_SCHEMA}" in url
 
 
-def test_an_instance_on_a_database_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_an_instance_on_a_database_that_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
     with pytest.raises(DatabaseUnavailableError):
         write_instance(tmp_path, "postgresql://nobody@127.0.0.1:1/nowhere")
     with pytest.raises(ConfigurationError):
@@ -152,7 +156,7 @@ def ticks(platform: EventSQL, sensor: str, *, before: float) -> int:
     """How many ticks of a sensor there are from before a time."""
     with platform.database.connection() as connection:
         row = connection.execute(
-            "SELECT count(*) FROM dagster.job_ticks WHERE tick_body::json ->> 'job_name' = %s "
+            f"SELECT count(*) FROM {STORAGE_SCHEMA}.job_ticks WHERE tick_body::json ->> 'job_name' = %s "
             "AND timestamp AT TIME ZONE 'UTC' < to_timestamp(%s)",
             (sensor, before),
         ).fetchone()

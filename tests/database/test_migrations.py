@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 
@@ -17,16 +15,7 @@ from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.database import Database, migrations, tables
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError
-
-_MIGRATE = """
-import sys
-from eventsql_orchestration.database import Database
-database = Database(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-database.ensure_schema()
-print(database.revision())
-"""
+from tests.log.conftest import Worker
 
 
 @pytest.fixture
@@ -62,25 +51,16 @@ def test_a_topic_that_is_partitioned_has_an_index_for_its_partitions(platform: E
 
 
 def test_processes_that_start_at_once_migrate_once(fresh: str) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _MIGRATE, fresh], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(4)
-    ]
+    workers = [Worker("migrate", fresh) for _ in range(4)]
     try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        assert [process.communicate(timeout=60)[0] for process in processes] == [f"{migrations.head()}\n"] * 4
+        assert [worker.line() for worker in workers] == ["ready"] * 4
+        for worker in workers:
+            worker.tell("now")
+        assert [worker.line() for worker in workers] == [migrations.head()] * 4
+        assert [worker.end() for worker in workers] == [0] * 4
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        for worker in workers:
+            worker.close()
 
 
 def test_a_process_that_comes_during_a_migration_waits_for_it(fresh: str) -> None:

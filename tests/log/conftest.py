@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -160,10 +161,9 @@ class Said:
 
 @pytest.fixture
 def said_by() -> Iterator[Callable[[Database | Connection], Said]]:
-    """Listens to what a connection, or the one that a pool hands out to one thread, says from here on.
-
-    Needs a libpq that can trace, as that of Linux.
-    """
+    """Listens to what a connection, or the one that a pool hands out to one thread, says from here on."""
+    if sys.platform != "linux":
+        pytest.skip("psycopg traces connections on Linux alone")
     heard: list[Connection] = []
     with tempfile.TemporaryFile("w+b") as file:
 

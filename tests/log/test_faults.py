@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.log.conftest import Spawn, Until, Worker
 
 SEED = 20250613
-PUBLISHERS = 2
+PUBLISHERS = 3
 EVENTS = 2_000
 KEYS = 7
 PARTITIONS = 4
@@ -107,7 +107,8 @@ def test_nothing_is_lost_repeated_or_reordered_though_processes_are_killed_and_t
         connection.execute("INSERT INTO progress SELECT 'p' || n, 0 FROM generate_series(0, %s) n", (PUBLISHERS - 1,))
     drawn = random.Random(SEED)
     cast = Cast(spawn)
-    faults = [*(drawn.choice(cast.names(kind)) for kind in ("publisher", "transfer", "consumer", "claims")), "server"]
+    kinds = ("publisher", "transfer", "consumer", "claims") * 2
+    faults = [*(drawn.choice(cast.names(kind)) for kind in kinds), "server"]
     drawn.shuffle(faults)
     for at, fault in zip(sorted(drawn.sample(range(TOTAL // 20, TOTAL // 2), len(faults))), faults, strict=True):
         until(partial(both_consumed, platform, at))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection as Wire
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.log import consumer as consumer_module
 from eventsql_orchestration.log.claims import Claim
@@ -74,6 +74,15 @@ def hold_claim(dsn: str, claim_id: str, batch: str, lease: str) -> None:
             platform.claims.process(claim, handle, batch=int(batch), lease=float(lease))
         except ClaimLostError as error:
             say(f"lost: {error}")
+
+
+def migrate(dsn: str) -> None:
+    """Bring the schema up to date when told to, at the same time as others."""
+    with Database(dsn) as database:
+        say("ready")
+        wait_to_be_told()
+        database.ensure_schema()
+        say(str(database.revision()))
 
 
 def register(dsn: str, partitions: str, topics: str) -> None:
@@ -194,7 +203,7 @@ def consume_claims(dsn: str, consumer: str, owner: str) -> None:
 
 
 ROLES: dict[str, Callable[..., None]] = {
-    role.__name__: role for role in (hold, hold_claim, register, publish, transfer, consume, consume_claims)
+    role.__name__: role for role in (hold, hold_claim, migrate, register, publish, transfer, consume, consume_claims)
 }
 
 

@@ -171,6 +171,19 @@ def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_pat
 
 
 @pytest.mark.timeout(300)
+def test_nobody_else_reads_its_password_or_reaches_its_ports(dev: Dev) -> None:
+    server = EmbeddedPostgres(dev.home / "postgres").status()
+    assert server is not None
+    addresses = set()
+    for process in psutil.Process(dev.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert server.password not in " ".join(process.cmdline())
+            addresses |= {each.laddr.ip for each in process.net_connections("inet") if each.status == "LISTEN"}
+    assert "127.0.0.1" in addresses
+    assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@pytest.mark.timeout(300)
 def test_it_ends_with_everything_that_it_started(dev: Dev) -> None:
     children = psutil.Process(dev.process.pid).children(recursive=True)
     assert EmbeddedPostgres(dev.home / "postgres").status() is not None

@@ -1,0 +1,77 @@
+"""`eventsql dev` in its parts: what ends it, and that simulations do not overlap."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import cast
+
+import dagster as dg
+import pytest
+from rich.console import Console
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.cli import dev
+from eventsql_orchestration.dagster.development import LocalDagster
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_service_manager_or_a_closed_terminal_ends_it_as_ctrl_c_does(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), dev._termination_as_interrupt():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with dev._termination_as_interrupt():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@dg.op
+def simulate() -> None: ...
+
+
+@dg.job
+def simulation() -> None:
+    simulate()
+
+
+class Launching:
+    """Launches runs that nothing executes."""
+
+    url = "http://127.0.0.1"
+
+    def __init__(self, instance: dg.DagsterInstance) -> None:
+        self.instance = instance
+        self.launched: list[str] = []
+
+    def require_running(self) -> None: ...
+
+    def launch(self, _job: str, **_: object) -> str:
+        run = self.instance.create_run_for_job(simulation, status=dg.DagsterRunStatus.STARTED)
+        self.launched.append(run.run_id)
+        return run.run_id
+
+
+def test_a_simulation_starts_when_the_one_before_has_ended(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def a_second_passes(_seconds: float) -> None:
+        seen.append(len(dagster.launched))
+        if len(seen) == 3:
+            instance.report_run_canceled(next(iter(instance.get_runs())))
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(dev, "SIMULATION_SECONDS", 0.0)
+    monkeypatch.setattr(time, "sleep", a_second_passes)
+    with dg.DagsterInstance.ephemeral() as instance, pytest.raises(KeyboardInterrupt):
+        dagster = Launching(instance)
+        dev._serve(Console(quiet=True), cast("LocalDagster", dagster), instance, platform, orders=1)
+    assert seen == [1, 1, 1, 2, 2]

@@ -1,0 +1,131 @@
+"""Dagster on this machine: one owner at a time, what a killed one left, ports, proxies, and failures that say why."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration.dagster.development import LocalDagster, failure_of, free_port, only_one
+from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
+
+
+def test_an_instance_has_one_owner_at_a_time(tmp_path: Path) -> None:
+    with only_one(tmp_path), pytest.raises(LocalDagsterError, match="another `eventsql dev` runs"), only_one(tmp_path):
+        pass
+    with only_one(tmp_path):
+        pass
+
+
+def test_the_processes_of_an_owner_that_was_killed_are_ended(tmp_path: Path) -> None:
+    with (tmp_path / "processes.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        orphan = subprocess.Popen(["sleep", "600"], pass_fds=(lock.fileno(),), start_new_session=True)
+        lock.write(str(orphan.pid))
+    with only_one(tmp_path):
+        assert orphan.wait(10) < 0
+
+
+def test_the_pid_that_a_finished_owner_left_behind_is_nobody_to_end(tmp_path: Path) -> None:
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        (tmp_path / "processes.lock").write_text(str(bystander.pid))
+        with only_one(tmp_path):
+            assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_another_port_is_chosen_where_somebody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert free_port(port) != port
+    assert free_port(port) == port
+
+
+class Webserver(BaseHTTPRequestHandler):
+    """Answers as Dagster's does when the location is loaded."""
+
+    def do_POST(self) -> None:
+        entries = [{"name": "x", "loadStatus": "LOADED", "locationOrLoadError": {}}]
+        answer = json.dumps({"data": {"workspaceOrError": {"locationEntries": entries}}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def webserver() -> Iterator[int]:
+    with HTTPServer(("127.0.0.1", 0), Webserver) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def local(home: Path, port: int = 1) -> LocalDagster:
+    return LocalDagster(home / "definitions.py", instance_home=home, port=port)
+
+
+def test_a_proxy_of_the_environment_does_not_come_between(
+    tmp_path: Path, webserver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert local(tmp_path, webserver)._not_ready() is None
+
+
+@dg.op
+def fails() -> None:
+    raise ValueError("no such file")
+
+
+@dg.job
+def failing() -> None:
+    fails()
+
+
+def test_a_run_that_failed_says_why(tmp_path: Path, instance: dg.DagsterInstance) -> None:
+    run = failing.execute_in_process(instance=instance, raise_on_error=False)
+    assert failure_of(instance, run.run_id) == "ValueError: no such file"
+    with pytest.raises(RunFailedError, match="'failing' ended as FAILURE: ValueError: no such file"):
+        local(tmp_path).wait(instance, run.run_id, timeout=5)
+
+
+def test_waiting_for_a_run_ends_with_the_processes_that_would_run_it(
+    tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    run = instance.create_run_for_job(failing, status=dg.DagsterRunStatus.STARTED)
+    with pytest.raises(LocalDagsterError, match="does not run any more"):
+        local(tmp_path).wait(instance, run.run_id, timeout=60)
+
+
+def test_who_comes_second_touches_nothing(tmp_path: Path) -> None:
+    (tmp_path / "definitions.py").touch()
+    command = [str(Path(sys.executable).with_name("eventsql")), "--home", str(tmp_path / "home"), "dev"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENTSQL_")}
+    with only_one(tmp_path / "home" / "dagster"):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "another `eventsql dev` runs" in done.stderr
+    assert not (tmp_path / "home" / "postgres").exists(), "it would have stopped the first one's server"

@@ -1,0 +1,144 @@
+"""The files of deploy/ agree with each other, with the package and with Dagster; no container is started."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import psycopg
+import pytest
+import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
+
+from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, instance_config
+from eventsql_orchestration.database.database import parse_dsn
+
+REPOSITORY = Path(__file__).parents[2]
+DEPLOY = REPOSITORY / "deploy"
+PROGRAMS = Path(sys.executable).parent
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+
+
+COMPOSE = read("compose.yaml")
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = {name: service for name, service in SERVICES.items() if "build" in service}
+
+
+def argument(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def instructions(keyword: str) -> list[list[str]]:
+    """The words of each instruction of a kind in the Dockerfile, those of one `RUN` together."""
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    return [shlex.split(line)[1:] for line in text.splitlines() if line.startswith(f"{keyword} ")]
+
+
+def copied() -> set[str]:
+    return {source for words in instructions("COPY") for source in words[:-1]}
+
+
+@pytest.fixture
+def environment(dsn: str, tmp_path: Path) -> dict[str, str]:
+    """The environment that compose.yaml gives to a process, on the test's server instead of the service `postgres`."""
+    url = parse_dsn(dsn)
+    shutil.copy(DEPLOY / "dagster.yaml", tmp_path)
+    given = {
+        name: value.replace("postgres:5432/eventsql", f"{url.host}:{url.port}/{url.database}")
+        for name, value in OURS["code"]["environment"].items()
+    }
+    assert given["PGPASSWORD"] == "${POSTGRES_PASSWORD:?set a password}"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("EVENTSQL_", "DAGSTER_"))}
+    return {**inherited, **given, "PGPASSWORD": str(url.password), "DAGSTER_HOME": str(tmp_path)}
+
+
+def test_the_instance_is_the_one_that_the_package_writes() -> None:
+    assert read("dagster.yaml") == instance_config()
+
+
+def test_dagster_accepts_the_instance_and_its_storage_has_the_schema_of_its_own(
+    environment: dict[str, str], dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute((DEPLOY / "dagster.sql").read_bytes())
+        for service in ("migrate", "migrate-dagster"):
+            program, *arguments = SERVICES[service]["command"]
+            command = [str(PROGRAMS / program), *arguments]
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+        tables = set(
+            connection.execute("SELECT schemaname, tablename FROM pg_tables WHERE schemaname !~ '^(pg_|information)'")
+        )
+    assert {("eventsql", "event_buffer"), ("dagster", "runs"), ("dagster", "event_logs")} <= tables
+    assert {schema for schema, _ in tables} == {"eventsql", "dagster"}
+    for name in (STORAGE_VARIABLE, "PGPASSWORD"):
+        monkeypatch.setenv(name, environment[name])
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        assert instance.get_runs_count() == 0
+        # Each of these reads its part of the configuration when it is asked for.
+        assert instance.run_coordinator is not None
+        assert instance.run_monitoring_enabled
+        assert not instance.telemetry_enabled
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_service_runs_a_program_of_the_image_with_options_that_it_has(name: str) -> None:
+    program, *arguments = OURS[name]["command"]
+    assert (PROGRAMS / program).exists()
+    given = [word for word in arguments if re.fullmatch("--?[a-z-]+", word)]
+    commands = [word for word in arguments if re.fullmatch("[a-z-]+", word) and not word.startswith("-")]
+    said = subprocess.run(
+        [str(PROGRAMS / program), *commands, "--help"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert all(re.search(rf"(^|[\s,]){re.escape(option)}[\s,]", said) for option in given), said
+
+
+def test_webserver_and_daemon_find_the_code_server() -> None:
+    (entry,) = read("workspace.yaml")["load_from"]
+    server = SERVICES[entry["grpc_server"]["host"]]
+    assert argument(server["command"], "-p") == str(entry["grpc_server"]["port"])
+    assert argument(server["command"], "-h") == "0.0.0.0"
+    assert (REPOSITORY / argument(server["command"], "-f")).exists()
+    image_copy = {words[-1]: words[:-1] for words in instructions("COPY")}
+    for name in ("daemon", "webserver"):
+        workspace = Path(argument(SERVICES[name]["command"], "-w"))
+        assert f"deploy/{workspace.name}" in image_copy[f"{workspace.parent}/"]
+
+
+def test_the_host_publishes_the_ui_alone_and_on_loopback() -> None:
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    port = argument(SERVICES["webserver"]["command"], "-p")
+    assert published == {"webserver": [f"127.0.0.1:3000:{port}"]}
+
+
+def test_what_a_service_waits_for_and_mounts_is_there() -> None:
+    for service in SERVICES.values():
+        assert set(service.get("depends_on", ())) <= SERVICES.keys()
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert (DEPLOY / source).is_file() if source.startswith(".") else source in COMPOSE["volumes"]
+    for service in OURS.values():
+        assert (REPOSITORY / service["build"]["dockerfile"]).is_file()
+        assert (DEPLOY / service["build"]["context"]).resolve() == REPOSITORY
+
+
+def test_the_image_is_made_of_what_the_repository_has_and_the_build_needs() -> None:
+    assert all((REPOSITORY / source).exists() for source in copied())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    needed = {"pyproject.toml", "uv.lock", project["project"]["readme"], *project["project"]["license-files"], *wheel}
+    assert needed <= copied()
+    (sync,) = [words for words in instructions("RUN") if words[:2] == ["uv", "sync"]]
+    assert argument(sync, "--extra") in project["project"]["optional-dependencies"]
