@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 
 TEMPLATE = "eventsql_template"
+
+
+def pytest_configure() -> None:
+    """Heed SIGINT, so that the programs under test do: started in the background of a script, both would ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -185,13 +185,15 @@ def _show_log(ctx: click.Context, *, debug: bool) -> None:
     logger.addHandler(messages)
     logger.setLevel(messages.level)
     # What it fails at is raised as well; the rest, such as the query that Ctrl-C cut off, is of no use to a user.
-    driver, unseen = logging.getLogger("sqlalchemy"), logging.NullHandler()
+    drivers, unseen = [logging.getLogger(name) for name in ("sqlalchemy", "psycopg")], logging.NullHandler()
     if not debug:
-        driver.addHandler(unseen)
+        for driver in drivers:
+            driver.addHandler(unseen)
 
     def restore() -> None:
         logger.removeHandler(messages)
-        driver.removeHandler(unseen)
+        for driver in drivers:
+            driver.removeHandler(unseen)
         logger.setLevel(before)
 
     ctx.call_on_close(restore)

@@ -109,6 +109,19 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """Let children heed SIGINT, which those of a process that a shell started in the background ignore as it does."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class LocalDagster:
     """`dagster dev` on one file of definitions, listening on loopback only.
 
@@ -148,16 +161,17 @@ class LocalDagster:
             if not _locked(lock):
                 raise LocalDagsterError(f"Dagster runs on {self.instance_home} already")
             # A session of its own: a Ctrl-C of the terminal reaches this process alone, which then ends the others.
-            self._process = subprocess.Popen(
-                command,
-                cwd=self.definitions.parent,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(lock,),
-            )
+            with _heeding_interrupts():
+                self._process = subprocess.Popen(
+                    command,
+                    cwd=self.definitions.parent,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(lock,),
+                )
             os.ftruncate(lock, 0)
             os.write(lock, str(self._process.pid).encode())
         deadline = time.monotonic() + timeout

@@ -11,6 +11,7 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import (
+    ClaimLostError,
     ConsumerNotFoundError,
     PartitionOutOfRangeError,
     TopicNotFoundError,
@@ -215,6 +216,20 @@ def test_effects_of_an_interrupted_batch_are_rolled_back_and_it_is_handed_over_a
     assert (effects("mailer"), offsets(platform, "payments")) == ([], [0])
     platform.consumers.consume_once("payments", "mailer", write)
     assert effects("mailer") == ids
+
+
+def test_a_batch_whose_offset_moves_under_it_is_rolled_back(
+    platform: EventSQL, effects: Callable[[str], list[int]]
+) -> None:
+    fill(platform, 3, "payments")
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 2 WHERE eql_topic = 'payments'")
+
+    with pytest.raises(ClaimLostError, match="not at offset 0 any more"):
+        platform.consumers.consume_once("payments", "mailer", handle)
+    assert (effects("mailer"), offsets(platform, "payments")) == ([], [0])
 
 
 def test_a_handler_may_publish_in_its_transaction(platform: EventSQL) -> None:
