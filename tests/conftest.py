@@ -9,7 +9,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
+from psycopg import sql
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
@@ -19,9 +21,10 @@ TEMPLATE = "eventsql_template"
 
 
 def pytest_configure() -> None:
-    """Heed SIGINT, so that the programs under test do: started in the background of a script, both would ignore it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Heed what a script's background or nohup ignores, so that the programs under test do."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +35,11 @@ def server() -> Iterator[EmbeddedPostgres]:
     home.chmod(0o755)
     embedded = EmbeddedPostgres(home / "postgres")
     try:
-        embedded.start()
+        with psycopg.connect(embedded.start().dsn, autocommit=True) as connection:
+            # No test outlives its machine, and a killed server has given what it wrote to the kernel.
+            connection.execute("ALTER SYSTEM SET fsync TO off")
+            connection.execute("ALTER SYSTEM SET full_page_writes TO off")
+            connection.execute("SELECT pg_reload_conf()")
         database = Database(embedded.create_database(TEMPLATE))
         database.migrate()
         database.close()
@@ -44,9 +51,19 @@ def server() -> Iterator[EmbeddedPostgres]:
 
 @pytest.fixture
 def dsn(server: EmbeddedPostgres) -> Iterator[str]:
-    """A migrated database of the test's own (copying the template takes about 50 ms)."""
+    """A migrated database of the test's own.
+
+    Copying the template takes 15 ms as files without fsync; 100 ms through the WAL, as is the default.
+    """
+    running = server.start()
     name = f"test_{uuid.uuid4().hex}"
-    yield server.create_database(name, template=TEMPLATE)
+    with psycopg.connect(running.dsn, autocommit=True) as connection:
+        connection.execute(
+            sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(
+                sql.Identifier(name), sql.Identifier(TEMPLATE)
+            )
+        )
+    yield running.dsn_for(name)
     server.drop_database(name)
 
 
