@@ -23,6 +23,7 @@ from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
+from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 
 REPOSITORY = Path(__file__).parents[2]
@@ -127,8 +128,12 @@ def test_the_asset_graph_shows_topics_and_what_consumes_them(
 
 def lags(dev: Dev) -> list[int]:
     """The lags of consumer order_status that were observed, in events."""
-    with dg.DagsterInstance.from_config(str(dev.home / "dagster")) as instance:
-        observed = instance.fetch_observations(dg.AssetKey("order_status"), limit=100).records
+    server = EmbeddedPostgres(dev.home / "postgres").status()
+    assert server is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STORAGE_VARIABLE, storage_url(server.dsn))
+        with dg.DagsterInstance.from_config(str(dev.home / "dagster")) as instance:
+            observed = instance.fetch_observations(dg.AssetKey("order_status"), limit=100).records
     metadata = [record.asset_observation.metadata for record in observed if record.asset_observation]
     return [int(str(entry["lag events"].value)) for entry in metadata]
 
