@@ -40,8 +40,13 @@ defs = dg.Definitions(
     asset_checks=[*CHECKS, *LAG_CHECKS],
     jobs=[
         build_setup_job(topics=TOPICS, consumers=CONSUMERS),
-        dg.define_asset_job("simulation", selection=SOURCES),
-        dg.define_asset_job("verification", selection=dg.AssetSelection.checks(*CHECKS, *LAG_CHECKS)),
+        # In process: each step of its own process would take longer to start than to work.
+        dg.define_asset_job("simulation", selection=SOURCES, executor_def=dg.in_process_executor),
+        dg.define_asset_job(
+            "verification",
+            selection=dg.AssetSelection.checks(*CHECKS, *LAG_CHECKS),
+            executor_def=dg.in_process_executor,
+        ),
         *(consumer.job for consumer in CONSUMERS),
     ],
     sensors=[*consumer_sensors(CONSUMERS), lag_sensor(CONSUMERS)],
