@@ -163,6 +163,20 @@ class Database:
             yield connection
 
     @contextmanager
+    def joined(self, connection: Connection | None) -> Iterator[Connection]:
+        """The caller's `connection`, whose transaction the block joins, or one of `connection()` where there is none.
+
+        Raises as `connection()`.
+        """
+        if connection is None:
+            with self.connection() as pooled:
+                yield pooled
+        else:
+            self.ensure_schema()
+            with self.errors(connection):
+                yield connection
+
+    @contextmanager
     def transaction(self) -> Iterator[Connection]:
         """One pooled connection inside a transaction that commits when the block ends well."""
         with self.connection() as connection, connection.transaction():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import psycopg
@@ -123,16 +123,8 @@ class Publisher:
                 self._registry.forget(name)
             raise _redefined(redefined)
 
-    @contextmanager
-    def _connection(self, given: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
-        if given is None:
-            with self._database.connection() as connection:
-                yield connection
-        else:
-            self._database.ensure_schema()
-            driver = driver_connection(given)
-            with self._database.errors(driver):
-                yield driver
+    def _connection(self, given: Connection | sqlalchemy.Connection | None) -> AbstractContextManager[Connection]:
+        return self._database.joined(None if given is None else driver_connection(given))
 
     @contextmanager
     def _transaction(self, given: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:

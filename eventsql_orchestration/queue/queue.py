@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Final
@@ -67,7 +66,7 @@ class Queue:
             "metadata": json.dumps(check_metadata(metadata)),
             "delay": check_seconds("delay", delay, zero=True),
         }
-        with self._on(connection) as joined, joined.cursor(row_factory=scalar_row) as cursor:
+        with self._database.joined(connection) as joined, joined.cursor(row_factory=scalar_row) as cursor:
             sent: int | None = cursor.execute(self._queries("send"), values).fetchone()
             assert sent is not None, "an insert of one row returns its id"
             return sent
@@ -110,20 +109,10 @@ class Queue:
 
     def _settle(self, statement: str, message: Message, connection: Connection | None) -> None:
         values = {"queue": self.name, "id": message.id, "receipt": message.receipt}
-        with self._on(connection) as joined:
+        with self._database.joined(connection) as joined:
             settled = joined.execute(self._queries(statement), values).rowcount
         if not settled:
             raise MessageNotFoundError(
                 f"queue {self.name!r} does not hold message {message.id} under this receipt any more: it was "
                 "acknowledged or released, or its visibility timeout ended and another receiver took it"
             )
-
-    @contextmanager
-    def _on(self, connection: Connection | None) -> Iterator[Connection]:
-        if connection is None:
-            with self._database.connection() as pooled:
-                yield pooled
-        else:
-            self._database.ensure_schema()
-            with self._database.errors():
-                yield connection

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psycopg.errors import SerializationFailure
@@ -53,7 +52,7 @@ class Store:
             "kinds": [change.kind for change in changes],
             "data": [change.encoded for change in changes],
         }
-        with self._on(connection):
+        with self.database.joined(connection):
             try:
                 appended = connection.execute(self._queries("append"), values).rowcount
             except SerializationFailure:
@@ -80,7 +79,7 @@ class Store:
         """
         values = self._values(aggregate_type, aggregate_id, upto_version)
         values["after_version"] = check_whole("after_version", after_version, least=0)
-        with self._on(connection) as joined, joined.cursor(row_factory=class_row(RecordedChange)) as cursor:
+        with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(RecordedChange)) as cursor:
             return cursor.execute(self._queries("load"), values).fetchall()
 
     def save_snapshot(
@@ -97,7 +96,7 @@ class Store:
             "version": check_whole("version", version, least=1),
             "state": encode(f"the state of {aggregate_type} {aggregate_id!r}", state),
         }
-        with self._on(connection):
+        with self.database.joined(connection):
             saved = connection.execute(self._queries("save_snapshot"), values).rowcount
         if not saved:
             raise ValidationError(
@@ -114,7 +113,7 @@ class Store:
     ) -> Snapshot | None:
         """The newest snapshot, or the newest up to `upto_version`; None where there is none."""
         values = self._values(aggregate_type, aggregate_id, upto_version)
-        with self._on(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:
+        with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:
             return cursor.execute(self._queries("snapshot"), values).fetchone()
 
     def count(self, aggregate_type: str) -> int:
@@ -131,16 +130,6 @@ class Store:
         if upto_version is not None:
             check_whole("upto_version", upto_version, least=0)
         return {"type": aggregate_type, "id": aggregate_id, "upto_version": upto_version}
-
-    @contextmanager
-    def _on(self, connection: Connection | None) -> Iterator[Connection]:
-        if connection is None:
-            with self.database.connection() as pooled:
-                yield pooled
-        else:
-            self.database.ensure_schema()
-            with self.database.errors():
-                yield connection
 
 
 def _check_aggregate(aggregate_type: str, aggregate_id: str) -> None:
