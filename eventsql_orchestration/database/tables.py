@@ -11,6 +11,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     DateTime,
+    Double,
     Identity,
     Index,
     Integer,
@@ -43,6 +44,9 @@ topic = Table(
     Column("eql_name", Text, primary_key=True),
     Column("eql_partitions", SmallInteger, nullable=False),
     _time("eql_created_at", now=True),
+    Column("eql_retention_seconds", Double),
+    Column("eql_retention_bytes", BigInteger),
+    Column("eql_retention_events", BigInteger),
 )
 
 consumer = Table(
@@ -65,6 +69,7 @@ consumer = Table(
     Column("eql_attempts", Integer, nullable=False, server_default=text("0")),
     Column("eql_failure", Text),
     _time("eql_retry_at"),
+    Column("eql_filter", JSON),
 )
 
 consumer_claim = Table(
@@ -113,6 +118,14 @@ event_buffer = Table(
 Index("event_buffer_topic_id", event_buffer.c.eql_topic, event_buffer.c.eql_id)
 
 event_buffer_lock = Table("event_buffer_lock", metadata, Column("eql_topic", Text, primary_key=True))
+
+redriven_dead_letter = Table(
+    "redriven_dead_letter",
+    metadata,
+    Column("eql_topic", Text, primary_key=True),
+    Column("eql_letter_id", BigInteger, primary_key=True, autoincrement=False),
+    _time("eql_redriven_at", now=True),
+)
 
 # What a Spark sink has staged and what it has published: one publication for each (writer, batch).
 spark_publication = Table(

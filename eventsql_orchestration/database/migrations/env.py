@@ -16,5 +16,7 @@ if connection.scalar(text("SELECT to_regnamespace(:schema)"), {"schema": f'"{sch
 # rewrite of its table only where the session's time zone is UTC.
 connection.exec_driver_sql(f'SET LOCAL search_path TO "{schema}"')
 connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
+# A table that is altered keeps everybody waiting who comes after; an open transaction must not make that long.
+connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")
 context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)
 context.run_migrations()
