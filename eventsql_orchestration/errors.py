@@ -101,6 +101,13 @@ class RedefinitionError(RegistryError):
     """A topic or consumer exists with another definition that cannot be changed any more."""
 
 
+# Publishing
+
+
+class PublisherClosedError(EventSQLError):
+    """The publisher is closed and takes no more events: open another."""
+
+
 # Consuming
 
 
@@ -118,6 +125,10 @@ class ConsumptionError(EventSQLError):
 
 class PartitionBlockedError(EventSQLError):
     """A consumer partition stopped at an event that keeps failing and has no dead letter topic to go to."""
+
+
+class PartitionLeasedError(EventSQLError):
+    """A consumer partition is leased by a consumption that is under way: stop it first."""
 
 
 class ClaimLostError(EventSQLError):
@@ -155,3 +166,10 @@ class RunFailedError(EventSQLError):
 
 class RoundError(EventSQLError):
     """A round ended with events that are missing, repeated or left over."""
+
+
+# Benchmarks
+
+
+class BenchmarkError(EventSQLError):
+    """A benchmark could not be run to its end, so it has no figure."""

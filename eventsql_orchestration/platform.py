@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Unpack
 
 from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier
 from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.log.asynchronous import AsyncPublisher
+from eventsql_orchestration.log.buffered import BoundOptions, BufferedPublisher
 from eventsql_orchestration.log.claims import Claims
 from eventsql_orchestration.log.consumer import Consumers
 from eventsql_orchestration.log.dead_letters import DeadLetters
@@ -14,6 +20,8 @@ from eventsql_orchestration.log.lag import ConsumerLag, LagReader
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.reader import Reader
 from eventsql_orchestration.log.registry import Registry
+from eventsql_orchestration.log.retention import Retainer
+from eventsql_orchestration.log.seek import Seeker
 from eventsql_orchestration.log.transfer import Transfer
 from eventsql_orchestration.settings import DEFAULT_SCHEMA
 
@@ -25,23 +33,56 @@ class EventSQL:
 
     `dsn` is its URL. Nothing connects before it is used; the first use brings the tables in `schema` up to date unless
     `migrate` is False. With `transfer`, a thread moves buffered events into their logs from the first publication of
-    this object on. One object serves any number of threads; close it, or use it as a context manager.
+    this object on. With `straight`, batches may be written to their log directly where no other process holds the topic
+    (log/publisher.py). One object serves any number of threads; close it, or use it as a context manager.
     """
 
-    def __init__(self, dsn: str, *, schema: str = DEFAULT_SCHEMA, migrate: bool = True, transfer: bool = True) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        *,
+        schema: str = DEFAULT_SCHEMA,
+        migrate: bool = True,
+        transfer: bool = True,
+        straight: bool = True,
+    ) -> None:
         self.database = Database(dsn, schema=schema, migrate=migrate)
+        self.listener = Listener(self.database)
+        self.notifier = Notifier(self.database)
         self.registry = Registry(self.database)
-        self.publisher = Publisher(self.database, self.registry, on_published=self._wake_transfer if transfer else None)
+        self.publisher = Publisher(
+            self.database,
+            self.registry,
+            straight=straight,
+            on_published=self._wake_transfer if transfer else self._announce_buffered,
+            on_appended=self._announce,
+        )
         self.reader = Reader(self.database, self.registry)
         self.dead_letters = DeadLetters(self.database, self.registry, self.publisher, self.reader)
         self.transfer = Transfer(self.database)
-        self.consumers = Consumers(self.database, self.registry, self.dead_letters)
+        self.retention = Retainer(self.database, self.registry, self.dead_letters)
+        self.consumers = Consumers(self.database, self.registry, self.dead_letters, listener=self.listener)
         self.claims = Claims(self.database, self.dead_letters)
+        self.seeker = Seeker(self.database, self.registry)
         self._lag = LagReader(self.database, self.registry, self.reader)
+        self._buffering: weakref.WeakSet[BufferedPublisher | AsyncPublisher] = weakref.WeakSet()
         self._background: threading.Thread | None = None
         self._background_lock = threading.Lock()
+        self._unsubscribe: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._wake = threading.Event()
+
+    def buffered_publisher(self, **options: Unpack[BoundOptions]) -> BufferedPublisher:
+        """A publisher for threads that commits many events together; `close()` closes it. See `log.buffered.Bounds`."""
+        publisher = BufferedPublisher(self.publisher, self.registry, **options)
+        self._buffering.add(publisher)
+        return publisher
+
+    def async_publisher(self, **options: Unpack[BoundOptions]) -> AsyncPublisher:
+        """The same for asyncio."""
+        publisher = AsyncPublisher(self.publisher, self.registry, **options)
+        self._buffering.add(publisher)
+        return publisher
 
     def lag(self, topic: str | None = None) -> list[ConsumerLag]:
         """The lag of every consumer partition, of one topic or of all. Raises `TopicNotFoundError`."""
@@ -50,6 +91,18 @@ class EventSQL:
     def buffered(self) -> dict[str, int]:
         """How many events of each topic are published and not transferred yet; topics without any are left out."""
         return self._lag.buffered()
+
+    def announce(self, topics: Iterable[str]) -> None:
+        """Notify consumers, wherever they run, that events were moved into the logs of these topics."""
+        for topic in topics:
+            self._announce(topic)
+
+    def _announce(self, topic: str) -> None:
+        self.notifier.notify(LOG, topic)
+
+    def _announce_buffered(self) -> None:
+        # To whichever process transfers.
+        self.notifier.notify(BUFFER, None)
 
     @property
     def _transferring(self) -> bool:
@@ -61,10 +114,11 @@ class EventSQL:
         if not self._transferring:
             with self._background_lock:
                 if not self._transferring:
+                    self._unsubscribe = self.listener.subscribe(BUFFER, None, self._wake.set)
                     self._background = threading.Thread(
                         target=self.transfer.run,
                         args=(self._stop,),
-                        kwargs={"wake": self._wake},
+                        kwargs={"wake": self._wake, "on_moved": self.announce},
                         name="eventsql-transfer",
                         daemon=True,
                     )
@@ -72,23 +126,34 @@ class EventSQL:
 
     def _transfer_the_last(self) -> None:
         try:
-            self.transfer.run_once()
+            self.announce(self.transfer.run_once())
         except EventSQLError as error:
             logger.warning("events are left in the buffer for the next transfer: %s", error)
 
-    def close(self) -> None:
-        """Stop the consumers and the transfer of this object, and close its connections."""
-        self.consumers.close()
+    def close(self, timeout: float = 10.0) -> bool:
+        """Stop the consumers and the transfer of this object, and close its connections.
+
+        The consumers' batches under way may finish within `timeout` seconds; False when some had to be rolled back.
+        Events that wait in buffered publishers have as long to be committed.
+        """
+        ended = self.consumers.close(timeout)
+        for publisher in list(self._buffering):
+            publisher.close(timeout)
         with self._background_lock:
             self._stop.set()
             self._wake.set()
             if self._background is not None:
+                self._unsubscribe()
                 self._background.join()
                 self._background = None
                 self._transfer_the_last()
             self._stop = threading.Event()
+        self.notifier.close()
+        self.listener.close()
         self.transfer.close()
+        self.publisher.close()
         self.database.close()
+        return ended
 
     def __enter__(self) -> EventSQL:
         return self

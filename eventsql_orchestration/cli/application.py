@@ -15,6 +15,7 @@ import click
 import psycopg
 import sqlalchemy
 
+from eventsql_orchestration.cli.bench import bench
 from eventsql_orchestration.cli.consumer import consumer
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.dead_letters import dlt
@@ -24,6 +25,7 @@ from eventsql_orchestration.cli.lag import lag
 from eventsql_orchestration.cli.migrate import migrate
 from eventsql_orchestration.cli.output import OutputClosedError, OutputFailedError, discard_output, redact, say
 from eventsql_orchestration.cli.publish import publish
+from eventsql_orchestration.cli.seek import seek
 from eventsql_orchestration.cli.topic import topic
 from eventsql_orchestration.cli.transfer import transfer
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
@@ -235,5 +237,5 @@ def main(ctx: click.Context, dsn: str | None, schema: str | None, home: Path | N
 
 
 main.add_command(_LoadedWhenCalled("dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine."))
-for _command in (migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, dlt):
+for _command in (migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt, bench):
     main.add_command(_command)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import partition_name, say, show_fields, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
+    NameValue,
+    StartPlace,
     consumer_argument,
     json_option,
     optional_topic_argument,
     topic_argument,
 )
 from eventsql_orchestration.errors import ConsumerNotFoundError
-from eventsql_orchestration.model import Consumer, ConsumerState
+from eventsql_orchestration.log.positions import Start, starting_at
+from eventsql_orchestration.model import Consumer, ConsumerState, EventFilter
 
 
 @click.group()
@@ -35,13 +38,25 @@ def consumer() -> None:
     help="How often an event is tried before it is given up (5).",
 )
 @click.option(
+    "--start",
     "--from",
     "start",
-    type=click.Choice(["earliest", "latest"]),
+    type=StartPlace(),
     default="earliest",
     show_default=True,
-    help="Where a new consumer begins.",
+    metavar="earliest|latest|OFFSET|TIME",
+    help="Where a new consumer begins; TIME with its zone, such as 2026-05-01T12:00:00Z.",
 )
+@click.option("--key", "keys", multiple=True, metavar="K", help="Only events with this key; repeat it for more keys.")
+@click.option("--key-prefix", metavar="P", help="Only events whose key begins so.")
+@click.option(
+    "--metadata",
+    type=NameValue(),
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Only events whose metadata has this; repeat it for what they must have as well.",
+)
+@click.option("--no-filter", is_flag=True, help="Every event, where the consumer had a filter.")
 @pass_context
 def create(
     context: CliContext,
@@ -50,9 +65,20 @@ def create(
     consumer: str,
     partitioned: bool,
     max_attempts: int | None,
-    start: Literal["earliest", "latest"],
+    start: Start,
+    keys: tuple[str, ...],
+    key_prefix: str | None,
+    metadata: tuple[tuple[str, str], ...],
+    no_filter: bool,
 ) -> None:
-    """Create CONSUMER of TOPIC, or find it as it is, its offsets untouched."""
+    """Create CONSUMER of TOPIC, or find it as it is, its offsets untouched.
+
+    Its attempts and its filter change to those that are given; without any it keeps what it has.
+    """
+    conditions = _filter(keys, key_prefix, metadata)
+    if conditions is not None and no_filter:
+        raise click.UsageError("--no-filter contradicts --key, --key-prefix and --metadata")
+    starting_at(start)
     with context.platform() as platform:
         platform.registry.topic(topic)
         try:
@@ -61,10 +87,25 @@ def create(
             before = []
         if max_attempts is None:
             max_attempts = before[0].max_attempts if before else 5
+        if conditions is None and not no_filter and before:
+            conditions = before[0].filter
         platform.registry.register_consumer(
-            Consumer(topic, consumer, partitioned), max_attempts=max_attempts, start=start
+            Consumer(topic, consumer, partitioned), max_attempts=max_attempts, start=start, filter=conditions
         )
-    say(f"consumer {consumer!r} of topic {topic!r} {'exists already' if before else 'created'}")
+    say(f"consumer {consumer!r} of topic {topic!r} {'exists already' if before else 'created'}{_filtered(conditions)}")
+
+
+def _filter(keys: tuple[str, ...], key_prefix: str | None, metadata: tuple[tuple[str, str], ...]) -> EventFilter | None:
+    if not keys and key_prefix is None and not metadata:
+        return None
+    texts = dict(metadata)
+    if len(texts) < len(set(metadata)):
+        raise click.UsageError("no event can match: --metadata names one name with two values")
+    return EventFilter(frozenset(keys) or None, key_prefix, texts)
+
+
+def _filtered(conditions: EventFilter | None) -> str:
+    return "" if conditions is None else f"; only events with {conditions}"
 
 
 @consumer.command("list")
@@ -79,7 +120,7 @@ def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> 
         write_json([_object(state) for state in states])
         return
     show_table(
-        ["topic", "consumer", "partition", "offset", "consumed", "last consumed (UTC)", "state"],
+        ["topic", "consumer", "partition", "offset", "consumed", "last consumed (UTC)", "state", "filter"],
         [
             (
                 state.topic,
@@ -89,6 +130,7 @@ def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> 
                 state.consumed_events,
                 state.last_consumption_at,
                 condition(state),
+                state.filter,
             )
             for state in states
         ],
@@ -101,8 +143,7 @@ def condition(state: ConsumerState) -> str:
         return "paused"
     if state.failing:
         return "blocked" if state.spent else "retrying"
-    expires = state.lease_expires_at
-    if state.lease_owner is not None and expires is not None and expires > datetime.now(UTC):
+    if state.leased(datetime.now(UTC)):
         return "leased"
     return "active"
 
@@ -124,6 +165,7 @@ def _object(state: ConsumerState) -> dict[str, Any]:
         "attempts": state.attempts,
         "failure": state.failure,
         "retry_at": state.retry_at,
+        "filter": None if state.filter is None else state.filter.as_json(),
     }
 
 
@@ -146,6 +188,7 @@ def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -
             "consumer": consumer,
             "partitions": len(states) if partitioned else "not partitioned",
             "attempts at most": states[0].max_attempts,
+            "filter": states[0].filter,
         }
     )
     show_table(

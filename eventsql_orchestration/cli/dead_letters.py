@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -17,106 +19,194 @@ from eventsql_orchestration.cli.output import (
     write,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import json_option, topic_argument
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.cli.parameters import ConsumerName, NameValue, Time, json_option, topic_argument
 from eventsql_orchestration.log import dead_letters
-from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.log.dead_letters import DeadLetter, LetterFilter
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+_OFFSET: Final = click.IntRange(min=1)
+
+_FILTER: Final = (
+    click.option("--consumer", type=ConsumerName(), metavar="NAME", help="Those that this consumer gave up."),
+    click.option("--exception", metavar="TYPE", help="Those of this type of exception, such as ValueError."),
+    click.option("--key", metavar="KEY", help="Those with this key."),
+    click.option(
+        "--metadata", type=NameValue(), multiple=True, metavar="NAME=VALUE", help="Those with this metadata; repeat it."
+    ),
+    click.option("--id", "ids", type=_OFFSET, multiple=True, metavar="OFFSET", help="This one; repeat it."),
+    click.option("--from", "first", type=_OFFSET, metavar="OFFSET", help="Those at this offset and after it."),
+    click.option("--to", "last", type=_OFFSET, metavar="OFFSET", help="Those up to this offset."),
+    click.option("--since", type=Time(), metavar="TIME", help="Those given up at this time or later."),
+    click.option("--until", type=Time(), metavar="TIME", help="Those given up before this time."),
+)
+
+
+def filter_options(command: Command) -> Command:
+    """The options that say which dead letters are meant, as `_letters` takes them."""
+    for option in reversed(_FILTER):
+        command = option(command)
+    return command
+
+
+def _letters(
+    *,
+    metadata: tuple[tuple[str, str], ...],
+    ids: tuple[int, ...],
+    first: int | None,
+    last: int | None,
+    **conditions: Any,
+) -> LetterFilter:
+    return LetterFilter(
+        metadata=dict(metadata), ids=ids or None, after=0 if first is None else first - 1, upto=last, **conditions
+    )
 
 
 @click.group()
 def dlt() -> None:
     """List, show and redrive dead letters.
 
-    TOPIC is the topic that they come from; they lie in TOPIC_dlt.
+    TOPIC is the topic that they come from; they lie in TOPIC_dlt, and OFFSET is their place there.
     """
 
 
 @dlt.command("list")
 @topic_argument
+@filter_options
+@click.option("--redriven/--not-redriven", default=None, help="Those that were redriven, or were not. Without: both.")
 @click.option(
     "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="The oldest N of them."
 )
 @json_option
 @pass_context
-def list_dead_letters(context: CliContext, *, topic: str, limit: int, as_json: bool) -> None:
+def list_dead_letters(
+    context: CliContext, /, *, topic: str, redriven: bool | None, limit: int, as_json: bool, **conditions: Any
+) -> None:
     """List the dead letters of TOPIC."""
+    wanted = _letters(**conditions)
     with context.platform() as platform:
-        platform.registry.topic(topic)
-        letters = platform.dead_letters.list(topic, limit=limit)
-        redriven = _redriven_upto(platform, topic)
+        letters = platform.dead_letters.list(topic, wanted, limit=limit, redriven=redriven)
     if as_json:
-        write_json([_object(letter, redriven) for letter in letters])
+        write_json([_object(letter) for letter in letters])
         return
     show_table(
-        ["offset", "event", "partition", "consumer", "attempts", "exception", "message", "given up (UTC)", "redriven"],
+        [
+            "offset", "event", "partition", "key", "consumer", "attempts", "exception", "message",
+            "given up (UTC)", "redriven (UTC)",
+        ],
         [
             (
                 letter.id,
                 letter.metadata.get(dead_letters.SOURCE_OFFSET),
                 _source_partition(letter),
-                letter.metadata.get(dead_letters.CONSUMER),
+                letter.key,
+                letter.consumer,
                 letter.metadata.get(dead_letters.ATTEMPTS),
                 letter.metadata.get(dead_letters.EXCEPTION),
                 letter.metadata.get(dead_letters.MESSAGE),
                 letter.buffered_at,
-                letter.id <= redriven,
+                letter.redriven_at,
             )
             for letter in letters
         ],
-    )
+    )  # fmt: skip
 
 
-def _source_partition(letter: Event) -> str:
-    partition = letter.metadata.get(dead_letters.SOURCE_PARTITION)
-    return "-" if partition is None else partition_name(int(partition))
+def _source_partition(letter: DeadLetter) -> str:
+    partition = str(letter.metadata.get(dead_letters.SOURCE_PARTITION, "-"))
+    try:
+        return partition_name(int(partition))
+    except ValueError:
+        # A letter that a factory made, or another program.
+        return partition
 
 
-def _redriven_upto(platform: EventSQL, topic: str) -> int:
-    """The offset up to which dead letters were redriven."""
-    states = platform.registry.consumers(topic + DEAD_LETTER_SUFFIX)
-    return max((state.last_event_id for state in states if state.name == dead_letters.REDRIVE_CONSUMER), default=0)
-
-
-def _object(letter: Event, redriven: int) -> dict[str, Any]:
-    return {**event_object(letter), "redriven": letter.id <= redriven}
+def _object(letter: DeadLetter) -> dict[str, Any]:
+    return {
+        **event_object(letter),
+        "origin": letter.origin,
+        "redriven": letter.redriven_at is not None,
+        "redriven_at": letter.redriven_at,
+    }
 
 
 @dlt.command()
 @topic_argument
-@click.argument("offset", type=click.IntRange(min=1))
+@click.argument("offset", type=_OFFSET)
 @json_option
 @pass_context
 def show(context: CliContext, *, topic: str, offset: int, as_json: bool) -> None:
-    """Show the dead letter of TOPIC at OFFSET, as `dlt list` numbers them, with its value."""
+    """Show the dead letter of TOPIC at OFFSET with its value, as hexadecimal digits where it is not UTF-8 text."""
     with context.platform() as platform:
-        platform.registry.topic(topic)
-        source = topic + DEAD_LETTER_SUFFIX
-        found = platform.reader.read(source, after=offset - 1, upto=offset)
-        redriven = _redriven_upto(platform, topic)
-    if not found:
-        raise EventSQLError(
-            f"topic {source!r} has no event at offset {offset}: list them with `eventsql dlt list {topic}`"
-        )
-    letter = _object(found[0], redriven)
+        letter = platform.dead_letters.show(topic, offset)
     if as_json:
-        write_json(letter)
+        write_json(_object(letter))
         return
-    value, metadata = letter.pop("value"), letter.pop("metadata")
-    show_fields({**letter, **metadata})
-    write(f"\n{value}\n")
+    try:
+        value, form = letter.value.decode(), "as text"
+    except UnicodeDecodeError:
+        value, form = letter.value.hex(), "in hexadecimal"
+    show_fields(
+        {
+            "topic": letter.topic,
+            "offset": letter.id,
+            "partition": partition_name(letter.partition),
+            "key": letter.key,
+            "event": letter.origin,
+            "given up (UTC)": letter.buffered_at,
+            "in the log (UTC)": letter.created_at,
+            "redriven (UTC)": letter.redriven_at,
+        }
+    )
+    if letter.metadata:
+        write("\n")
+        show_fields(letter.metadata)
+    write(f"\n{counted(len(letter.value), 'byte')} {form}:\n\n{value}\n")
 
 
 @dlt.command()
 @topic_argument
+@filter_options
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="The oldest N that were not redriven yet.")
+@click.option("--again", is_flag=True, help="Also those that were redriven before.")
+@click.option("--dry-run", is_flag=True, help="Only say how many it would be.")
+@json_option
 @pass_context
-def redrive(context: CliContext, *, topic: str, limit: int | None) -> None:
-    """Publish the dead letters of TOPIC to it again, each once and in order."""
-    with context.platform(transfer=True) as platform:
-        platform.registry.topic(topic)
-        source = platform.registry.topic(topic + DEAD_LETTER_SUFFIX).name
-        # A letter that was given up a moment ago may still wait in the buffer.
-        platform.transfer.run_once([source])
-        redriven = platform.dead_letters.redrive(topic, limit=limit)
+def redrive(
+    context: CliContext,
+    /,
+    *,
+    topic: str,
+    limit: int | None,
+    again: bool,
+    dry_run: bool,
+    as_json: bool,
+    **conditions: Any,
+) -> None:
+    """Publish the dead letters of TOPIC to it again, each once and in order.
+
+    All of them, or those that meet every option that is given. What was redriven before is left out unless --again is
+    given, whichever options it was redriven with.
+    """
+    wanted = _letters(**conditions)
+    with context.platform(transfer=not dry_run) as platform:
+        if (source := platform.dead_letters.topic_of(topic)) is not None:
+            # A letter that was given up a moment ago may still wait in the buffer.
+            platform.transfer.run_once([source])
+        if dry_run:
+            plan = platform.dead_letters.plan_redrive(topic, wanted, limit=limit, again=again)
+            if as_json:
+                write_json(asdict(plan))
+            else:
+                show_fields(
+                    {
+                        "dead letters": plan.letters,
+                        "redriven before": plan.redriven_before,
+                        "would be published again": plan.redrives,
+                    }
+                )
+            return
+        redriven = platform.dead_letters.redrive(topic, wanted, limit=limit, again=again)
+    if as_json:
+        write_json({"redriven": redriven})
     say(f"{counted(redriven, 'dead letter')} of topic {topic!r} published again")

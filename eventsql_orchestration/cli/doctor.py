@@ -16,6 +16,7 @@ from eventsql_orchestration.cli.output import counted, redact, show_table, write
 from eventsql_orchestration.cli.parameters import json_option
 from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.log.dead_letters import refused
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, ConsumerState
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark.java import find_java
@@ -170,6 +171,11 @@ def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
     if state.failing:
         failed = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
         dead_letters = state.topic + DEAD_LETTER_SUFFIX
+        if refused(state):
+            return Finding(
+                "consumers", Status.PROBLEM, f"{name} is blocked, no dead letter is made of it: {failed}",
+                f"mend the handler and {resume}",
+            )  # fmt: skip
         if state.spent and dead_letters not in topics:
             return Finding(
                 "consumers", Status.PROBLEM, f"{name} is blocked, {failed}",

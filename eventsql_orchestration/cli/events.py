@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,7 +12,6 @@ import click
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say, write_events
 from eventsql_orchestration.cli.parameters import (
-    choose_partitions,
     consumer_argument,
     follow_option,
     max_option,
@@ -19,15 +19,17 @@ from eventsql_orchestration.cli.parameters import (
     topic_argument,
 )
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
+from eventsql_orchestration.log.registry import choose_partitions
 from eventsql_orchestration.model import Event, check_partition
 from eventsql_orchestration.platform import EventSQL
 
 _BATCH: Final = 1_000
 
 _FOLLOW_DELAY: Final = 0.3
-"""Seconds between two looks at a log that had nothing new."""
+"""Seconds between two looks at a log that had nothing new, unless it is notified of."""
 
 _LOCKED_SECONDS: Final = 2.0
 """How long another consumption may keep the partition before `consume` gives up; its batches take less."""
@@ -80,6 +82,7 @@ def tail(
             start = "latest" if follow else "earliest"
         after = _before(platform, topic, start)
         left = max_events
+        wake = _woken_by(platform, topic, follow=follow)
         while left is None or left > 0:
             limit = _BATCH if left is None else min(_BATCH, left)
             events = platform.reader.read(topic, after=after, partition=partition, limit=limit)
@@ -88,9 +91,18 @@ def tail(
                 after = events[-1].id
                 left = None if left is None else left - len(events)
             elif follow:
-                time.sleep(_FOLLOW_DELAY)
+                wake.wait(_FOLLOW_DELAY)
+                wake.clear()
             else:
                 return
+
+
+def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Event:
+    """An event that is set when there may be new events of a topic, where that is to be followed."""
+    wake = threading.Event()
+    if follow:
+        platform.listener.subscribe(LOG, topic, wake.set)
+    return wake
 
 
 def _before(platform: EventSQL, topic: str, start: int | str) -> int:
@@ -137,6 +149,7 @@ class _Printer:
     def run(self, max_events: int | None, *, follow: bool) -> None:
         left = max_events
         locked_since: float | None = None
+        wake = _woken_by(self._platform, self._topic, follow=follow)
         while left is None or left > 0:
             consumed = self._pass(left)
             left = None if left is None else left - consumed
@@ -154,7 +167,8 @@ class _Printer:
             else:
                 self._end(waiting)
                 return
-            time.sleep(_FOLLOW_DELAY)
+            wake.wait(_FOLLOW_DELAY)
+            wake.clear()
 
     def _pass(self, left: int | None) -> int:
         if self._everything and left is None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any, Final
 
 import click
 
-from eventsql_orchestration.errors import PartitionOutOfRangeError
-from eventsql_orchestration.model import (
-    NOT_PARTITIONED,
-    ConsumerState,
-    check_topic_name,
-)
-from eventsql_orchestration.rules import check_name
+from eventsql_orchestration.log.positions import Start
+from eventsql_orchestration.model import check_topic_name
+from eventsql_orchestration.rules import check_name, check_time
 
 
 class TopicName(click.ParamType[str]):
@@ -33,6 +32,89 @@ class ConsumerName(click.ParamType[str]):
         return check_name("consumer name", value)
 
 
+class NameValue(click.ParamType[tuple[str, str]]):
+    """`NAME=VALUE`."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        name, separator, text = str(value).partition("=")
+        if not separator or not name:
+            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
+        return name, text
+
+
+class Time(click.ParamType[datetime]):
+    """A time of ISO 8601 with its zone: what one without it would mean depends on the machine."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        try:
+            time = datetime.fromisoformat(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a time such as 2026-05-01T12:00:00Z", param, ctx)
+        if time.tzinfo is None:
+            self.fail(f"{value!r} has no time zone: say 2026-05-01T12:00:00Z for UTC, or …+02:00", param, ctx)
+        return check_time("the time", time)
+
+
+class StartPlace(click.ParamType[Start]):
+    """`earliest`, `latest`, an offset or a time."""
+
+    name = "start"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Start:
+        if value in ("earliest", "latest"):
+            start: Start = value
+            return start
+        if re.fullmatch(r"-?[0-9]+", str(value)):
+            return int(value)
+        if not str(value)[:1].isdecimal():
+            self.fail(f"{value!r} is neither earliest, latest, an offset nor a time", param, ctx)
+        return Time().convert(value, param, ctx)
+
+
+_NUMBER: Final = r"(\d+(?:\.\d+)?)"
+_SHORT: Final = "".join(f"(?:{_NUMBER}{unit})?" for unit in "wdhms")
+_ISO: Final = f"P(?:{_NUMBER}W)?(?:{_NUMBER}D)?(?:T(?=\\d)(?:{_NUMBER}H)?(?:{_NUMBER}M)?(?:{_NUMBER}S)?)?"
+
+
+class Duration(click.ParamType[timedelta]):
+    """`15m`, `1h30m`, `7d`, or as ISO 8601 has it: `PT15M`. Months and years differ in length and are none."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+        text = str(value)
+        match = re.fullmatch(_SHORT, text, re.ASCII) or re.fullmatch(_ISO, text, re.ASCII)
+        if match is None or not any(match.groups()):
+            self.fail(f"{value!r} is not a duration such as 15m, 2h, 7d or PT1H30M", param, ctx)
+        weeks, days, hours, minutes, seconds = (float(number or 0) for number in match.groups())
+        try:
+            return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
+        except OverflowError:
+            self.fail(f"{value!r} is too long a duration", param, ctx)
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: `10GiB`, `500MB`, `4096`."""
+
+    name = "size"
+
+    _UNITS: Final = {
+        "": 1, "b": 1,
+        "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+        "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    }  # fmt: skip
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(rf"{_NUMBER} ?([a-z]*)", str(value).lower(), re.ASCII)
+        if match is None or match[2] not in self._UNITS:
+            self.fail(f"{value!r} is not a size such as 10GiB, 500MB or 4096", param, ctx)
+        return int(Decimal(match[1]) * self._UNITS[match[2]])
+
+
 topic_argument = click.argument("topic", type=TopicName())
 optional_topic_argument = click.argument("topic", type=TopicName(), required=False)
 consumer_argument = click.argument("consumer", type=ConsumerName())
@@ -40,23 +122,3 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 max_option = click.option("--max", "max_events", type=click.IntRange(min=1), metavar="N", help="End after N events.")
 follow_option = click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
 partition_option = click.option("--partition", type=int, metavar="N", help="This partition alone.")
-
-
-def choose_partitions(states: list[ConsumerState], partition: int | None) -> list[int]:
-    """The partitions of a consumer to consume: the one that is asked for, or all.
-
-    Raises `PartitionOutOfRangeError`.
-    """
-    own = [state.partition for state in states]
-    if partition is None or [partition] == own:
-        return own
-    name = states[0].name
-    if own == [NOT_PARTITIONED]:
-        raise PartitionOutOfRangeError(
-            f"partition {partition} is out of range: consumer {name!r} is not partitioned, it reads all of them as one"
-        )
-    if partition not in own:
-        raise PartitionOutOfRangeError(
-            f"partition {partition} is out of range: consumer {name!r} has partitions 0 to {len(own) - 1}"
-        )
-    return [partition]

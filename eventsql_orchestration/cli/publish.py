@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Final, Literal, Self
 
 import click
 from rich.console import Console
@@ -23,7 +23,7 @@ from eventsql_orchestration.cli.input import (
     stdin_is_terminal,
 )
 from eventsql_orchestration.cli.output import counted, say, stderr_is_terminal, write_json
-from eventsql_orchestration.cli.parameters import topic_argument
+from eventsql_orchestration.cli.parameters import NameValue, topic_argument
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.model import Publication, check_partition
@@ -40,18 +40,6 @@ _COMMITS_PER_SECOND: Final = 10
 _SKIPPED_LINES_SHOWN: Final = 20
 
 
-class _Metadata(click.ParamType[tuple[str, str]]):
-    """`NAME=VALUE`."""
-
-    name = "name=value"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        name, separator, text = str(value).partition("=")
-        if not separator or not name:
-            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
-        return name, text
-
-
 @click.command()
 @topic_argument
 @click.option(
@@ -62,7 +50,7 @@ class _Metadata(click.ParamType[tuple[str, str]]):
     "Without it, or with -, JSON lines are read from standard input.",
 )
 @click.option("--key", metavar="FIELD", help="The field whose value, as text, is the event's key.")
-@click.option("--metadata", type=_Metadata(), multiple=True, metavar="NAME=VALUE", help="For every event; repeat it.")
+@click.option("--metadata", type=NameValue(), multiple=True, metavar="NAME=VALUE", help="For every event; repeat it.")
 @click.option("--partition", type=int, metavar="N", help="Every event goes to this partition.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="N", help="At most N events per second.")
 @click.option(

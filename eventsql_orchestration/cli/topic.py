@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, partition_name, say, show_fields, show_table, write_json
-from eventsql_orchestration.cli.parameters import json_option, topic_argument
+from eventsql_orchestration.cli.parameters import Duration, Size, json_option, topic_argument
 from eventsql_orchestration.errors import TopicNotFoundError
-from eventsql_orchestration.model import NOT_PARTITIONED, Topic
+from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, check_partitions
 from eventsql_orchestration.platform import EventSQL
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def _retention_options(command: Command) -> Command:
+    for option in (
+        click.option("--keep-forever", is_flag=True, help="Nothing may be dropped: no bound holds any more."),
+        click.option(
+            "--retention-events", type=click.IntRange(min=1), metavar="N", help="All but the newest N may be dropped."
+        ),
+        click.option(
+            "--retention-size", type=Size(), metavar="SIZE", help="What is beyond it may be dropped: 10GiB, 500MB."
+        ),
+        click.option(
+            "--retention-age", type=Duration(), metavar="DURATION", help="Older events may be dropped: 7d, 12h, PT36H."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """What the options say of retention. Raises `ValidationError`, and `click.UsageError` where they contradict."""
+
+    retention_age: timedelta | None
+    retention_size: int | None
+    retention_events: int | None
+    keep_forever: bool
+
+    def __post_init__(self) -> None:
+        if self.keep_forever and self.named:
+            raise click.UsageError("--keep-forever contradicts the bounds of retention")
+        self.on_top_of(None)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        age = self.retention_age
+        bounds = {
+            "seconds": None if age is None else age.total_seconds(),
+            "bytes": self.retention_size,
+            "events": self.retention_events,
+        }
+        return {name: bound for name, bound in bounds.items() if bound is not None}
+
+    def on_top_of(self, before: Retention | None) -> Retention | None:
+        """A topic's retention with these bounds in the place of its own; None where there are none."""
+        if self.keep_forever:
+            return Retention()
+        return replace(before or Retention(), **self.named) if self.named else None
 
 
 @click.group()
 def topic() -> None:
-    """Create, list, describe and delete topics."""
+    """Create, list, describe, alter and delete topics."""
 
 
 @topic.command()
@@ -29,26 +82,58 @@ def topic() -> None:
     help="1 to 32767; without it the topic is not partitioned (-1).",
 )
 @click.option("--dead-letters", is_flag=True, help="Also create TOPIC_dlt, which takes what its consumers give up.")
+@_retention_options
 @pass_context
-def create(context: CliContext, *, topic: str, partitions: int, dead_letters: bool) -> None:
+def create(context: CliContext, /, *, topic: str, partitions: int, dead_letters: bool, **retention: Any) -> None:
     """Create TOPIC, or find it as it is.
 
-    The number of partitions of a topic that has neither events nor consumers is changed.
+    The number of partitions of a topic that has neither events nor consumers is changed, and so are the bounds of its
+    retention that are given.
     """
-    wanted = [Topic(topic, partitions)]
-    if dead_letters:
-        wanted.append(Topic(wanted[0].dead_letter_topic))
+    wanted, bounds = Topic(topic, partitions), _Bounds(**retention)
+    letters = Topic(wanted.dead_letter_topic) if dead_letters else None
     with context.platform() as platform:
-        for each in wanted:
-            before = _find(platform, each.name)
-            if each is wanted[0] or before is None:
-                platform.registry.register_topic(each)
+        _register(platform, wanted, bounds)
+        if letters is not None:
+            before = _find(platform, letters.name)
             if before is None:
-                say(f"topic {each.name!r} created, {_partitions(each)}")
-            elif each is wanted[0] and before != each:
-                say(f"topic {each.name!r} is {_partitions(each)} now; it was {_partitions(before)}")
-            else:
-                say(f"topic {each.name!r} exists already, {_partitions(before)}")
+                platform.registry.register_topic(letters)
+            done = "created" if before is None else "exists already"
+            say(f"topic {letters.name!r} {done}, {_form(before or letters)}")
+
+
+@topic.command()
+@topic_argument
+@click.option("--partitions", type=int, metavar="N", help="1 to 32767, or -1 for none.")
+@_retention_options
+@pass_context
+def alter(context: CliContext, /, *, topic: str, partitions: int | None, **retention: Any) -> None:
+    """Change the partitions or the retention of TOPIC; what is not named stays.
+
+    The number of partitions can be changed while the topic has neither events nor consumers. Retention drops old
+    segments of the log whole, and none that a consumer has yet to pass.
+    """
+    bounds = _Bounds(**retention)
+    if partitions is not None:
+        check_partitions(partitions)
+    elif not bounds.named and not bounds.keep_forever:
+        raise click.UsageError("nothing to alter: give --partitions, a bound of retention or --keep-forever")
+    with context.platform() as platform:
+        found = platform.registry.topic(topic)
+        _register(platform, found if partitions is None else replace(found, partitions=partitions), bounds)
+
+
+def _register(platform: EventSQL, wanted: Topic, bounds: _Bounds) -> None:
+    before = _find(platform, wanted.name)
+    retention = bounds.on_top_of(None if before is None else before.retention)
+    platform.registry.register_topic(replace(wanted, retention=retention))
+    after = platform.registry.topic(wanted.name)
+    if before is None:
+        say(f"topic {after.name!r} created, {_form(after)}")
+    elif _form(before) == _form(after):
+        say(f"topic {after.name!r} exists already, {_form(after)}")
+    else:
+        say(f"topic {after.name!r} is {_form(after)} now; it was {_form(before)}")
 
 
 def _find(platform: EventSQL, name: str) -> Topic | None:
@@ -58,8 +143,37 @@ def _find(platform: EventSQL, name: str) -> Topic | None:
         return None
 
 
-def _partitions(topic: Topic) -> str:
-    return counted(topic.partitions, "partition") if topic.partitioned else "not partitioned"
+def _form(topic: Topic) -> str:
+    partitions = counted(topic.partitions, "partition") if topic.partitioned else "not partitioned"
+    return partitions if topic.retention is None else f"{partitions}, kept: {_kept(topic)}"
+
+
+def _kept(topic: Topic) -> str:
+    """What retention keeps of a topic, for people."""
+    bounds = topic.retention or Retention()
+    texts = [] if bounds.seconds is None else [_age(bounds.seconds)]
+    if bounds.bytes is not None:
+        texts.append(_size(bounds.bytes))
+    if bounds.events is not None:
+        texts.append(counted(bounds.events, "event"))
+    return ", ".join(texts) or "for ever"
+
+
+def _age(seconds: float) -> str:
+    parts, left = [], seconds
+    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        whole, left = divmod(left, length)
+        if whole:
+            parts.append(f"{whole:,.0f} {unit}")
+    return " ".join([*parts, f"{left:g} s"] if left or not parts else parts)
+
+
+def _size(size: int) -> str:
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 2**power:
+            # Rounded where it is not a round number in this unit.
+            return f"{size / 2**power:,.4g} {unit}"
+    return counted(size, "byte")
 
 
 @topic.command("list")
@@ -72,12 +186,19 @@ def list_topics(context: CliContext, *, as_json: bool) -> None:
     if as_json:
         write_json([_object(each) for each in topics])
     else:
-        rows = [(each.name, each.partitions if each.partitioned else None, each.created_at) for each in topics]
-        show_table(["topic", "partitions", "created (UTC)"], rows)
+        rows = [
+            (each.name, each.partitions if each.partitioned else None, each.created_at, _kept(each)) for each in topics
+        ]
+        show_table(["topic", "partitions", "created (UTC)", "kept"], rows)
 
 
 def _object(topic: Topic) -> dict[str, Any]:
-    return {"topic": topic.name, "partitions": topic.partitions, "created_at": topic.created_at}
+    return {
+        "topic": topic.name,
+        "partitions": topic.partitions,
+        "created_at": topic.created_at,
+        "retention": None if topic.retention is None else asdict(topic.retention),
+    }
 
 
 @topic.command()
@@ -116,6 +237,7 @@ def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
             "topic": found.name,
             "partitions": found.partitions if found.partitioned else "not partitioned",
             "created (UTC)": found.created_at,
+            "kept": _kept(found),
             "dead letters": dead_letters,
         }
     )
@@ -138,3 +260,37 @@ def delete(context: CliContext, *, topic: str, force: bool) -> None:
     with context.platform() as platform:
         platform.registry.unregister_topic(topic, force=force)
     say(f"topic {topic!r} deleted")
+
+
+@topic.command()
+@click.argument("topics", nargs=-1, metavar="[TOPIC]...")
+@click.option("--dry-run", is_flag=True, help="Only say what would be dropped.")
+@click.option("--force", is_flag=True, help="Drop what consumers have not passed yet too: they lose it.")
+@json_option
+@pass_context
+def retain(context: CliContext, *, topics: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
+    """Drop the segments that are beyond the retention of each TOPIC, of all topics by default.
+
+    `eventsql transfer` does it once a minute, and Dagster's housekeeping once an hour.
+    """
+    with context.platform() as platform:
+        dropped = platform.retention.run_once(topics or None, force=force, execute=not dry_run)
+    if as_json:
+        write_json([asdict(each) for each in dropped])
+    elif not dropped:
+        say("nothing has a retention: give one with `eventsql topic alter`")
+    else:
+        show_table(
+            ["topic", "would drop" if dry_run else "dropped", "events (about)", "size", "up to offset", "kept for"],
+            [
+                (
+                    each.topic,
+                    counted(each.segments, "segment"),
+                    each.events,
+                    _size(each.bytes),
+                    each.upto if each.segments else "",
+                    each.held_by or "",
+                )
+                for each in dropped
+            ],
+        )

@@ -14,6 +14,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say
+from eventsql_orchestration.database.notifications import BUFFER
 
 _REPORT_SECONDS: Final = 1.0
 
@@ -47,14 +48,18 @@ class _Report:
     default=0.2,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait before the next look when nothing was left to move.",
+    help="How long to wait at most before the next look when nothing was left to move.",
+)
+@click.option(
+    "--retain/--no-retain", default=True, show_default=True, help="Drop what topics need not keep, once a minute."
 )
 @pass_context
-def transfer(context: CliContext, *, once: bool, interval: float) -> None:
+def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) -> None:
     """Move published events into the ordered logs of their topics, until Ctrl-C or SIGTERM.
 
     Several may run at once, here or in other programs, and share the topics. A database that goes away while it runs is
-    waited for.
+    waited for. Old segments of topics with a retention are dropped on the way; beside --once, use `eventsql topic
+    retain`.
     """
     with context.platform() as platform:
         # A database that is down when the command starts is an error, not something to wait for.
@@ -62,25 +67,37 @@ def transfer(context: CliContext, *, once: bool, interval: float) -> None:
         report = _Report()
         if once:
             moved = platform.transfer.run_once()
+            platform.announce(moved)
             report.add(moved)
             if not moved:
                 say("nothing to transfer")
             return
-        with _until_terminated() as stop:
+
+        def moved_some(moved: dict[str, int]) -> None:
+            platform.announce(moved)
+            report.add(moved)
+
+        wake = threading.Event()
+        platform.listener.subscribe(BUFFER, None, wake.set)
+        with _until_terminated(wake) as stop:
             say("transferring; Ctrl-C ends it")
+            if retain:
+                # It may wait for readers of a segment, and the transfer must not: it ends with the process.
+                threading.Thread(target=platform.retention.run, args=(stop,), name="retention", daemon=True).start()
             try:
-                platform.transfer.run(stop, polling_delay=interval, on_moved=report.add)
+                platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=moved_some)
             finally:
                 report.flush()
 
 
 @contextmanager
-def _until_terminated() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, so that a service manager's stop finishes the batch under way."""
+def _until_terminated(wake: threading.Event) -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, with `wake`, so that a service manager's stop finishes the batch under way."""
     stop = threading.Event()
 
     def terminate(_signal: int, _frame: FrameType | None) -> None:
         stop.set()
+        wake.set()
 
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,4 +1,4 @@
-"""Housekeeping: keeps the history of this package's own frequent runs and ticks in bounds."""
+"""Housekeeping: keeps topics to their retention, and this package's own frequent runs and ticks in bounds."""
 
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
@@ -6,6 +6,7 @@ from typing import Final
 
 import dagster as dg
 
+from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import (
     FINISHED,
     HOUSEKEEPING_CONSUMER,
@@ -25,8 +26,9 @@ def build_housekeeping_schedule(
     cron_schedule: str = "17 * * * *",
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
 ) -> dg.ScheduleDefinition:
-    """A schedule that deletes this package's own finished runs, with their logs, and old ticks of its sensors.
+    """A schedule that drops what topics need not keep, by the retention of each, and deletes old history.
 
+    History is this package's own finished runs, with their logs, and old ticks of its sensors.
     Runs of the transfer and of housekeeping itself, and ticks, are kept `keep_hours`; consuming runs, which
     materialize assets, `keep_consumer_hours`. No other run is touched.
     """
@@ -46,13 +48,23 @@ def build_housekeeping_schedule(
         context.log.info("deleted %s", ", ".join(f"{count} {kind} runs" for kind, count in deleted.items()))
         context.add_output_metadata({f"{kind} runs deleted": count for kind, count in deleted.items()})
 
+    @dg.op(name="drop_old_segments", description="Drops the segments of topics that are beyond their retention.")
+    def drop_old_segments(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
+        for dropped in eventsql.platform.retention.run_once():
+            held = f"; {dropped.held_by} has not passed the next that is due" if dropped.held_by else ""
+            context.log.info(
+                "topic %s lost %d segments (about %d events, %d bytes)%s",
+                dropped.topic, dropped.segments, dropped.events, dropped.bytes, held,
+            )  # fmt: skip
+
     @dg.job(
         name=name,
-        description="Keeps the history of the events platform's own runs in bounds.",
+        description="Keeps topics to their retention, and the history of the platform's own runs in bounds.",
         executor_def=dg.in_process_executor,
         tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
     )
     def housekeeping() -> None:
+        drop_old_segments()
         delete_old_history()
 
     return dg.ScheduleDefinition(

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import psycopg
 import sqlalchemy
@@ -100,6 +100,20 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
 def describe(error: psycopg.Error) -> str:
     """A driver's error in one line, without the details that repeat values."""
     return error.diag.message_primary or " ".join(str(error).split()) or type(error).__name__
+
+
+def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
+    """The psycopg connection of a transaction that a caller runs with psycopg or with SQLAlchemy."""
+    if isinstance(connection, sqlalchemy.Connection):
+        driver: Any = connection.connection.driver_connection
+    else:
+        driver = connection
+    if not isinstance(driver, psycopg.Connection):
+        raise TypeError(f"a psycopg or SQLAlchemy (postgresql+psycopg) connection is needed, not {type(driver)!r}")
+    if isinstance(connection, sqlalchemy.Connection) and not connection.in_transaction():
+        # SQLAlchemy would roll back what it did not begin itself.
+        connection.begin()
+    return driver
 
 
 class Database:

@@ -42,16 +42,18 @@ class Queries:
     def __init__(self, file: str, schema: str) -> None:
         self._file = file
         self._schema = schema
-        self._composed: dict[tuple[str, str | None], sql.Composed] = {}
+        self._composed: dict[tuple[str, str | None, str | None], sql.Composed] = {}
 
-    def __call__(self, name: str, *, topic: str | None = None) -> sql.Composed:
-        """The statement called `name`; `topic` fills `{event_table}`."""
-        composed = self._composed.get((name, topic))
+    def __call__(self, name: str, *, topic: str | None = None, segment: str | None = None) -> sql.Composed:
+        """The statement called `name`; `topic` fills `{event_table}`, a segment's table `{segment}`."""
+        composed = self._composed.get((name, topic, segment))
         if composed is None:
             identifiers = {"schema": sql.Identifier(self._schema)}
             if topic is not None:
                 identifiers["event_table"] = sql.Identifier(event_table(topic))
+            if segment is not None:
+                identifiers["segment"] = sql.Identifier(segment)
             # The text comes from a file of this package, never from a caller.
             text = _statements(self._file)[name]
-            composed = self._composed[name, topic] = sql.SQL(text).format(**identifiers)
+            composed = self._composed[name, topic, segment] = sql.SQL(text).format(**identifiers)
         return composed

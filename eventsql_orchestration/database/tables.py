@@ -228,7 +228,7 @@ Index("log_line_time", log_line.c.eql_log, log_line.c.eql_written_at)
 
 
 def event_log(topic_name: str, *, partitioned: bool) -> Table:
-    """The table of one topic's ordered log, in a `MetaData` of its own."""
+    """The table of one topic's ordered log, in a `MetaData` of its own; `log/segments.py` makes its partitions."""
     table = Table(
         event_table(topic_name),
         MetaData(),
@@ -239,6 +239,7 @@ def event_log(topic_name: str, *, partitioned: bool) -> Table:
         Column("eql_buffered_at", DateTime(timezone=True), nullable=False),
         _time("eql_created_at", now=True),
         Column("eql_metadata", JSON, nullable=False),
+        postgresql_partition_by="RANGE (eql_id)",
     )
     if partitioned:
         Index(None, table.c.eql_partition, table.c.eql_id)

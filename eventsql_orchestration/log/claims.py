@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -30,7 +30,7 @@ from eventsql_orchestration.log import consumption
 from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, Failure, LockedPartition
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.reader import fetch
-from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+from eventsql_orchestration.model import NOT_PARTITIONED, Event, OffsetRange
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,15 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class NoClaim:
-    """Why nothing was claimed, as one sentence."""
+    """Why nothing was claimed, as one sentence.
+
+    `waiting` is how many events wait, where those are too few, and `due_in` the seconds until they are enough; it is
+    None where the partition cannot be had.
+    """
 
     reason: str
+    waiting: int | None = None
+    due_in: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +108,13 @@ class Claims:
         max_wait: float = 10.0,
         lease: float = 60.0,
         timeout: float = 10.0,
+        isolate: bool = False,
     ) -> Claim | NoClaim:
         """Claim the next `min_events` to `max_events` of a consumer partition for `owner`.
 
         Fewer than `min_events` are claimed once the oldest has waited `max_wait` seconds. The claim holds for `lease`
-        seconds unless it is renewed. No statement of this takes longer than `timeout` seconds.
+        seconds unless it is renewed. No statement of this takes longer than `timeout` seconds. With `isolate`, an event
+        that failed is claimed alone.
 
         Gives a `NoClaim` when another transaction has the partition, another owner leases it, it is paused, waits for a
         retry or is blocked, or too few events wait. Raises `ConsumerNotFoundError`.
@@ -124,6 +132,8 @@ class Claims:
                 return self._not_lockable(connection, key)
             if (reason := self._refusal(connection, locked)) is not None:
                 return NoClaim(reason)
+            if isolate and locked.state.failing:
+                min_events = max_events = 1
             row = connection.execute(
                 self._queries("waiting" if partition == NOT_PARTITIONED else "waiting_partition", topic=topic),
                 {"partition": partition, "after": locked.offset, "limit": max_events},
@@ -132,9 +142,10 @@ class Claims:
             assert row is not None, "an aggregate gives one row"
             events, upto, waited = row
             if not events:
-                return NoClaim(f"no events wait after offset {locked.offset}")
+                return NoClaim(f"no events wait after offset {locked.offset}", waiting=0)
             if events < min_events and waited < max_wait:
-                return NoClaim(f"{events} of {min_events} events wait, for {waited:.1f} s of {max_wait:g} s")
+                reason = f"{events} of {min_events} events wait, for {waited:.1f} s of {max_wait:g} s"
+                return NoClaim(reason, waiting=events, due_in=max_wait - waited)
             return self._insert(connection, locked, upto=upto, events=events, owner=owner, lease=lease)
 
     def _not_lockable(self, connection: Connection, key: ConsumerPartition) -> NoClaim:
@@ -151,10 +162,10 @@ class Claims:
             assert state.lease_expires_at is not None
             left = (state.lease_expires_at - locked.now).total_seconds()
             return f"{state.lease_owner} leases the partition for {left:.0f} s more"
-        if state.spent and self._dead_letters.topic_of(state.topic, connection) is None:
+        if (reason := self._dead_letters.blocking(state, connection)) is not None:
             return (
                 f"event {state.failed_event_id} blocks the partition: it failed {state.attempts} times "
-                f"({state.failure}) and topic {state.topic}_dlt does not exist"
+                f"({state.failure}) and {reason}"
             )
         if locked.retry_in:
             return f"event {state.failed_event_id} is retried in {locked.retry_in:.0f} s ({state.failure})"
@@ -296,15 +307,29 @@ class Claims:
             )
         return locked
 
-    def commit(self, connection: Connection, claim: Claim, *, consumed: int | None = None) -> None:
-        """Commit the whole claim in the caller's transaction: the offset goes to its end, the lease ends.
+    def read(self, claim: Claim) -> list[Event]:
+        """The events of the rest of a claim that match the consumer's filter. Raises `ClaimLostError`."""
+        with self._database.transaction() as connection:
+            locked = self._locked(connection, claim)
+            events = fetch(
+                connection, self._queries, claim.range.topic,
+                partition=claim.range.partition, after=claim.position, upto=claim.range.upto,
+            )  # fmt: skip
+        conditions = locked.state.filter
+        return events if conditions is None else [event for event in events if conditions.matches(event)]
 
-        Together with effects written in the same transaction this is exactly once. `consumed` is the number of events
-        (those of the rest of the range by default). Raises `ClaimLostError`; the caller's transaction must then be
+    def commit(
+        self, connection: Connection, claim: Claim, *, consumed: int | None = None, upto: int | None = None
+    ) -> Claim:
+        """Commit a claim in the caller's transaction: the offset goes to its end, the lease ends.
+
+        Together with effects written in the same transaction this is exactly once. With `upto`, the offset goes no
+        further than that, and the claim that this gives still holds for the rest. `consumed` is the number of events
+        (all that were left up to there by default). Raises `ClaimLostError`; the caller's transaction must then be
         rolled back.
         """
         locked = self._locked(connection, claim)
-        rest = claim.remaining
+        rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
         row = connection.cursor(row_factory=tuple_row).execute(
             self._queries("extent" if rest.partition == NOT_PARTITIONED else "extent_partition", topic=rest.topic),
             {"partition": rest.partition, "after": rest.after, "upto": rest.upto}, prepare=False,
@@ -315,7 +340,49 @@ class Claims:
             connection, self._queries, claim.key,
             after=locked.offset, upto=rest.upto, first=first, consumed=events if consumed is None else consumed,
         )  # fmt: skip
-        self._finish(connection, claim, "committed")
+        claim = replace(claim, position=rest.upto)
+        if claim.position == claim.range.upto:
+            self._finish(connection, claim, "committed")
+        return claim
+
+    def settle(
+        self, claim: Claim, event: Event, error: Exception, *, done: Sequence[Event] = ()
+    ) -> tuple[Claim, Failure]:
+        """Note that `event` of a claim failed, after the events of `done` had been processed.
+
+        The offset moves past those before it, and past the event itself when it is made a dead letter: the claim that
+        this gives then holds for the rest, if there is any. Otherwise the rest is given back. Raises `ClaimLostError`.
+        """
+
+        def fail(_events: Sequence[Event], _connection: Connection) -> None:
+            raise error
+
+        with self._database.transaction() as connection:
+            locked: LockedPartition | None = self._locked(connection, claim)
+            if done:
+                consumption.advance(
+                    connection, self._queries, claim.key,
+                    after=claim.position, upto=done[-1].id, first=done[0].id, consumed=len(done),
+                )  # fmt: skip
+                claim = replace(claim, position=done[-1].id)
+                locked = consumption.lock(connection, self._queries, claim.key, wait=True)
+            assert locked is not None, "locked above"
+            # With the events before it that do not match the filter: a retry must begin at the event itself.
+            events = fetch(
+                connection, self._queries, claim.range.topic,
+                partition=claim.range.partition, after=claim.position, upto=event.id,
+            )  # fmt: skip
+            progress = consumption.consume(
+                connection, self._queries, self._dead_letters, locked, events=events, handler=fail, each=True
+            )
+            if progress.failure is None:
+                raise ClaimLostError(f"{claim} is void: event {event.id} is not the consumer's any more")
+            claim = replace(claim, position=progress.offset)
+            if claim.position == claim.range.upto:
+                self._finish(connection, claim, "committed")
+            elif progress.failure.outcome != Failure.DEAD_LETTER:
+                self._finish(connection, claim, "released")
+            return claim, progress.failure
 
     def _finish(self, connection: Connection, claim: Claim, state: str) -> bool:
         if connection.execute(self._queries("finish_claim"), {"claim": claim.id, "state": state}).rowcount != 1:

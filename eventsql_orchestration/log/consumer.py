@@ -1,15 +1,17 @@
-"""Consumers inside a process: threads that poll consumer partitions and hand their events to a function."""
+"""Consumers inside a process: threads that hand the events of consumer partitions to a function."""
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeAlias
 
 from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import (
     ClaimLostError,
     DatabaseUnavailableError,
@@ -18,10 +20,14 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log import consumption
-from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, EventHandler, Progress
+from eventsql_orchestration.log.claims import Claims
+from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, EventHandler, Failure, Progress
 from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.log.leased import LeasedHandler, LeasedPasses
+from eventsql_orchestration.log.passes import Hold, Pass
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.log.registry import Registry
+from eventsql_orchestration.model import NOT_PARTITIONED
 
 logger = logging.getLogger(__name__)
 
@@ -29,37 +35,120 @@ SINGLE_BATCH: Final = 100
 """How many events a consumer of single events reads at a time; each has a savepoint of its own."""
 
 MAX_WORKERS: Final = 4
-"""Threads per consumption at most, and so its connections; partitions take turns where there are more."""
+"""Threads per consumption that hand events over at most, and so its connections; partitions take turns where there are
+more."""
+
+IDLE_POLLING: Final = 10.0
+"""Seconds between two looks of an idle consumption that is notified of new events. A look is two messages to the
+server, with the pool's own whether the connection is alive: 0.2 a second for all partitions together."""
+
+UNANNOUNCED_SECONDS: Final = 60.0
+"""How long polling goes on at its full pace after it found events that nobody had notified of, as another library's
+transfer does not."""
 
 FAULT_DELAY: Final = 5.0
 
+_LONGEST_WAIT: Final = 3600.0
+"""Seconds; the delays that a caller may ask for are longer than a lock can wait."""
+
+
+class _Turn:
+    """A partition of a consumption, and when it is looked at again."""
+
+    def __init__(self, key: ConsumerPartition) -> None:
+        self.key = key
+        self.due = 0.0
+        self.enough_at = 0.0
+        """When one event is enough for a pass; until then, `least` are."""
+        self.least = 1
+        self.deaf = False
+        """Whether a notification does not hurry it."""
+        self.empty = False
+        """Whether nothing waited when it was looked at last."""
+        self.wakes = 0
+        """How many notifications there had been when its pass began."""
+
+    def needed(self, now: float) -> int:
+        return 1 if now >= self.enough_at else self.least
+
+
+Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
+"""Asks, for partitions with the number of events that each needs, which have them and may be consumed in how many
+seconds, None for one that is paused."""
+
 
 class Consumption:
-    """A running consumer of this process. Ends with `stop`, or with the block that it is the context of."""
+    """A running consumer of this process. Ends with `stop`, or with the block that it is the context of.
 
-    def __init__(self, consumers: Consumers, keys: list[ConsumerPartition], plan: _Plan) -> None:
-        self._consumers = consumers
-        self._plan = plan
+    One thread, the scout, finds out which partitions have events, with one statement for all that are idle; workers
+    make the passes. A partition is idle, in the queue of the workers, or with one of them.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[ConsumerPartition],
+        *,
+        look: Look,
+        consume: Callable[[ConsumerPartition, Hold], Pass],
+        polling_delay: float,
+        listener: Listener | None = None,
+    ) -> None:
+        self._keys = keys
+        self._look = look
+        self._pass = consume
+        self._polling_delay = polling_delay
+        self._listener = listener
+        self._name = f"consumer {keys[0].consumer!r} of topic {keys[0].topic!r}"
         self._stop = threading.Event()
-        self._due: list[tuple[float, int, ConsumerPartition]] = [(0.0, i, key) for i, key in enumerate(keys)]
-        self._turn = len(keys)
-        self._changed = threading.Condition()
+        self._hold = Hold(self._stop)
+        lock = threading.Lock()
+        self._scouting = threading.Condition(lock)
+        self._queued = threading.Condition(lock)
+        self._idle = {key.partition: _Turn(key) for key in keys}
+        self._queue: deque[_Turn] = deque()
+        self._wakes = 0
+        self._woken = False
+        self._unannounced_at: float | None = None
+        self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
         self._threads = [
-            threading.Thread(target=self._work, name=f"eventsql-{keys[0].consumer}-{worker}", daemon=True)
-            for worker in range(min(len(keys), MAX_WORKERS))
+            threading.Thread(target=target, name=f"eventsql-{keys[0].consumer}-{name}", daemon=True)
+            for name, target in (
+                ("scout", self._scout),
+                *((str(worker), self._work) for worker in range(min(len(keys), MAX_WORKERS))),
+            )
         ]
         for thread in self._threads:
             thread.start()
 
+    # Stopping
+
     def stop(self, timeout: float = 10.0) -> bool:
-        """Finish the batches under way and end; False when some are still running after `timeout` seconds."""
-        self._stop.set()
-        with self._changed:
-            self._changed.notify_all()
-        deadline = time.monotonic() + timeout
+        """Finish the batches under way and end.
+
+        False when some are still running after `timeout` seconds: they are rolled back then and their partitions given
+        up, so that others may consume them, and whatever their handlers write afterwards fails.
+        """
+        self.stop_soon()
+        return self.await_end(time.monotonic() + timeout)
+
+    def stop_soon(self) -> None:
+        """Begin no further batch; returns at once."""
+        with self._scouting:
+            self._stop.set()
+            self._scouting.notify_all()
+            self._queued.notify_all()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+
+    def await_end(self, deadline: float) -> bool:
+        """The rest of `stop`, until a time of `time.monotonic`."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        if not any(thread.is_alive() for thread in self._threads):
+            return True
+        logger.warning("%s does not end in time: what it is doing is rolled back", self._name)
+        self._hold.cut()
+        return False
 
     def __enter__(self) -> Consumption:
         return self
@@ -69,44 +158,146 @@ class Consumption:
     ) -> None:
         self.stop()
 
-    def _work(self) -> None:
-        while (key := self._next()) is not None:
-            delay = self._consume(key)
-            with self._changed:
-                self._turn += 1
-                heapq.heappush(self._due, (time.monotonic() + delay, self._turn, key))
-                self._changed.notify()
+    # Waking up
 
-    def _next(self) -> ConsumerPartition | None:
-        """The partition that has been due longest, when it is due; None when the consumption stops."""
-        with self._changed:
+    def _wake(self) -> None:
+        """There may be new events, in any partition."""
+        with self._scouting:
+            self._wakes += 1
+            self._woken = True
+            self._unannounced_at = None
+            self._scouting.notify()
+
+    def _notified(self) -> bool:
+        """Whether new events are notified of, as far as is known."""
+        if self._listener is None or not self._listener.listening:
+            return False
+        return self._unannounced_at is None or time.monotonic() - self._unannounced_at > UNANNOUNCED_SECONDS
+
+    def _idle_delay(self) -> float:
+        return max(self._polling_delay, IDLE_POLLING) if self._notified() else self._polling_delay
+
+    # The scout
+
+    def _scout(self) -> None:
+        while (due := self._due()) is not None:
+            turns, woken = due
+            now = time.monotonic()
+            asked = {turn.key.partition: turn.needed(now) for turn in turns}
+            try:
+                found = self._look(asked)
+            except Exception as error:  # noqa: BLE001 - reported
+                # A thread that dies would stop its partitions silently.
+                self._report(self._name, error)
+                with self._scouting:
+                    for turn in turns:
+                        turn.due, turn.deaf = time.monotonic() + FAULT_DELAY, True
+            else:
+                self._take_in(turns, asked, found, woken=woken)
+
+    def _due(self) -> tuple[list[_Turn], bool] | None:
+        """The partitions to look at, when some are due, and whether a notification is why; None when it is to stop."""
+        with self._scouting:
             while not self._stop.is_set():
-                wait = None
-                if self._due:
-                    wait = self._due[0][0] - time.monotonic()
-                    if wait <= 0:
-                        return heapq.heappop(self._due)[2]
-                self._changed.wait(wait)
+                now = time.monotonic()
+                woken, self._woken = self._woken, False
+                idle = self._idle.values()
+                if any(turn.due <= now or (woken and not turn.deaf) for turn in idle):
+                    # What is not due yet costs nothing beside what is.
+                    return [turn for turn in idle if turn.due <= now or not turn.deaf], woken
+                wait = min((turn.due for turn in idle), default=now + _LONGEST_WAIT) - now
+                self._scouting.wait(min(wait, _LONGEST_WAIT))
         return None
 
-    def _consume(self, key: ConsumerPartition) -> float:
-        """One pass over a partition; gives the seconds until the next."""
+    def _take_in(
+        self, turns: list[_Turn], asked: dict[int, int], found: dict[int, float | None], *, woken: bool
+    ) -> None:
+        with self._scouting:
+            now = time.monotonic()
+            for turn in turns:
+                partition = turn.key.partition
+                turn.deaf = False
+                if partition not in found:
+                    turn.due = now + self._idle_delay()
+                    turn.empty = asked[partition] == 1
+                    if turn.empty:
+                        turn.least = 1
+                    else:
+                        turn.due = min(turn.due, turn.enough_at)
+                    continue
+                if turn.empty and not woken and self._notified():
+                    # Taken back by its notification, if that comes yet.
+                    self._unannounced_at = now
+                turn.empty = False
+                ready_in = found[partition]
+                if ready_in == 0:
+                    del self._idle[partition]
+                    self._queue.append(turn)
+                    self._queued.notify()
+                else:
+                    # Not later than otherwise: a consumer may be resumed, a lease given back.
+                    turn.due = now + min(self._polling_delay, ready_in or self._polling_delay)
+
+    # The workers
+
+    def _work(self) -> None:
+        while (turn := self._next()) is not None:
+            self._settle(turn, self._consume(turn.key))
+
+    def _next(self) -> _Turn | None:
+        """The partition that has been in the queue for longest; None when the consumption stops."""
+        with self._queued:
+            while not self._stop.is_set():
+                if self._queue:
+                    turn = self._queue.popleft()
+                    turn.wakes = self._wakes
+                    return turn
+                self._queued.wait()
+        return None
+
+    def _consume(self, key: ConsumerPartition) -> Pass:
         try:
-            progress = self._consumers.consume_partition(key, self._plan)
+            return self._pass(key, self._hold)
         except ClaimLostError as error:
             logger.info("%s", error)
-            return 0.0
-        except DatabaseUnavailableError as error:
-            logger.warning("%s waits for the database: %s", key, error)
-            return FAULT_DELAY
-        except EventSQLError:
-            logger.exception("%s could not be consumed; trying again in %.0f s", key, FAULT_DELAY)
-            return FAULT_DELAY
-        except Exception:
+            return Pass(due_in=0.0)
+        except Exception as error:  # noqa: BLE001 - reported
             # A thread that dies would stop its partitions silently.
-            logger.exception("%s met an unexpected error; trying again in %.0f s", key, FAULT_DELAY)
-            return FAULT_DELAY
-        return 0.0 if progress is not None and progress.consumed else self._plan.polling_delay
+            self._report(str(key), error)
+            return Pass(due_in=FAULT_DELAY, deaf=True)
+
+    def _report(self, what: str, error: Exception) -> None:
+        if self._hold.is_cut:
+            logger.info("%s was stopped in the middle of a batch, which is rolled back: %s", what, error)
+        elif isinstance(error, DatabaseUnavailableError):
+            logger.warning("%s waits for the database: %s", what, error)
+        elif isinstance(error, EventSQLError):
+            logger.error("%s could not be consumed; trying again in %.0f s", what, FAULT_DELAY, exc_info=error)
+        else:
+            logger.error("%s met an unexpected error; trying again in %.0f s", what, FAULT_DELAY, exc_info=error)
+
+    def _settle(self, turn: _Turn, came_to: Pass) -> None:
+        """Put a partition back into the queue, or leave it idle until it is due."""
+        with self._scouting:
+            if came_to.more:
+                turn.least, turn.deaf = 1, False
+                self._queue.append(turn)
+                self._queued.notify()
+                return
+            now = time.monotonic()
+            due_in = self._idle_delay() if came_to.due_in is None else came_to.due_in
+            turn.least, turn.deaf, turn.empty = came_to.least, came_to.deaf, False
+            turn.enough_at = now + due_in if came_to.least > 1 else 0.0
+            if not turn.deaf and turn.wakes != self._wakes:
+                # What it was that came during the pass, the pass may not have seen.
+                due_in = 0.0
+            elif came_to.progress is not None and came_to.due_in is None and not self._notified():
+                due_in = 0.0
+            elif came_to.least > 1:
+                due_in = min(due_in, self._idle_delay())
+            turn.due = now + due_in
+            self._idle[turn.key.partition] = turn
+            self._scouting.notify()
 
 
 class _Plan:
@@ -122,10 +313,7 @@ class _Plan:
         polling_delay: float,
         max_polling_delay: float,
     ) -> None:
-        if not 1 <= min_events <= max_events:
-            raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
-        if polling_delay <= 0 or max_polling_delay < 0:
-            raise ValidationError("delays are positive numbers of seconds")
+        _check(min_events, max_events, polling_delay, max_polling_delay)
         self.handler = handler
         self.each = each
         self.min_events = min_events
@@ -134,14 +322,46 @@ class _Plan:
         self.max_polling_delay = max_polling_delay
 
 
-class Consumers:
-    """Starts consumers in this process. Any number of processes may run the same one; they share its partitions."""
+def _check(min_events: int, max_events: int, polling_delay: float, max_polling_delay: float) -> None:
+    if not 1 <= min_events <= max_events:
+        raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
+    if not polling_delay > 0 or not max_polling_delay >= 0:
+        raise ValidationError("delays are positive numbers of seconds")
 
-    def __init__(self, database: Database, registry: Registry, dead_letters: DeadLetters) -> None:
+
+def _came_to(progress: Progress, plan: _Plan, *, full: bool) -> Pass:
+    match progress.failure:
+        case None:
+            return Pass(progress, more=full)
+        case Failure(outcome=Failure.DEAD_LETTER):
+            return Pass(progress, more=True)
+        case Failure(outcome=Failure.BLOCKED):
+            return Pass(progress, due_in=plan.polling_delay, deaf=True)
+    # A look finds out when it is due again.
+    return Pass(progress, due_in=0.0)
+
+
+class Consumers:
+    """Starts consumers in this process. Any number of processes may run the same one; they share its partitions.
+
+    With a `listener`, they wake up when new events are notified of, and poll seldom in between.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        registry: Registry,
+        dead_letters: DeadLetters,
+        *,
+        listener: Listener | None = None,
+    ) -> None:
         self._database = database
         self._registry = registry
         self._dead_letters = dead_letters
+        self._listener = listener
+        self._claims = Claims(database, dead_letters)
         self._queries = Queries("log", database.schema)
+        self._own_queries = Queries("consumers", database.schema)
         self._running: list[Consumption] = []
 
     def start(self, topic: str, consumer: str, handler: EventHandler, *, polling_delay: float = 1.0) -> Consumption:
@@ -150,7 +370,10 @@ class Consumers:
         What the handler writes through `connection` commits together with the offset: exactly once. Anything else it
         does happens at least once. When it raises, its writes for that event are undone and the event is tried again,
         with backoff, up to the consumer's `max_attempts`. The transaction is not the handler's to end: a partition
-        whose handler does so stays where it is. `polling_delay` is in seconds, after a pass that found nothing.
+        whose handler does so stays where it is.
+
+        `polling_delay` is in seconds, after a look that found nothing. A consumer that is notified of new events looks
+        at once then, and otherwise every 10 seconds.
 
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`.
         """
@@ -158,7 +381,7 @@ class Consumers:
             consumption.one_by_one(handler), each=True, min_events=1, max_events=SINGLE_BATCH,
             polling_delay=polling_delay, max_polling_delay=0.0,
         )  # fmt: skip
-        return self._start(topic, consumer, plan)
+        return self._start_plan(topic, consumer, plan)
 
     def start_batch(
         self,
@@ -180,10 +403,55 @@ class Consumers:
             handler, each=False, min_events=min_events, max_events=max_events,
             polling_delay=polling_delay, max_polling_delay=max_polling_delay,
         )  # fmt: skip
-        return self._start(topic, consumer, plan)
+        return self._start_plan(topic, consumer, plan)
 
-    def _start(self, topic: str, consumer: str, plan: _Plan) -> Consumption:
-        started = Consumption(self, self._keys(topic, consumer), plan)
+    def start_leased(
+        self,
+        topic: str,
+        consumer: str,
+        handler: LeasedHandler,
+        *,
+        lease: float = 60.0,
+        min_events: int = 1,
+        max_events: int = 1_000,
+        polling_delay: float = 1.0,
+        max_polling_delay: float = 10.0,
+    ) -> Consumption:
+        """Hand events to `handler(events, lease)` outside of any transaction: for work that is longer than seconds.
+
+        The partition is leased for `lease` seconds, and the lease renewed while the handler runs; when this process
+        dies, another takes the events over after that time. What the handler writes in `lease.transaction()` commits
+        together with the offset: exactly once, whatever happens. Without that, the offset is committed when it returns:
+        at least once. `lease.lost` is set when the partition was taken over; nothing can be committed any more.
+
+        A handler that raises `ConsumptionError(event)` names the event that failed, and those before it are done.
+        Events that fail otherwise are handed over again, one at a time. The event that fails then is tried again with
+        backoff, up to the consumer's `max_attempts`. Otherwise as `start_batch`.
+        """
+        _check(min_events, max_events, polling_delay, max_polling_delay)
+        if not lease > 0:
+            raise ValidationError(f"a lease is a positive number of seconds, not {lease}")
+        passes = LeasedPasses(
+            self._database, self._claims, handler, lease=lease, min_events=min_events, max_events=max_events,
+            polling_delay=polling_delay, max_polling_delay=max_polling_delay,
+        )  # fmt: skip
+        return self._start(topic, consumer, passes.consume, polling_delay)
+
+    def _start_plan(self, topic: str, consumer: str, plan: _Plan) -> Consumption:
+        return self._start(
+            topic, consumer, lambda key, hold: self._consume(key, plan, hold), polling_delay=plan.polling_delay
+        )
+
+    def _start(
+        self, topic: str, consumer: str, consume: Callable[[ConsumerPartition, Hold], Pass], polling_delay: float
+    ) -> Consumption:
+        started = Consumption(
+            self._keys(topic, consumer),
+            look=lambda asked: self._ready(topic, consumer, asked),
+            consume=consume,
+            polling_delay=polling_delay,
+            listener=self._listener,
+        )
         self._running.append(started)
         return started
 
@@ -191,6 +459,19 @@ class Consumers:
         return [
             ConsumerPartition(topic, consumer, state.partition) for state in self._registry.consumer(topic, consumer)
         ]
+
+    def _ready(self, topic: str, consumer: str, asked: dict[int, int]) -> dict[int, float | None]:
+        """Which partitions have as many events as asked for, and in how many seconds each may be consumed."""
+        statement = "ready_topic" if NOT_PARTITIONED in asked else "ready"
+        parameters = {
+            "topic": topic,
+            "consumer": consumer,
+            "partitions": list(asked),
+            "least": list(asked.values()),
+        }
+        with self._database.connection() as connection:
+            rows = connection.execute(self._own_queries(statement, topic=topic), parameters, prepare=True)
+            return dict(rows.fetchall())
 
     def consume_once(
         self, topic: str, consumer: str, handler: BatchHandler, *, partition: int | None = None, max_events: int = 1_000
@@ -207,33 +488,44 @@ class Consumers:
         consumed = 0
         for key in keys:
             progress = self.consume_partition(key, plan)
+            # None of these was the consumer's: what it is asked for comes after them.
+            while progress is not None and progress.passed and not progress.consumed and progress.failure is None:
+                progress = self.consume_partition(key, plan)
             consumed += progress.consumed if progress else 0
         return consumed
 
     def consume_partition(self, key: ConsumerPartition, plan: _Plan) -> Progress | None:
         """One pass over one partition, in one transaction; None when it could not or need not be consumed."""
-        with self._database.transaction() as connection:
+        return self._consume(key, plan, Hold()).progress
+
+    def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
+        refused = Pass(due_in=plan.polling_delay, deaf=True)
+        with self._database.transaction() as connection, hold.connection(connection):
             locked = consumption.lock(connection, self._queries, key, wait=False)
             if locked is None or locked.state.paused or locked.leased or locked.retry_in:
-                return None
-            if locked.state.spent and self._dead_letters.topic_of(key.topic, connection) is None:
-                return None
+                return refused
+            if self._dead_letters.blocking(locked.state, connection) is not None:
+                return refused
             events = fetch(
                 connection, self._queries, key.topic,
                 partition=key.partition, after=locked.offset, limit=plan.max_events,
             )  # fmt: skip
             if not events:
-                return None
+                return Pass()
             waited = (locked.now - events[0].created_at).total_seconds()
             if len(events) < plan.min_events and waited < plan.max_polling_delay:
-                return None
-            return consumption.consume(
+                return Pass(due_in=plan.max_polling_delay - waited, least=plan.min_events)
+            progress = consumption.consume(
                 connection, self._queries, self._dead_letters, locked,
                 events=events, handler=plan.handler, each=plan.each,
             )  # fmt: skip
+        return _came_to(progress, plan, full=len(events) == plan.max_events)
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Stop every consumption that was started here."""
+    def close(self, timeout: float = 10.0) -> bool:
+        """Stop every consumption that was started here, as `Consumption.stop`, all within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         for running in self._running:
-            running.stop(timeout)
+            running.stop_soon()
+        ended = [running.await_end(deadline) for running in self._running]
         self._running.clear()
+        return all(ended)

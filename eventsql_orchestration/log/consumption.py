@@ -18,8 +18,8 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ClaimLostError, ConsumptionError
-from eventsql_orchestration.log.dead_letters import DeadLetters, describe
-from eventsql_orchestration.model import ConsumerState, Event
+from eventsql_orchestration.log.dead_letters import MAX_MESSAGE_LENGTH, NEVER, DeadLetterCause, DeadLetters, describe
+from eventsql_orchestration.model import ConsumerState, Event, EventFilter
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,7 @@ class LockedPartition:
 
     @property
     def leased(self) -> bool:
-        expires = self.state.lease_expires_at
-        return self.state.lease_owner is not None and expires is not None and expires > self.now
+        return self.state.leased(self.now)
 
     @property
     def retry_in(self) -> float:
@@ -101,11 +100,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a batch came to: events consumed, the offset reached, and the event that stopped it, if one did."""
+    """What a batch came to: events consumed, the offset reached, and the event that stopped it, if one did.
+
+    `passed` counts the events that were passed over because they do not match the consumer's filter: a batch of such
+    events alone has moved the offset too.
+    """
 
     consumed: int
     offset: int
     failure: Failure | None = None
+    passed: int = 0
 
 
 def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wait: bool) -> LockedPartition | None:
@@ -116,7 +120,11 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
     query = queries("await_consumer" if wait else "lock_consumer")
     # The connection may be a caller's, with a row factory of its own.
     row = connection.cursor(row_factory=tuple_row).execute(query, key.parameters()).fetchone()
-    return None if row is None else LockedPartition(key, ConsumerState(*row[:-1]), row[-1])
+    if row is None:
+        return None
+    *columns, conditions, now = row
+    state = [*columns, EventFilter.from_json(conditions)]
+    return LockedPartition(key, ConsumerState(*state), now)
 
 
 class EventFailedError(Exception):
@@ -187,35 +195,46 @@ def consume(
 ) -> Progress:
     """Handle `events`, and move the offset, in the caller's transaction that holds the lock.
 
-    With `each`, and where the first event has failed before, the handler gets the events one by one.
+    Of `events`, which are all that the partition has from the offset on, the handler gets those that match the
+    consumer's filter; the offset moves past the others. With `each`, and where the first of them has failed before, the
+    handler gets them one by one.
 
     `upto` is the offset to reach when all succeed (the last event's by default). A failing event is noted on the
     consumer row, or buried once its attempts are spent; what went before it is done all the same. Raises
     `ClaimLostError` when the offset is not where the batch began, and what the handler raised when the transaction is
     lost with it.
     """
-    if not events:
-        if upto is not None and upto > locked.offset:
-            advance(connection, queries, locked.key, after=locked.offset, upto=upto, first=None, consumed=0)
-            return Progress(0, upto)
-        return Progress(0, locked.offset)
+    if upto is None:
+        upto = events[-1].id if events else locked.offset
+    chosen = _chosen(locked.state.filter, events)
     try:
-        handle(connection, events, handler, each=each or locked.state.failed_event_id == events[0].id)
+        if chosen:
+            handle(connection, chosen, handler, each=each or locked.state.failed_event_id == chosen[0].id)
     except EventFailedError as failed:
-        done = events[: failed.done]
+        done = chosen[: failed.done]
+        before = [event for event in events if event.id < failed.event.id]
         after = locked.offset
-        if done:
-            after = done[-1].id
-            advance(
-                connection, queries, locked.key,
-                after=locked.offset, upto=after, first=done[0].id, consumed=len(done),
-            )  # fmt: skip
+        if before:
+            after = before[-1].id
+            _move(connection, queries, locked, upto=after, done=done)
         failure = _record(connection, queries, dead_letters, locked, failed, after=after)
         buried = failure.outcome == Failure.DEAD_LETTER
-        return Progress(len(done) + buried, failure.event.id if buried else after, failure)
-    offset = events[-1].id if upto is None else upto
-    advance(connection, queries, locked.key, after=locked.offset, upto=offset, first=events[0].id, consumed=len(events))
-    return Progress(len(events), offset)
+        offset = failure.event.id if buried else after
+        return Progress(len(done) + buried, offset, failure, len(before) - len(done))
+    if upto > locked.offset:
+        _move(connection, queries, locked, upto=upto, done=chosen)
+    return Progress(len(chosen), upto, passed=len(events) - len(chosen))
+
+
+def _chosen(conditions: EventFilter | None, events: Sequence[Event]) -> Sequence[Event]:
+    return events if conditions is None else [event for event in events if conditions.matches(event)]
+
+
+def _move(
+    connection: Connection, queries: Queries, locked: LockedPartition, *, upto: int, done: Sequence[Event]
+) -> None:
+    first = done[0].id if done else None
+    advance(connection, queries, locked.key, after=locked.offset, upto=upto, first=first, consumed=len(done))
 
 
 def advance(
@@ -245,16 +264,33 @@ def _record(
     *,
     after: int,
 ) -> Failure:
-    """Note a failed event for a retry, or bury it when its attempts are spent and there is a topic to take it."""
+    """Note a failed event for a retry, or bury it when its attempts are spent and something may take it."""
     event, key, state = failed.event, locked.key, locked.state
     attempts = _attempts(locked, event)
-    dead_letter_topic = None if attempts < state.max_attempts else dead_letters.topic_of(key.topic, connection)
-    if dead_letter_topic is None:
+    if attempts < state.max_attempts or not dead_letters.accepts(key.topic, connection):
         return record_failure(connection, queries, locked, event, failed.error)
     description = describe(failed.error)
-    dead_letters.bury(
-        connection, dead_letter_topic, event, consumer=key.consumer, failure=description, attempts=attempts
-    )
+    buried = False
+    try:
+        # What a factory publishes and what then fails is undone; the failure is noted all the same.
+        with connection.transaction():
+            buried = dead_letters.bury(connection, event, DeadLetterCause.of(key.consumer, failed.error, attempts))
+    except Exception as error:
+        if _transaction_lost(connection):
+            raise
+        problem = f"its dead letter could not be made: {describe(error)}"
+        logger.exception("%s is held up by event %d, which failed %d times: %s", key, event.id, attempts, problem)
+        noted = f"{description[: MAX_MESSAGE_LENGTH // 2]} ({problem}"[: MAX_MESSAGE_LENGTH - 1] + ")"
+        _note(connection, queries, key, event, attempts=attempts, failure=noted, backoff=_backoff(attempts))
+        return Failure(event, noted, attempts, Failure.RETRY)
+    if not buried:
+        _note(connection, queries, key, event, attempts=attempts, failure=description, backoff=NEVER)
+        logger.error(
+            "%s is blocked by event %d, which failed %d times (%s) and was not made a dead letter; mend the handler or "
+            "the dead letter factory and resume the consumer",
+            key, event.id, attempts, description,
+        )  # fmt: skip
+        return Failure(event, description, attempts, Failure.BLOCKED)
     advance(connection, queries, key, after=after, upto=event.id, first=event.id, consumed=1)
     logger.error("%s gave event %d up after %d attempts, as a dead letter: %s", key, event.id, attempts, description)
     return Failure(event, description, attempts, Failure.DEAD_LETTER)
@@ -262,6 +298,27 @@ def _record(
 
 def _attempts(locked: LockedPartition, event: Event) -> int:
     return (locked.state.attempts if locked.state.failed_event_id == event.id else 0) + 1
+
+
+def _backoff(attempts: int) -> float:
+    """Seconds until an event is tried again that has failed so often."""
+    return min(FIRST_BACKOFF * 2.0 ** min(attempts - 1, 30), MAX_BACKOFF)
+
+
+def _note(
+    connection: Connection,
+    queries: Queries,
+    key: ConsumerPartition,
+    event: Event,
+    *,
+    attempts: int,
+    failure: str,
+    backoff: float,
+) -> None:
+    connection.execute(
+        queries("record_failure"),
+        {**key.parameters(), "event": event.id, "attempts": attempts, "failure": failure, "backoff": backoff},
+    )
 
 
 def record_failure(
@@ -273,17 +330,8 @@ def record_failure(
     """
     key, state = locked.key, locked.state
     description, attempts = describe(error), _attempts(locked, event)
-    backoff = min(FIRST_BACKOFF * 2 ** min(attempts - 1, 30), MAX_BACKOFF)
-    connection.execute(
-        queries("record_failure"),
-        {
-            **key.parameters(),
-            "event": event.id,
-            "attempts": attempts,
-            "failure": description,
-            "backoff": backoff,
-        },
-    )
+    backoff = _backoff(attempts)
+    _note(connection, queries, key, event, attempts=attempts, failure=description, backoff=backoff)
     if attempts >= state.max_attempts:
         logger.error(
             "%s is blocked by event %d, which failed %d times (%s); mend the handler and resume the consumer, "

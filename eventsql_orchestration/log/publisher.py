@@ -1,37 +1,74 @@
-"""Publishing: events are committed to the buffer before the call returns, or join the caller's transaction."""
+"""Publishing: events are committed before the call returns, or join the caller's transaction.
+
+Events are written to the buffer, from which the transfer moves them to their topic's log. A batch may take the
+straight path instead: the publisher becomes the topic's one writer for a short transaction of its own, moves what lies
+in the buffer, and appends the batch to the log, so that it is written once and not three times. Events of one
+publisher, and of one key, keep their order over both paths, because whoever appends moves first what was committed
+before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final
+from itertools import chain
+from typing import Final, TypeAlias
 
-import psycopg
 import sqlalchemy
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import Json
 
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.errors import RedefinitionError
+from eventsql_orchestration.log import encoding
 from eventsql_orchestration.log.partitioner import Partitioner, default_partition
 from eventsql_orchestration.log.registry import Registry
+from eventsql_orchestration.log.writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.model import Publication, Topic, check_partition
 
-_COPY_TYPES: Final = ("text", "int2", "text", "bytea", "json")
+STRAIGHT_LEAST: Final = 50
+"""Events of a batch that takes the straight path. Smaller ones commit side by side in the buffer, faster together than
+one after the other under the topic's lock."""
+
+STRAIGHT_MOST: Final = 20_000
+STRAIGHT_BYTES: Final = 16 * 1024 * 1024
+"""A larger batch would hold the topic, and memory, for too long."""
+
+_CHUNK_BYTES: Final = 256 * 1024
+
+Encoded: TypeAlias = tuple[str, bytes]
+"""An event's topic and the rest of its row."""
 
 
 class Publisher:
     """Publishes events. One instance serves any number of threads."""
 
     def __init__(
-        self, database: Database, registry: Registry, *, on_published: Callable[[], None] | None = None
+        self,
+        database: Database,
+        registry: Registry,
+        *,
+        straight: bool = True,
+        on_published: Callable[[], None] | None = None,
+        on_appended: Callable[[str], None] | None = None,
     ) -> None:
+        """With `straight`, batches may be appended to the log directly.
+
+        `on_published` is called after events went to the buffer, `on_appended` with a topic after some went to its log.
+        """
         self._database = database
         self._registry = registry
         self._queries = Queries("log", database.schema)
         self._partitioner: Partitioner = default_partition
+        self._writer = LogWriter(database, lock_timeout=LOCK_TIMEOUT) if straight else None
         self._on_published = on_published or (lambda: None)
+        self._on_appended = on_appended or (lambda _topic: None)
+
+    def close(self) -> None:
+        """Close the connection of the straight path; the next batch opens another."""
+        if self._writer is not None:
+            self._writer.close()
 
     def configure_partitioner(self, partitioner: Partitioner) -> None:
         """Choose partitions by `partitioner(publication, partitions)` instead of by the hash of the key."""
@@ -49,12 +86,12 @@ class Publisher:
         `RedefinitionError` when the topic does not stop being redefined; in each case nothing was published.
         """
         topic = self._registry.cached_topic(publication.topic)
-        row = self._row(publication, topic)
+        partition = self._partition(publication, topic)
         with self._connection(connection) as psycopg_connection:
-            if not self._insert(psycopg_connection, row, topic):
+            if not self._insert(psycopg_connection, publication, partition, topic):
                 self._registry.forget(topic.name)
                 topic = self._registry.cached_topic(publication.topic)
-                if not self._insert(psycopg_connection, self._row(publication, topic), topic):
+                if not self._insert(psycopg_connection, publication, self._partition(publication, topic), topic):
                     raise _redefined([topic.name])
         self._on_published()
 
@@ -66,49 +103,77 @@ class Publisher:
     ) -> int:
         """Publish any number of events, of any topics, in order and in one commit; gives their number.
 
-        `publications` is read as it is written, so it may be longer than memory. When it raises, or one of them cannot
-        be published, none is; a transaction of the caller's must be rolled back then. Raises `RedefinitionError` when a
-        topic was redefined meanwhile: publish again. Otherwise as `publish`.
+        `publications` may be longer than memory: beyond the first 16 MiB it is read as it is written. When it raises,
+        or one of them cannot be published, none is; a transaction of the caller's must be rolled back then. Raises
+        `RedefinitionError` when a topic was redefined meanwhile: publish again. Otherwise as `publish`.
         """
-        published = 0
+        # One definition for the whole batch: what is checked in the end is what its partitions were chosen by.
         topics: dict[str, Topic] = {}
-        with self._transaction(connection) as psycopg_connection:
-            with (
-                psycopg_connection.cursor(row_factory=tuple_row) as cursor,
-                cursor.copy(self._queries("publish_all")) as copy,
-            ):
-                copy.set_types(_COPY_TYPES)
-                for publication in publications:
-                    # One definition for the whole batch: what is checked below is what its partitions were chosen by.
-                    topic = topics.get(publication.topic)
-                    if topic is None:
-                        topic = topics[publication.topic] = self._registry.cached_topic(publication.topic)
-                    copy.write_row(self._row(publication, topic))
-                    published += 1
+        encoded = self._encoded(publications, topics)
+        if connection is None and self._writer is not None:
+            first, whole = _begin(encoded)
+            if whole and len(topics) == 1 and len(first) >= STRAIGHT_LEAST:
+                topic = next(iter(topics.values()))
+                if self._append(self._writer, topic, first):
+                    return len(first)
+            encoded = chain(first, encoded)
+        published = 0
+        with (
+            self._transaction(connection) as psycopg_connection,
+            psycopg_connection.cursor(row_factory=tuple_row) as cursor,
+        ):
+            with cursor.copy(self._queries("publish_all")) as copy:
+                for count, chunk in _buffer_rows(encoded):
+                    copy.write(chunk)
+                    published += count
             self._check(psycopg_connection, topics.values())
         if published:
             self._on_published()
         return published
 
-    def _row(self, publication: Publication, topic: Topic) -> tuple[str, int, str | None, bytes, dict[str, str]]:
+    def _append(self, writer: LogWriter, topic: Topic, events: list[Encoded]) -> bool:
+        """Take the straight path; False, and nothing done, when the events must go to the buffer."""
+        self._database.ensure_schema()
+        with writer.session("refused to publish"):
+            appended = writer.append(topic, [event for _, event in events])
+        if appended:
+            self._on_appended(topic.name)
+        return appended
+
+    def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
+        """The partition that a publication goes to; `topic` is its topic where the caller has looked it up.
+
+        Raises `TopicNotFoundError`, and `PartitionOutOfRangeError` when its topic has no such partition.
+        """
+        return self._partition(publication, topic or self._registry.cached_topic(publication.topic))
+
+    def _partition(self, publication: Publication, topic: Topic) -> int:
         partition = publication.partition
         if partition is None:
             partition = self._partitioner(publication, topic.partitions)
-        check_partition(publication.topic, partition, topic.partitions)
-        return publication.topic, partition, publication.key, publication.value, dict(publication.metadata)
+            if self._partitioner is default_partition:
+                return partition
+        return check_partition(topic.name, partition, topic.partitions)
 
-    def _insert(
-        self, connection: Connection, row: tuple[str, int, str | None, bytes, dict[str, str]], topic: Topic
-    ) -> bool:
+    def _encoded(self, publications: Iterable[Publication], topics: dict[str, Topic]) -> Iterator[Encoded]:
+        """The rows of publications; the definitions that their partitions are chosen by are added to `topics`."""
+        for publication in publications:
+            name = publication.topic
+            topic = topics.get(name)
+            if topic is None:
+                topic = topics[name] = self._registry.cached_topic(name)
+            yield name, encoding.encode(publication, self._partition(publication, topic))
+
+    def _insert(self, connection: Connection, publication: Publication, partition: int, topic: Topic) -> bool:
         """Insert an event; False, and nothing done, when its topic is not defined like `topic` any more."""
         inserted = connection.execute(
             self._queries("publish"),
             {
-                "topic": row[0],
-                "partition": row[1],
-                "key": row[2],
-                "value": row[3],
-                "metadata": Json(row[4]),
+                "topic": topic.name,
+                "partition": partition,
+                "key": publication.key,
+                "value": publication.value,
+                "metadata": Json(dict(publication.metadata)),
                 "partitions": topic.partitions,
             },
         )
@@ -140,15 +205,31 @@ def _redefined(topics: list[str]) -> RedefinitionError:
     return RedefinitionError(f"topic {', '.join(topics)} was redefined meanwhile: nothing was published, publish again")
 
 
-def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
-    """The psycopg connection of a transaction that a caller runs with psycopg or with SQLAlchemy."""
-    if isinstance(connection, sqlalchemy.Connection):
-        driver: Any = connection.connection.driver_connection
-    else:
-        driver = connection
-    if not isinstance(driver, psycopg.Connection):
-        raise TypeError(f"a psycopg or SQLAlchemy (postgresql+psycopg) connection is needed, not {type(driver)!r}")
-    if isinstance(connection, sqlalchemy.Connection) and not connection.in_transaction():
-        # SQLAlchemy would roll back what it did not begin itself.
-        connection.begin()
-    return driver
+def _begin(encoded: Iterator[Encoded]) -> tuple[list[Encoded], bool]:
+    """As many of the first events as the straight path takes, and whether they are all."""
+    first: list[Encoded] = []
+    size = 0
+    for event in encoded:
+        first.append(event)
+        size += len(event[1])
+        if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
+            return first, False
+    return first, True
+
+
+def _buffer_rows(encoded: Iterable[Encoded]) -> Iterator[tuple[int, bytes]]:
+    """The same events as a COPY into the buffer takes them, in chunks of some size with their number."""
+    prefixes: dict[str, bytes] = {}
+    parts, size, count = [encoding.HEADER], 0, 0
+    for topic, event in encoded:
+        prefix = prefixes.get(topic)
+        if prefix is None:
+            prefix = prefixes[topic] = encoding.buffer_prefix(topic)
+        parts += (prefix, event)
+        size += len(event)
+        count += 1
+        if size > _CHUNK_BYTES:
+            yield count, b"".join(parts)
+            parts, size, count = [], 0, 0
+    parts.append(encoding.TRAILER)
+    yield count, b"".join(parts)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from psycopg.rows import tuple_row
+from psycopg.types.numeric import Int8BinaryLoader
+from psycopg.types.string import TextBinaryLoader
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
@@ -27,7 +29,11 @@ def fetch(
 ) -> list[Event]:
     """Events with `after < id <= upto` of a partition (-1: of all), in order, on a connection of the caller's."""
     # The connection may be a caller's, with a row factory of its own.
-    cursor = connection.cursor(row_factory=tuple_row).execute(
+    cursor = connection.cursor(row_factory=tuple_row)
+    # As they come: an event decodes them when it is asked for them.
+    cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
+    cursor.adapters.register_loader("json", TextBinaryLoader)
+    cursor.execute(
         queries("read" if partition == NOT_PARTITIONED else "read_partition", topic=topic),
         {
             "partition": partition,
@@ -38,7 +44,7 @@ def fetch(
         binary=True,
         prepare=False,
     )
-    return [Event(topic, *row) for row in cursor]
+    return [Event(topic, *row) for row in cursor.fetchall()]
 
 
 class Reader:

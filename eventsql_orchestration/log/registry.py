@@ -5,24 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from sqlalchemy import Connection, delete, func, select, text, update
+import psycopg
+from sqlalchemy import Connection, delete, func, null, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.schema import DropTable
 
-from eventsql_orchestration.database import tables
-from eventsql_orchestration.database.database import Database
+from eventsql_orchestration.database import Database, driver_connection, tables
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     InvalidNameError,
+    PartitionOutOfRangeError,
     RedefinitionError,
     RegistryError,
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, Topic
+from eventsql_orchestration.log import segments
+from eventsql_orchestration.log.positions import Earliest, Start, resolve, starting_at
+from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, EventFilter, Retention, Topic
 
 CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
@@ -30,8 +33,8 @@ CACHE_SECONDS: Final = 5.0
 LOCK_SECONDS: Final = 10
 """How long a redefinition waits for publishers at most, and keeps them waiting."""
 
-# All registrations of a database follow one another: they are rare, and DDL of two at once would collide.
-_REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
+REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
+"""The advisory lock that everything takes which changes topics, their logs or where consumers stand."""
 
 _HAS_INDEX: Final = """
 SELECT EXISTS (
@@ -40,6 +43,15 @@ SELECT EXISTS (
 """
 
 _t, _c = tables.topic.c, tables.consumer.c
+
+_TOPICS: Final = select(
+    _t.eql_name,
+    _t.eql_partitions,
+    _t.eql_created_at,
+    _t.eql_retention_seconds,
+    _t.eql_retention_bytes,
+    _t.eql_retention_events,
+)
 
 
 class Registry:
@@ -56,13 +68,14 @@ class Registry:
         """Create `topic`, or find it as it is.
 
         Its number of partitions can be changed while it has neither events nor consumers; `RedefinitionError`
-        otherwise. Raises `InvalidNameError` for a name that a table of the platform has taken, and `DatabaseBusyError`
-        when publishers do not let it be changed.
+        otherwise. Its retention can always be changed; a topic that names none keeps the one that it has. Raises
+        `InvalidNameError` for a name that a table of the platform has taken, and `DatabaseBusyError` when publishers do
+        not let it be changed.
         """
         if event_table(topic.name) in tables.metadata.tables:
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
         with self._database.core() as connection:
-            _lock(connection)
+            lock_registry(connection)
             # EventSQL's Java library registers topics too, and knows nothing of our lock.
             connection.execute(
                 insert(tables.topic)
@@ -73,6 +86,8 @@ class Registry:
             existing = _topic(connection, topic.name)
             if existing is not None and existing.partitions != topic.partitions:
                 self._redefine(connection, existing, topic)
+            if existing is not None and topic.retention is not None:
+                _keep(connection, existing, topic.retention)
             _create_log(connection, topic)
         self.forget(topic.name)
         return self
@@ -95,8 +110,7 @@ class Registry:
     def topics(self) -> list[Topic]:
         """All topics, by name."""
         with self._database.core() as connection:
-            rows = connection.execute(select(_t.eql_name, _t.eql_partitions, _t.eql_created_at).order_by(_t.eql_name))
-            return [Topic(*row) for row in rows]
+            return [_as_topic(row) for row in connection.execute(_TOPICS.order_by(_t.eql_name))]
 
     def topic(self, name: str) -> Topic:
         """One topic. Raises `TopicNotFoundError`."""
@@ -123,6 +137,19 @@ class Registry:
         with self._cache_lock:
             self._cache.pop(name, None)
 
+    def set_retention(self, name: str, retention: Retention | None) -> None:
+        """Say how much of a topic is kept; with None, or without a bound, everything is, for ever.
+
+        Nothing is dropped by this itself. Raises `TopicNotFoundError`.
+        """
+        with self._database.core() as connection:
+            lock_registry(connection)
+            existing = _topic(connection, name)
+            if existing is None:
+                raise _no_topic(name)
+            _keep(connection, existing, retention or Retention())
+        self.forget(name)
+
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """Delete a topic with all its events.
 
@@ -132,9 +159,9 @@ class Registry:
         """
         topic = self.topic(name)
         with self._database.core() as connection:
-            _lock(connection)
+            lock_registry(connection)
             _lock_topic(connection, name)
-            consumers = sorted({state.name for state in _states(connection, name, lock=True)})
+            consumers = sorted({state.name for state in consumer_states(connection, name, lock=True)})
             if consumers and not force:
                 raise RegistryError(f"topic {name!r} is kept: it has the consumers {', '.join(consumers)}")
             _lock_buffer(connection)
@@ -155,20 +182,35 @@ class Registry:
         consumer: Consumer,
         *,
         max_attempts: int = 5,
-        start: Literal["earliest", "latest"] = "earliest",
+        start: Start = "earliest",
+        filter: EventFilter | None = None,  # noqa: A002 - the field's word
     ) -> Registry:
         """Create `consumer`, or find it as it is, offsets untouched.
 
-        `max_attempts` (at least 1) is how often an event is tried before it goes to the dead letter topic. `start` says
-        where a new consumer begins. Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a
-        topic that is not; `RedefinitionError` for one that has consumed events in the other form.
+        `max_attempts` (at least 1) is how often an event is tried before it goes to the dead letter topic.
+
+        `start` says where a new consumer begins: at the earliest event, after the latest, at the first event from an
+        offset on, or at the first that entered the log at a time or later. Where that lies outside of the log, it
+        begins at the end that is nearest.
+
+        With a `filter`, the consumer's functions get the events that match; its offset moves past the others, which
+        count as lag until then. Who reads the range of a claim for himself gets them all.
+
+        What is registered last holds: a consumer that is registered again has these `max_attempts` and this `filter`
+        from its next batch on, so without the argument it is handed every event. Events that it passed over do not come
+        back.
+
+        Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic that is not, or a start or
+        filter that cannot be; `RedefinitionError` for one that has consumed events in the other form.
         """
         if max_attempts < 1:
             raise ValidationError(f"max_attempts must be at least 1, not {max_attempts}")
-        if start not in ("earliest", "latest"):
-            raise ValidationError(f"start must be 'earliest' or 'latest', not {start!r}")
+        position = starting_at(start)
+        given: object = filter
+        if given is not None and not isinstance(given, EventFilter):
+            raise ValidationError(f"filter must be an EventFilter, not {type(given).__name__}")
         with self._database.core() as connection:
-            _lock(connection)
+            lock_registry(connection)
             topic = _topic(connection, consumer.topic)
             if topic is None:
                 raise _no_topic(consumer.topic)
@@ -176,42 +218,41 @@ class Registry:
                 raise ValidationError(
                     f"consumer {consumer.name!r} cannot be partitioned: topic {topic.name!r} is not partitioned"
                 )
+            own = (_c.eql_topic == topic.name, _c.eql_name == consumer.name)
             wanted = topic.all_partitions if consumer.partitioned else (NOT_PARTITIONED,)
-            existing = _states(connection, topic.name, consumer.name)
+            existing = consumer_states(connection, topic.name, consumer.name)
             if existing and {state.partition for state in existing} != set(wanted):
                 # Wait for a consumption under way: it may be about to commit the first events.
-                existing = _states(connection, topic.name, consumer.name, lock=True)
+                existing = consumer_states(connection, topic.name, consumer.name, lock=True)
                 if any(state.consumed_events for state in existing):
                     raise RedefinitionError(
                         f"consumer {consumer.name!r} of topic {topic.name!r} stays "
                         f"{'partitioned' if existing[0].partition >= 0 else 'not partitioned'}: it has consumed events"
                     )
-                connection.execute(
-                    delete(tables.consumer).where(_c.eql_topic == topic.name, _c.eql_name == consumer.name)
-                )
+                connection.execute(delete(tables.consumer).where(*own))
                 existing = []
+            definition = {
+                "eql_max_attempts": max_attempts,
+                "eql_filter": null() if filter is None else filter.as_json(),
+            }
+            if any((state.max_attempts, state.filter) != (max_attempts, filter) for state in existing):
+                connection.execute(update(tables.consumer).where(*own).values(definition))
             if existing:
-                connection.execute(
-                    update(tables.consumer)
-                    .where(
-                        _c.eql_topic == topic.name,
-                        _c.eql_name == consumer.name,
-                        _c.eql_max_attempts != max_attempts,
-                    )
-                    .values(eql_max_attempts=max_attempts)
-                )
                 return self
-            offset = _end(connection, topic) if start == "latest" else None
+            offset = None
+            if not isinstance(position, Earliest):
+                resolved = resolve(
+                    driver_connection(connection), self._database.schema, topic.name, position, {NOT_PARTITIONED: 0}
+                )
+                offset = resolved[NOT_PARTITIONED].offset
             connection.execute(
-                insert(tables.consumer).on_conflict_do_nothing(),
+                insert(tables.consumer).values(eql_consumed_events=0, **definition).on_conflict_do_nothing(),
                 [
                     {
                         "eql_topic": topic.name,
                         "eql_name": consumer.name,
                         "eql_partition": partition,
                         "eql_last_event_id": offset,
-                        "eql_consumed_events": 0,
-                        "eql_max_attempts": max_attempts,
                     }
                     for partition in wanted
                 ],
@@ -223,7 +264,7 @@ class Registry:
         if topic is not None:
             self.topic(topic)
         with self._database.core() as connection:
-            return _states(connection, topic)
+            return consumer_states(connection, topic)
 
     def consumer(self, topic: str, name: str) -> list[ConsumerState]:
         """The partitions of one consumer. Raises `TopicNotFoundError` or `ConsumerNotFoundError`."""
@@ -239,6 +280,7 @@ class Registry:
         self.consumer(topic, name)
         claims = tables.consumer_claim.c
         with self._database.core() as connection:
+            consumer_states(connection, topic, name, lock=True)
             connection.execute(delete(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name))
             connection.execute(
                 delete(tables.consumer_claim).where(claims.eql_topic == topic, claims.eql_consumer == name)
@@ -257,7 +299,28 @@ class Registry:
     def _set(self, topic: str, name: str, **values: object) -> None:
         self.consumer(topic, name)
         with self._database.core() as connection:
+            consumer_states(connection, topic, name, lock=True)
             connection.execute(update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values))
+
+
+def choose_partitions(states: Sequence[ConsumerState], partition: int | None) -> list[int]:
+    """The partitions of a consumer that are meant: the one that is asked for, or all.
+
+    Raises `PartitionOutOfRangeError`.
+    """
+    own = [state.partition for state in states]
+    if partition is None or [partition] == own:
+        return own
+    name = states[0].name
+    if own == [NOT_PARTITIONED]:
+        raise PartitionOutOfRangeError(
+            f"partition {partition} is out of range: consumer {name!r} is not partitioned, it reads all of them as one"
+        )
+    if partition not in own:
+        raise PartitionOutOfRangeError(
+            f"partition {partition} is out of range: consumer {name!r} has partitions 0 to {len(own) - 1}"
+        )
+    return [partition]
 
 
 def _partitions(count: int) -> str:
@@ -268,8 +331,12 @@ def _no_topic(name: str) -> TopicNotFoundError:
     return TopicNotFoundError(f"topic {name!r} does not exist: create it with `eventsql topic create {name}`")
 
 
-def _lock(connection: Connection) -> None:
-    connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _REGISTRY_LOCK})
+def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
+    """Let no other topic, consumer, seek or retention of this database change until the caller's transaction ends.
+
+    They are rare, and two at once would collide in their DDL, or look at what the other is about to change.
+    """
+    driver_connection(connection).execute("SELECT pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
 
 
 def _lock_topic(connection: Connection, name: str) -> None:
@@ -289,10 +356,27 @@ def _lock_buffer(connection: Connection) -> None:
 
 
 def _topic(connection: Connection, name: str) -> Topic | None:
-    row = connection.execute(
-        select(_t.eql_name, _t.eql_partitions, _t.eql_created_at).where(_t.eql_name == name)
-    ).one_or_none()
-    return None if row is None else Topic(*row)
+    row = connection.execute(_TOPICS.where(_t.eql_name == name)).one_or_none()
+    return None if row is None else _as_topic(row)
+
+
+def _as_topic(row: Sequence[Any]) -> Topic:
+    name, partitions, created_at, *bounds = row
+    retention = Retention(*bounds)
+    return Topic(name, partitions, created_at, retention=None if retention.for_ever else retention)
+
+
+def _keep(connection: Connection, existing: Topic, retention: Retention) -> None:
+    if retention != (existing.retention or Retention()):
+        connection.execute(
+            update(tables.topic)
+            .where(_t.eql_name == existing.name)
+            .values(
+                eql_retention_seconds=retention.seconds,
+                eql_retention_bytes=retention.bytes,
+                eql_retention_events=retention.events,
+            )
+        )
 
 
 def _create_log(connection: Connection, topic: Topic) -> None:
@@ -303,11 +387,9 @@ def _create_log(connection: Connection, topic: Topic) -> None:
         if connection.scalar(text(_HAS_INDEX), {"log": log.name, "columns": f"%({', '.join(index.columns.keys())})"}):
             continue
         index.create(connection)
-
-
-def _end(connection: Connection, topic: Topic) -> int:
-    log = tables.event_log(topic.name, partitioned=topic.partitioned)
-    return int(connection.scalar(select(func.coalesce(func.max(log.c.eql_id), 0))) or 0)
+    driver, schema = driver_connection(connection), str(connection.scalar(text("SELECT current_schema()")))
+    if segments.segments(driver, schema, topic.name) == []:
+        segments.ensure_ahead(driver, schema, topic.name)
 
 
 def _has_events(connection: Connection, name: str) -> bool:
@@ -319,9 +401,18 @@ def _has_events(connection: Connection, name: str) -> bool:
     )
 
 
-def _states(
-    connection: Connection, topic: str | None, consumer: str | None = None, *, lock: bool = False
+def consumer_states(
+    connection: Connection,
+    topic: str | None,
+    consumer: str | None = None,
+    *,
+    partitions: Sequence[int] | None = None,
+    lock: bool = False,
 ) -> list[ConsumerState]:
+    """Consumer partitions by topic, name and partition; with `lock`, after the consumptions that have them now.
+
+    Who locks several does so here: in any other order, two of them could wait for each other.
+    """
     query = select(
         _c.eql_topic,
         _c.eql_name,
@@ -338,12 +429,15 @@ def _states(
         _c.eql_failure,
         _c.eql_retry_at,
         _c.eql_max_attempts,
+        _c.eql_filter,
     ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)
     if topic is not None:
         query = query.where(_c.eql_topic == topic)
     if consumer is not None:
         query = query.where(_c.eql_name == consumer)
+    if partitions is not None:
+        query = query.where(_c.eql_partition.in_(partitions))
     if lock:
         query = query.with_for_update()
     rows: Sequence[Sequence[Any]] = connection.execute(query).all()
-    return [ConsumerState(*row) for row in rows]
+    return [ConsumerState(*(*columns, EventFilter.from_json(conditions))) for *columns, conditions in rows]

@@ -5,8 +5,8 @@ SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(met
 FROM {schema}.topic
 WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s;
 
--- publish_all -- Any number of events into the buffer.
-COPY {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+-- publish_all -- Any number of events into the buffer, encoded.
+COPY {schema}.event_buffer (eql_topic, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
 -- redefined_topics -- Those of a publisher's topics that are not defined any more as it knows them.
@@ -51,6 +51,23 @@ WHERE l.locktype = 'relation'
 -- lock_topic -- Become the topic's one writer, or find that another transaction is.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE SKIP LOCKED;
 
+-- await_topic -- Become the topic's one writer, after whoever is now.
+SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
+
+-- append_state -- What a publisher that holds a topic must know of it: its partitions, the time, and of what lies in its
+-- buffer, at most so many events: the last id and their number.
+SELECT (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s), statement_timestamp(), max(eql_id), count(*)
+FROM (
+    SELECT eql_id FROM {schema}.event_buffer
+    WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s
+    ORDER BY eql_id
+    LIMIT %(limit)s
+) buffered;
+
+-- append -- Any number of encoded events to the end of the topic's log.
+COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
+FROM STDIN (FORMAT binary);
+
 -- batch_end -- The buffer id at which a batch of at most so many events ends, and their number.
 SELECT max(eql_id), count(*)
 FROM (
@@ -61,14 +78,15 @@ FROM (
 ) batch;
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
+-- The time is the statement's, which comes after the lock: times of the log grow with its ids.
 -- Planned for its values each time: for any topic and range, PostgreSQL would rather go by the id through all topics.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
     WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s AND eql_id <= %(upto)s
     RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 )
-INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_metadata)
-SELECT eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
+INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
+SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
 
@@ -150,7 +168,8 @@ GROUP BY eql_topic, eql_partition;
 -- lock_consumer -- Take a consumer partition for this transaction, or find that another one has it.
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
        eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
-       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, clock_timestamp()
+       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter,
+       clock_timestamp()
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 FOR UPDATE SKIP LOCKED;
@@ -158,7 +177,8 @@ FOR UPDATE SKIP LOCKED;
 -- await_consumer -- Take a consumer partition for this transaction, after whoever has it now.
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
        eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
-       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, clock_timestamp()
+       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter,
+       clock_timestamp()
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 FOR UPDATE;

@@ -1,0 +1,325 @@
+"""Notifications between processes, by LISTEN and NOTIFY: that a topic's log, or its part of the buffer, has new events.
+
+They carry no events and save waiting alone. Any of them may be lost, with a connection or with the process that was to
+send it, so whoever listens polls as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
+from typing import Final, TypeAlias
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.database.database import Connection, Database
+from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.errors import EventSQLError
+
+logger = logging.getLogger(__name__)
+
+LOG: Final = "log"
+"""The kind of a notification of new events in a topic's log."""
+
+BUFFER: Final = "buffer"
+"""The kind of a notification of new events in the buffer."""
+
+NOTIFY_INTERVAL: Final = 0.005
+"""Seconds between two notifications of the same kind and topic. Each commits under a lock of the whole database, which
+others would feel; what is told within this time is told together at its end."""
+
+TEST_SECONDS: Final = 2.0
+"""How long a listener waits for the notification that it sends itself. It takes a millisecond, or never arrives."""
+
+RETEST_SECONDS: Final = 60.0
+"""Seconds until a listener that nothing reaches tries again."""
+
+MAX_RETRY_DELAY: Final = 5.0
+"""Seconds between two attempts at most, when the database is away."""
+
+CLOSE_SECONDS: Final = 2.0
+"""How long closing waits for a thread; one that is connecting ends by itself when that has ended."""
+
+_FIRST_RETRY_DELAY: Final = 0.1
+_MAX_CHANNEL_BYTES: Final = 63
+
+Callback: TypeAlias = Callable[[], None]
+
+
+def channel_of(schema: str) -> str:
+    """The channel of one schema's notifications, within PostgreSQL's 63 bytes."""
+    channel = f"eventsql_{schema}"
+    if len(channel.encode()) <= _MAX_CHANNEL_BYTES:
+        return channel
+    return f"eventsql_{hashlib.sha256(schema.encode()).hexdigest()[:32]}"
+
+
+def _retry_delay(failures: int) -> float:
+    return float(min(_FIRST_RETRY_DELAY * 2 ** min(failures - 1, 30), MAX_RETRY_DELAY))
+
+
+class Listener:
+    """Hears what other processes, and this one, notify.
+
+    A thread with a connection of its own, from the first subscription on. Whenever it has connected, it sends itself a
+    notification through another connection: through a pooler that hands out connections by transactions, LISTEN
+    succeeds and nothing ever arrives.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._channel = channel_of(database.schema)
+        self._notify = Queries("notifications", database.schema)("notify")
+        self._lock = threading.Lock()
+        self._callbacks: dict[str, tuple[Callback, ...]] = {}
+        self._thread: threading.Thread | None = None
+        self._ending: socket.socket | None = None
+        self._listening = False
+
+    @property
+    def listening(self) -> bool:
+        """Whether notifications arrive here, as far as is known; where they do not, poll."""
+        return self._listening
+
+    def subscribe(self, kind: str, topic: str | None, callback: Callback) -> Callback:
+        """Call `callback` upon each notification of a kind for one topic, or for all with None; gives what ends that.
+
+        It is called too whenever listening has begun or ended, because something may have been missed. It is called in
+        the listener's thread and must return at once.
+        """
+        subscription = _payload(kind, topic or "")
+        with self._lock:
+            self._callbacks[subscription] = (*self._callbacks.get(subscription, ()), callback)
+            # A process that was forked since has no such thread.
+            if self._thread is None or not self._thread.is_alive():
+                ending, self._ending = socket.socketpair()
+                self._thread = threading.Thread(target=self._run, args=(ending,), name="eventsql-listener", daemon=True)
+                self._thread.start()
+        return lambda: self._unsubscribe(subscription, callback)
+
+    def _unsubscribe(self, subscription: str, callback: Callback) -> None:
+        with self._lock:
+            left = list(self._callbacks.get(subscription, ()))
+            with suppress(ValueError):
+                left.remove(callback)
+            self._callbacks[subscription] = tuple(left)
+
+    def close(self) -> None:
+        """End the thread and its connection; another subscription starts them anew."""
+        with self._lock:
+            thread, ending = self._thread, self._ending
+            self._thread = self._ending = None
+        if thread is not None and ending is not None:
+            with closing(ending), suppress(OSError):
+                # Written, because a process that was forked keeps the other end open.
+                ending.send(b".")
+                thread.join(CLOSE_SECONDS)
+
+    def _run(self, ending: socket.socket) -> None:
+        failures = 0
+        deaf = False
+        with closing(ending):
+            while True:
+                try:
+                    with closing(self._database.dedicated()) as connection:
+                        _detect_silence(connection)
+                        connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
+                        if self._arrives(connection, ending):
+                            failures, deaf = 0, False
+                            logger.info("notifications of %s are heard", self._database)
+                            self._become(listening=True)
+                            self._receive(connection, ending)
+                            return
+                        failures, delay = 0, RETEST_SECONDS
+                        if not deaf and not _readable(ending, 0.0):
+                            logger.warning(
+                                "%s accepts LISTEN, but no notification arrives, as through a pooler by transactions: "
+                                "consumers poll; a URL that leads to the server itself lets them wake up at once",
+                                self._database,
+                            )
+                            deaf = True
+                except (psycopg.Error, EventSQLError) as error:
+                    failures += 1
+                    delay = _retry_delay(failures)
+                    if failures == 1:
+                        logger.warning("notifications of %s are not heard, trying again: %s", self._database, error)
+                finally:
+                    self._become(listening=False)
+                if _readable(ending, delay):
+                    return
+
+    def _become(self, *, listening: bool) -> None:
+        if listening != self._listening:
+            self._listening = listening
+            for callbacks in list(self._callbacks.values()):
+                _call(callbacks)
+
+    def _arrives(self, connection: Connection, ending: socket.socket) -> bool:
+        """Whether what another connection notifies arrives on this one."""
+        token = _payload("test", uuid.uuid4().hex)
+        with self._database.connection() as other:
+            other.execute(self._notify, {"channel": self._channel, "payloads": [token]})
+        deadline = time.monotonic() + TEST_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(ending, selectors.EVENT_READ)
+            while (left := deadline - time.monotonic()) > 0:
+                ready = selector.select(left)
+                if any(key.fileobj is ending for key, _ in ready):
+                    return False
+                if ready and token in self._hear(connection):
+                    return True
+        return False
+
+    def _receive(self, connection: Connection, ending: socket.socket) -> None:
+        """Hand notifications on until the end. Raises when the connection is lost."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(ending, selectors.EVENT_READ)
+            while not any(key.fileobj is ending for key, _ in selector.select()):
+                self._hear(connection)
+
+    def _hear(self, connection: Connection) -> set[str]:
+        """Hand on what has arrived, and give it."""
+        payloads = {notification.payload for notification in connection.notifies(timeout=0)}
+        for subscription in payloads | {_payload(payload.partition(":")[0], "") for payload in payloads}:
+            _call(self._callbacks.get(subscription, ()))
+        return payloads
+
+
+class Notifier:
+    """Notifies other processes, outside of any transaction of a publisher or a transfer.
+
+    `notify` returns at once. A thread with a connection of its own sends the first notification right away, and those
+    that follow within `NOTIFY_INTERVAL` together at its end. While the database is away they are kept, each once.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._channel = channel_of(database.schema)
+        self._notify = Queries("notifications", database.schema)("notify")
+        self._lock = threading.Lock()
+        self._pending: dict[str, None] = {}
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def notify(self, kind: str, topic: str | None) -> None:
+        """Tell all listeners, from any thread, that new events of a topic were committed.
+
+        With None, those are told that listen to all topics.
+        """
+        self._pending[_payload(kind, topic or "")] = None
+        self._wake.set()
+        # A process that was forked since has no such thread.
+        if self._thread is None or not self._thread.is_alive():
+            with self._lock:
+                if self._thread is None or not self._thread.is_alive():
+                    self._stop = threading.Event()
+                    self._thread = threading.Thread(
+                        target=self._run, args=(self._stop,), name="eventsql-notifier", daemon=True
+                    )
+                    self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, if the database is there, and end; another notification starts the thread anew."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._stop.set()
+            self._wake.set()
+        if thread is not None:
+            thread.join(CLOSE_SECONDS)
+
+    def _run(self, stop: threading.Event) -> None:
+        connection: Connection | None = None
+        sent: dict[str, float] = {}
+        failures = 0
+        try:
+            while not stop.is_set() or self._pending:
+                self._wake.wait()
+                self._wake.clear()
+                while self._pending:
+                    now = time.monotonic()
+                    ready_at = {
+                        payload: now if stop.is_set() else sent.get(payload, -NOTIFY_INTERVAL) + NOTIFY_INTERVAL
+                        for payload in list(self._pending)
+                    }
+                    if not (due := [payload for payload, at in ready_at.items() if at <= now]):
+                        stop.wait(min(ready_at.values()) - now)
+                        continue
+                    # Before it is sent: what is told from here on may not be visible to those who hear it.
+                    for payload in due:
+                        del self._pending[payload]
+                    try:
+                        connection = self._send(connection, due)
+                    except (psycopg.Error, EventSQLError) as error:
+                        connection = None
+                        if failures == 0:
+                            logger.warning("%s is not notified, consumers poll: %s", self._database, error)
+                        failures += 1
+                        self._pending.update(dict.fromkeys(due))
+                        if stop.wait(_retry_delay(failures)):
+                            return
+                    else:
+                        failures = 0
+                        sent.update(dict.fromkeys(due, time.monotonic()))
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _send(self, connection: Connection | None, payloads: list[str]) -> Connection:
+        """Send on a connection, or on another one where that has been lost; gives the one that it was."""
+        parameters = {"channel": self._channel, "payloads": payloads}
+        if connection is not None:
+            try:
+                connection.execute(self._notify, parameters)
+            except psycopg.Error:
+                connection.close()
+            else:
+                return connection
+        connection = self._database.dedicated()
+        try:
+            connection.execute(self._notify, parameters)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _payload(kind: str, topic: str) -> str:
+    return f"{kind}:{topic}"
+
+
+def _call(callbacks: Iterable[Callback]) -> None:
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:
+            # The others must hear it all the same.
+            logger.exception("a notification could not be handed on")
+
+
+def _readable(ending: socket.socket, timeout: float) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(ending, selectors.EVENT_READ)
+        return bool(selector.select(timeout))
+
+
+def _detect_silence(connection: Connection) -> None:
+    """Let the kernel find out within half a minute that the server's machine is gone: a listener sends nothing."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as wire:
+        if wire.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if (option := getattr(socket, name, None)) is not None:
+                wire.setsockopt(socket.IPPROTO_TCP, option, value)

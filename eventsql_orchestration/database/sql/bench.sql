@@ -1,0 +1,62 @@
+-- take_database -- Keep other benchmarks out of this database until the session ends, or find that one is under way.
+SELECT pg_try_advisory_lock(%(lock)s);
+
+-- leftover_tables -- The tables of benchmarks that were killed: of no topic, or of one that is not registered any more.
+SELECT c.relname
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(schema)s AND c.relkind IN ('r', 'p') AND NOT c.relispartition
+  AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|segment_[0-9]+)$'
+  AND NOT EXISTS (SELECT FROM {schema}.topic t WHERE t.eql_name || '_event' = c.relname);
+
+-- end_sessions -- End what processes of a benchmark left running on the server.
+SELECT count(pg_terminate_backend(pid))
+FROM pg_stat_activity
+WHERE application_name = %(application)s AND pid <> pg_backend_pid();
+
+-- vacuum_buffer -- Remove what earlier figures have left of their rows.
+VACUUM {schema}.event_buffer;
+
+-- vacuum_log -- Leave a log as it is a while after it was written.
+VACUUM (ANALYZE) {schema}.{event_table};
+
+-- create_raw -- A table like the buffer.
+CREATE TABLE {schema}.{event_table} (
+    eql_id bigserial PRIMARY KEY,
+    eql_topic text NOT NULL,
+    eql_partition smallint NOT NULL,
+    eql_key text,
+    eql_value bytea NOT NULL,
+    eql_created_at timestamptz NOT NULL DEFAULT now(),
+    eql_metadata json NOT NULL
+);
+
+-- index_raw -- The other one of the buffer's two indexes.
+CREATE INDEX ON {schema}.{event_table} (eql_topic, eql_id);
+
+-- copy_raw -- Encoded events into a table like the buffer.
+COPY {schema}.{event_table} (eql_topic, eql_key, eql_value, eql_metadata, eql_partition) FROM STDIN (FORMAT binary);
+
+-- copy_buffer -- Encoded events into the buffer itself.
+COPY {schema}.event_buffer (eql_topic, eql_key, eql_value, eql_metadata, eql_partition) FROM STDIN (FORMAT binary);
+
+-- insert_raw -- One event into a table like the buffer.
+INSERT INTO {schema}.{event_table} (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+VALUES (%(topic)s, %(partition)s, %(key)s, %(value)s, '{{}}');
+
+-- consumed -- How many events a consumer has committed, over all its partitions.
+SELECT coalesce(sum(eql_consumed_events), 0)::bigint
+FROM {schema}.consumer
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
+
+-- newest -- The newest offset of a topic, 0 when it is empty.
+SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table};
+
+-- keep_newest -- Let a topic of a benchmark's keep its newest events only.
+UPDATE {schema}.topic SET eql_retention_events = %(events)s WHERE eql_name = %(topic)s;
+
+-- hold_snapshot -- Keep every row that is deleted from now on, as any transaction that stays open does.
+SELECT pg_current_xact_id();
+
+-- server_settings -- What the server is set to, where it bears on speed or durability.
+SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY (%(names)s) ORDER BY name;

@@ -1,0 +1,64 @@
+-- is_segmented -- Whether a topic's log is made of segments.
+SELECT relkind = 'p' FROM pg_class WHERE oid = %(log)s::regclass;
+
+-- segments -- The segments of a log by their ids: table, first id, first id after it, bytes, whether it is being detached.
+SELECT segment.relname,
+       coalesce(substring(bounds.text FROM 'FROM \(''(\d+)''\)')::bigint, 0),
+       substring(bounds.text FROM 'TO \(''(\d+)''\)')::bigint,
+       pg_total_relation_size(segment.oid),
+       inherits.inhdetachpending
+FROM pg_inherits inherits
+JOIN pg_class segment ON segment.oid = inherits.inhrelid
+CROSS JOIN LATERAL (SELECT pg_get_expr(segment.relpartbound, segment.oid) AS text) bounds
+WHERE inherits.inhparent = %(log)s::regclass
+ORDER BY 3;
+
+-- newest_id -- The newest id that was given out in a log.
+SELECT pg_sequence_last_value(pg_get_serial_sequence(%(log)s, 'eql_id')::regclass);
+
+-- skip_to -- Let the ids of a log go on after this one.
+SELECT setval(pg_get_serial_sequence(%(log)s, 'eql_id')::regclass, %(newest)s);
+
+-- sequence -- Schema and name of the sequence that a log's ids come from.
+SELECT namespace.nspname, sequence.relname
+FROM pg_class sequence
+JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
+WHERE sequence.oid = pg_get_serial_sequence(%(log)s, 'eql_id')::regclass;
+
+-- detached -- The tables of a topic that were detached to be dropped.
+SELECT segment.relname
+FROM pg_class segment
+JOIN pg_namespace namespace ON namespace.oid = segment.relnamespace
+WHERE namespace.nspname = %(schema)s
+  AND starts_with(segment.relname, %(names)s)
+  AND segment.relkind = 'r'
+  AND NOT segment.relispartition
+  AND obj_description(segment.oid, 'pg_class') = %(mark)s;
+
+-- estimate -- How many events a segment holds by the planner's statistics, -1 where there are none yet.
+SELECT reltuples::bigint FROM pg_class WHERE oid = %(table)s::regclass;
+
+-- first -- The first offset of a segment, and the seconds since it entered the log.
+SELECT eql_id, extract(epoch FROM clock_timestamp() - eql_created_at)::float8
+FROM {schema}.{segment} ORDER BY eql_id LIMIT 1;
+
+-- last -- The newest offset of a segment, and when it entered the log.
+SELECT eql_id, eql_created_at::timestamptz FROM {schema}.{segment} ORDER BY eql_id DESC LIMIT 1;
+
+-- size -- How many events a segment holds.
+SELECT count(*) FROM {schema}.{segment};
+
+-- unpassed -- A consumer partition that has events of a segment to consume yet.
+SELECT c.eql_name, c.eql_partition
+FROM {schema}.consumer c
+WHERE c.eql_topic = %(topic)s
+  AND coalesce(c.eql_last_event_id, 0) < %(newest)s
+  AND CASE WHEN c.eql_partition = -1
+      THEN EXISTS (SELECT FROM {schema}.{segment} e WHERE e.eql_id > coalesce(c.eql_last_event_id, 0))
+      ELSE EXISTS (
+          SELECT FROM {schema}.{segment} e
+          WHERE e.eql_partition = c.eql_partition AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+      )
+  END
+ORDER BY c.eql_name, c.eql_partition
+LIMIT 1;

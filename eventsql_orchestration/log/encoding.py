@@ -1,0 +1,53 @@
+"""Events as rows of PostgreSQL's binary COPY format, for the buffer and for a topic's log alike.
+
+The format is that of the server's manual, "COPY", section "Binary Format". Our own encoding because it must be known
+before a publisher holds the topic's lock, and because psycopg writes JSON in Python: measured 0.7 µs an event, against
+4 µs.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Final
+
+from eventsql_orchestration.model import Publication
+
+HEADER: Final = b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)
+TRAILER: Final = struct.pack(">h", -1)
+
+BUFFER_COLUMNS: Final = ("eql_topic", "eql_key", "eql_value", "eql_metadata", "eql_partition")
+LOG_COLUMNS: Final = ("eql_buffered_at", "eql_created_at", "eql_key", "eql_value", "eql_metadata", "eql_partition")
+"""The last four of both are an encoded event; what precedes them is the same for all events of a batch."""
+
+_length = struct.Struct(">i").pack
+_smallint = struct.Struct(">ih").pack
+_NULL: Final = _length(-1)
+_NO_METADATA: Final = _length(2) + b"{}"
+
+
+def buffer_prefix(topic: str) -> bytes:
+    """What begins the row of each event of `topic` in the buffer."""
+    name = topic.encode()
+    return struct.pack(">hi", len(BUFFER_COLUMNS), len(name)) + name
+
+
+def log_prefix(time: int) -> bytes:
+    """What begins the row of each event in a log that it enters at `time`, in microseconds since 2000 in UTC."""
+    return struct.pack(">hiqiq", len(LOG_COLUMNS), 8, time, 8, time)
+
+
+def encode(publication: Publication, partition: int) -> bytes:
+    """The rest of an event's row: key, value, metadata and partition."""
+    key, value, metadata = publication.key, publication.value, publication.metadata
+    if key is None:
+        encoded_key = _NULL
+    else:
+        key_bytes = key.encode()
+        encoded_key = _length(len(key_bytes)) + key_bytes
+    if metadata:
+        text = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")).encode()
+        encoded_metadata = _length(len(text)) + text
+    else:
+        encoded_metadata = _NO_METADATA
+    return b"".join((encoded_key, _length(len(value)), value, encoded_metadata, _smallint(2, partition)))

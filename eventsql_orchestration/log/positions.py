@@ -1,0 +1,192 @@
+"""Places in a topic's log that consuming can begin at, and the offsets that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Literal, TypeAlias
+
+from psycopg.rows import TupleRow, tuple_row
+
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import MAX_AGE, NOT_PARTITIONED
+from eventsql_orchestration.rules import check_time, check_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Earliest:
+    """The oldest event that the log holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """What enters the log from now on; events that are in the buffer yet are among it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtOffset:
+    """The first event whose id is `offset` or larger. Raises `ValidationError` for a negative one."""
+
+    offset: int
+
+    def __post_init__(self) -> None:
+        check_whole("an offset", self.offset, least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class AtTime:
+    """The first event that entered the log at `time` or later, which has a time zone; else `ValidationError`.
+
+    Every event that was published at that time or later comes after it, because it entered the log later still; some
+    that were published shortly before may do so too.
+    """
+
+    time: datetime
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "time", check_time("a position's time", self.time))
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """As `AtTime`, `duration` before now by the database's clock.
+
+    Raises `ValidationError` for one that is not positive, or above a hundred years.
+    """
+
+    duration: timedelta
+
+    def __post_init__(self) -> None:
+        duration: object = self.duration
+        if not isinstance(duration, timedelta) or not timedelta() < duration <= MAX_AGE:
+            raise ValidationError(f"a duration must be above 0 and at most a hundred years, not {duration}")
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftBy:
+    """So many events of the partition after the offset, or before it where `events` is negative.
+
+    Every event of the partition counts, whether it matches the consumer's filter or not. Raises `ValidationError` for
+    0.
+    """
+
+    events: int
+
+    def __post_init__(self) -> None:
+        if not check_whole("the number of events to shift by", self.events):
+            raise ValidationError("a shift by 0 events moves nothing")
+
+
+Position: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back | ShiftBy
+
+Start: TypeAlias = Literal["earliest", "latest"] | int | datetime
+"""Where a new consumer begins: as `Earliest`, `Latest`, `AtOffset` and `AtTime`."""
+
+
+def starting_at(start: Start) -> Earliest | Latest | AtOffset | AtTime:
+    """The position of a start. Raises `ValidationError`."""
+    match start:
+        case "earliest":
+            return Earliest()
+        case "latest":
+            return Latest()
+        case int() if not isinstance(start, bool):
+            return AtOffset(start)
+        case datetime():
+            return AtTime(start)
+    raise ValidationError(f"start must be 'earliest', 'latest', an offset or a time, not {start!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An offset to store: that of the last event which counts as consumed.
+
+    `clamped` says that the position lies outside of the log, and this is the end of the log that is nearest to it.
+    """
+
+    offset: int
+    clamped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """The ids of the oldest and the newest event of a log; 1 and 0 where it is empty."""
+
+    first: int
+    end: int
+
+    @property
+    def before(self) -> int:
+        """The offset from which everything is consumed."""
+        return self.first - 1
+
+
+def resolve(
+    connection: Connection, schema: str, topic: str, position: Position, offsets: Mapping[int, int]
+) -> dict[int, Target]:
+    """The offsets that `position` stands for in the partitions of `offsets`, which maps each to where it is now.
+
+    Takes one or two statements, and one more for each partition that is shifted; all go by the indexes on ids. But for
+    a shift, the offset is the same in every partition: ids grow over the whole topic.
+    """
+    given: object = position
+    if not isinstance(given, Position):
+        raise ValidationError(f"a position is needed, such as Earliest() or AtOffset(7), not {given!r}")
+    look = _Look(connection, Queries("seek", schema), topic)
+    if isinstance(position, ShiftBy):
+        extent, events = look.extent(), position.events
+        return {partition: look.shifted(extent, partition, offset, events) for partition, offset in offsets.items()}
+    return dict.fromkeys(offsets, look.target(position))
+
+
+class _Look:
+    """The statements of `resolve`, on a connection that may be a caller's."""
+
+    def __init__(self, connection: Connection, queries: Queries, topic: str) -> None:
+        self._connection = connection
+        self._queries = queries
+        self._topic = topic
+
+    def extent(self) -> _Extent:
+        first, end = self._row("log_extent")
+        return _Extent(first, end)
+
+    def target(self, position: Earliest | Latest | AtOffset | AtTime | Back) -> Target:
+        match position:
+            case Earliest():
+                return Target(self.extent().before)
+            case Latest():
+                return Target(self.extent().end)
+            case AtOffset(offset=offset):
+                extent, asked = self.extent(), max(0, offset - 1)
+                nearest = min(max(asked, extent.before), extent.end)
+                return Target(nearest, clamped=nearest != asked)
+            case AtTime(time=time):
+                return self._before(time)
+            case Back(duration=duration):
+                (now,) = self._row("now")
+                return self._before(now - duration)
+
+    def _before(self, time: datetime) -> Target:
+        (offset,) = self._row("before_time", time=time)
+        return Target(offset)
+
+    def shifted(self, extent: _Extent, partition: int, offset: int, events: int) -> Target:
+        """From an offset over so many events of a partition, to an end of the log where there are fewer."""
+        direction, whole = ("forward" if events > 0 else "back"), partition == NOT_PARTITIONED
+        (at,) = self._row(
+            f"shift_{direction}" if whole else f"shift_{direction}_partition",
+            partition=partition, offset=offset, further=abs(events) - 1,
+        )  # fmt: skip
+        if at is None:
+            return Target(max(offset, extent.end) if events > 0 else min(offset, extent.before), clamped=True)
+        return Target(at if events > 0 else at - 1)
+
+    def _row(self, name: str, **values: object) -> TupleRow:
+        cursor = self._connection.cursor(row_factory=tuple_row)
+        # Planned for its values: `read_partition` says why.
+        row = cursor.execute(self._queries(name, topic=self._topic), values, prepare=False).fetchone()
+        assert row is not None, "each of them gives one row"
+        return row

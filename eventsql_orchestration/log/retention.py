@@ -1,0 +1,268 @@
+"""Retention: old segments of a topic's log are dropped whole, in constant time, once every consumer has passed them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError
+from eventsql_orchestration.log import segments
+from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.log.registry import REGISTRY_LOCK, Registry
+from eventsql_orchestration.log.segments import Segment
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
+
+logger = logging.getLogger(__name__)
+
+ROLL_SHARE: Final = 8
+"""A segment is closed once it holds an eighth of what is to be kept, so that what is kept is exact to an eighth."""
+
+WAIT_SECONDS: Final = 30
+"""How long dropping a segment waits for the transactions that may be reading it; new ones do not wait for it."""
+
+
+RUN_SECONDS: Final = 60.0
+"""How often a program that transfers looks for what is due."""
+
+LOCK_SECONDS: Final = 5
+"""How long changes to a log's tables wait for others, and keep those who come after them waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What retention did to a topic: segments, their events and bytes, and the newest offset that went.
+
+    `events` is the planner's estimate. `held_by` says which consumer keeps further segments that are due, if one does.
+    """
+
+    topic: str
+    segments: int
+    events: int
+    bytes: int
+    upto: int
+    held_by: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a closed segment holds: number of events, its newest one and when that entered the log."""
+
+    segment: Segment
+    events: int
+    newest: int
+    newest_at: datetime | None
+
+
+class Retainer:
+    """Drops what topics need not keep any longer, by the `Retention` of each."""
+
+    def __init__(self, database: Database, registry: Registry, dead_letters: DeadLetters) -> None:
+        self._database = database
+        self._dead_letters = dead_letters
+        self._registry = registry
+        self._queries = Queries("retention", database.schema)
+
+    def run_once(
+        self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
+    ) -> list[Dropped]:
+        """Drop the segments that are due, of `topics` or of all that have a retention; gives what went per topic.
+
+        What a registered consumer has not passed stays, unless `force` is set: the topic then loses it for that
+        consumer. Closes the segment that is written to once it holds its share of what is kept. With `execute=False`
+        nothing is changed. Raises `TopicNotFoundError`, and `DatabaseBusyError` when a transaction reads a segment for
+        too long; the next run goes on with it.
+        """
+        wanted = self._registry.topics() if topics is None else [self._registry.topic(name) for name in topics]
+        dropped = [
+            self._retain(topic, topic.retention, force=force, execute=execute)
+            for topic in wanted
+            if topic.retention is not None
+        ]
+        if execute and any(each.segments and each.topic.endswith(DEAD_LETTER_SUFFIX) for each in dropped):
+            self._dead_letters.prune()
+        return dropped
+
+    def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
+        """Drop what is due each `every` seconds until `stop` is set. What goes wrong is logged, and tried again."""
+        while not stop.wait(every):
+            try:
+                self.run_once()
+            except EventSQLError as error:
+                logger.warning("old segments are kept for now: %s", error)
+
+    def _retain(self, topic: Topic, retention: Retention, *, force: bool, execute: bool) -> Dropped:
+        self._database.ensure_schema()
+        with self._database.errors(), self._database.dedicated() as connection:
+            if execute:
+                connection.execute(f"SET lock_timeout TO '{LOCK_SECONDS}s'")
+                segments.adopt(connection, self._database.schema, topic.name)
+                self._finish_drops(connection, topic)
+                self._roll(connection, topic, retention)
+            return self._drop_due(connection, topic, retention, force=force, execute=execute)
+
+    def _finish_drops(self, connection: Connection, topic: Topic) -> None:
+        """Drop what a run before this one detached and did not get to drop."""
+        for segment in segments.segments(connection, self._database.schema, topic.name) or ():
+            if segment.detaching:
+                self._alter(connection, topic, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE")
+        # Only what carries our mark: a segment that somebody detached to keep it is theirs.
+        detached = connection.execute(
+            self._queries("detached"),
+            {
+                "schema": self._database.schema,
+                "names": segments.segment_name(topic.name, 0)[:-1],
+                "mark": segments.DROPPED,
+            },
+        )
+        for (table,) in detached.fetchall():
+            self._alter(connection, topic, table, "DROP TABLE {segment}")
+
+    def _alter(self, connection: Connection, topic: Topic, table: str, *statements: str) -> None:
+        names = {
+            "log": sql.Identifier(self._database.schema, event_table(topic.name)),
+            "segment": sql.Identifier(self._database.schema, table),
+            "mark": sql.Literal(segments.DROPPED),
+        }
+        for statement in statements:
+            connection.execute(sql.SQL(statement).format(**names))
+
+    def _roll(self, connection: Connection, topic: Topic, retention: Retention) -> None:
+        """Close the segment that is written to, if it holds its share; segments for what comes are made in any case."""
+        schema = self._database.schema
+        with connection.transaction():
+            connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
+            segments.ensure_ahead(connection, schema, topic.name)
+            newest = segments.newest_id(connection, schema, topic.name)
+            for segment in segments.segments(connection, schema, topic.name) or ():
+                if segment.start <= newest < segment.end - 1 and self._has_its_share(connection, segment, retention):
+                    segments.roll(connection, schema, topic.name)
+
+    def _has_its_share(self, connection: Connection, segment: Segment, retention: Retention) -> bool:
+        row = connection.execute(self._queries("first", segment=segment.table), prepare=False).fetchone()
+        if row is None:
+            return False
+        first, age = row
+        newest = connection.execute(self._queries("last", segment=segment.table), prepare=False).fetchone()
+        events = newest[0] - first + 1 if newest is not None else 0
+        return (
+            (retention.seconds is not None and age * ROLL_SHARE >= retention.seconds)
+            or (retention.bytes is not None and segment.bytes * ROLL_SHARE >= retention.bytes)
+            or (retention.events is not None and events * ROLL_SHARE >= retention.events)
+        )
+
+    def _drop_due(
+        self, connection: Connection, topic: Topic, retention: Retention, *, force: bool, execute: bool
+    ) -> Dropped:
+        schema = self._database.schema
+        # Later than what may read a whole table, which adoption does.
+        connection.execute(f"SET statement_timeout TO '{WAIT_SECONDS}s'")
+        # For the session, since a segment is detached in several transactions: no seek may go back into it meanwhile.
+        connection.execute("SELECT pg_advisory_lock(%s)", [REGISTRY_LOCK])
+        try:
+            newest = segments.newest_id(connection, schema, topic.name)
+            existing = segments.segments(connection, schema, topic.name) or []
+            contents = [self._content(connection, segment, newest) for segment in existing if segment.start <= newest]
+            dropped = events = size = upto = 0
+            held_by = None
+            for content in _due(contents, newest, retention, self._now(connection)):
+                held_by = None if force else self._held_by(connection, topic, content)
+                if held_by is not None:
+                    break
+                if execute:
+                    self._drop(connection, topic, content.segment)
+                dropped, events, size, upto = (
+                    dropped + 1,
+                    events + content.events,
+                    size + content.segment.bytes,
+                    max(upto, content.newest),
+                )
+            if held_by is not None:
+                logger.info("topic %r keeps segments that are due: %s has not passed them", topic.name, held_by)
+            return Dropped(topic.name, dropped, events, size, upto, held_by)
+        finally:
+            if not connection.closed:
+                connection.execute("SELECT pg_advisory_unlock(%s)", [REGISTRY_LOCK])
+
+    def _now(self, connection: Connection) -> datetime:
+        row = connection.execute("SELECT clock_timestamp()").fetchone()
+        assert row is not None, "a SELECT without FROM gives a row"
+        now: datetime = row[0]
+        return now
+
+    def _content(self, connection: Connection, segment: Segment, newest: int) -> _Content:
+        last = connection.execute(self._queries("last", segment=segment.table), prepare=False).fetchone()
+        if last is None:
+            return _Content(segment, 0, min(segment.end - 1, newest), None)
+        row = connection.execute(self._queries("estimate"), {"table": self._table(connection, segment)}).fetchone()
+        events = -1 if row is None else int(row[0])
+        if events < 0:
+            # Never analyzed.
+            counted = connection.execute(self._queries("size", segment=segment.table), prepare=False).fetchone()
+            events = 0 if counted is None else int(counted[0])
+        return _Content(segment, events, last[0], last[1])
+
+    def _table(self, connection: Connection, segment: Segment) -> str:
+        return sql.Identifier(self._database.schema, segment.table).as_string(connection)
+
+    def _held_by(self, connection: Connection, topic: Topic, content: _Content) -> str | None:
+        """The consumer partition that has events of the segment to consume yet."""
+        row = (
+            connection.cursor(row_factory=tuple_row)
+            .execute(
+                self._queries("unpassed", segment=content.segment.table),
+                {"topic": topic.name, "newest": content.newest},
+                prepare=False,
+            )
+            .fetchone()
+        )
+        if row is None:
+            return None
+        name, partition = row
+        return f"consumer {name!r}" if partition < 0 else f"consumer {name!r} partition {partition}"
+
+    def _drop(self, connection: Connection, topic: Topic, segment: Segment) -> None:
+        try:
+            self._alter(
+                connection, topic, segment.table,
+                "COMMENT ON TABLE {segment} IS {mark}",
+                "ALTER TABLE {log} DETACH PARTITION {segment} CONCURRENTLY",
+                "DROP TABLE {segment}",
+            )  # fmt: skip
+        except (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable) as error:
+            raise DatabaseBusyError(
+                f"a segment of topic {topic.name!r} is still read by an open transaction: it is dropped by the next run"
+            ) from error
+        logger.info("topic %r lost its events up to offset %d", topic.name, segment.end - 1)
+
+
+def _due(contents: list[_Content], newest: int, retention: Retention, now: datetime) -> list[_Content]:
+    """The closed segments that need not be kept, oldest first."""
+    due: list[_Content] = []
+    events, size = sum(content.events for content in contents), sum(content.segment.bytes for content in contents)
+    for content in contents:
+        if content.segment.end > newest + 1:
+            break
+        events -= content.events
+        size -= content.segment.bytes
+        outlived = (
+            (
+                retention.seconds is not None
+                and (content.newest_at is None or (now - content.newest_at).total_seconds() > retention.seconds)
+            )
+            or (retention.events is not None and events >= retention.events)
+            or (retention.bytes is not None and size >= retention.bytes)
+        )
+        if not outlived:
+            break
+        due.append(content)
+    return due

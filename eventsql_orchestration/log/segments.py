@@ -1,0 +1,163 @@
+"""The segments of a topic's log: its event table is partitioned by ranges of ids, so that old events go at once.
+
+Segments are made ahead, by whoever holds the topic, and there is no default one: it would have to be locked and
+searched whenever another is added. A log is rolled by letting its ids go on at the next segment's start. A table that
+EventSQL's Java library made, or an earlier version of this package, is one plain table until its topic gets a
+retention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.queries import event_table
+
+SEGMENT_EVENTS: Final = 5_000_000
+"""Ids of a segment. Planning a read costs about 0.05 ms for each segment that it may touch, dropping one some 50 ms."""
+
+SEGMENTS_AHEAD: Final = 2
+"""Empty segments that are kept after the one that is written to."""
+
+DROPPED: Final = "eventsql: dropped by retention"
+"""The comment on a segment from before it is detached: whoever finds it detached may drop it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a topic's log: the table of the ids with `start <= id < end`. `bytes` counts its indexes too."""
+
+    table: str
+    start: int
+    end: int
+    bytes: int
+    detaching: bool
+
+
+def segment_name(topic: str, start: int) -> str:
+    """The name of the table for ids from `start` on, within PostgreSQL's 63 bytes for any topic and id."""
+    digest = hashlib.sha256(topic.encode()).hexdigest()[:8]
+    return f"{topic[:26]}_{digest}_segment_{start}"
+
+
+def segments(connection: Connection, schema: str, topic: str) -> list[Segment] | None:
+    """The segments of a topic's log by their ids; None where it is one plain table."""
+    queries = Queries("retention", schema)
+    cursor = connection.cursor(row_factory=tuple_row)
+    parameters = {"log": sql.Identifier(schema, event_table(topic)).as_string(connection)}
+    row = cursor.execute(queries("is_segmented"), parameters).fetchone()
+    if row is None or not row[0]:
+        return None
+    return [Segment(*row) for row in cursor.execute(queries("segments"), parameters)]
+
+
+def newest_id(connection: Connection, schema: str, topic: str) -> int:
+    """The newest id that was given out in a topic's log; 0 before the first."""
+    row = (
+        connection.cursor(row_factory=tuple_row)
+        .execute(
+            Queries("retention", schema)("newest_id"),
+            {"log": sql.Identifier(schema, event_table(topic)).as_string(connection)},
+        )
+        .fetchone()
+    )
+    return 0 if row is None or row[0] is None else int(row[0])
+
+
+def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
+    """Create what segments lack after the newest id, in the caller's transaction that holds the topic.
+
+    Attaching lets reads and writes of the log go on. Nothing is done for a log that is one plain table.
+    """
+    existing = segments(connection, schema, topic)
+    if existing is None:
+        return
+    end = existing[-1].end if existing else 0
+    newest = newest_id(connection, schema, topic)
+    ahead = sum(1 for segment in existing if segment.start > newest)
+    while ahead < SEGMENTS_AHEAD or end <= newest:
+        start, end = end, max(end, newest) + SEGMENT_EVENTS
+        ahead += start > newest
+        _create(connection, schema, topic, start, end)
+
+
+def _create(connection: Connection, schema: str, topic: str, start: int, end: int) -> None:
+    log = sql.Identifier(schema, event_table(topic))
+    segment = sql.Identifier(schema, segment_name(topic, start))
+    for statement in (
+        # One that is detached already, of a topic of this name that was deleted.
+        "DROP TABLE IF EXISTS {segment}",
+        "CREATE TABLE {segment} (LIKE {log} INCLUDING ALL)",
+        "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM ({start}) TO ({end})",
+    ):
+        connection.execute(sql.SQL(statement).format(log=log, segment=segment, start=start, end=end))
+
+
+def roll(connection: Connection, schema: str, topic: str) -> None:
+    """Let the ids of the log go on in the next segment, in the caller's transaction that holds the topic."""
+    newest = newest_id(connection, schema, topic)
+    for segment in segments(connection, schema, topic) or ():
+        if segment.start <= newest < segment.end - 1:
+            connection.execute(
+                Queries("retention", schema)("skip_to"),
+                {
+                    "log": sql.Identifier(schema, event_table(topic)).as_string(connection),
+                    "newest": segment.end - 1,
+                },
+            )
+    ensure_ahead(connection, schema, topic)
+
+
+def adopt(connection: Connection, schema: str, topic: str) -> None:
+    """Make a plain event table the first segment of its topic's log.
+
+    On a connection in autocommit mode. Its rows are read once, to know that they are within the segment, while others
+    read and write; nothing is rewritten. Others wait for the end only, in which the names change hands.
+    """
+    if segments(connection, schema, topic) is not None:
+        return
+    queries = Queries("retention", schema)
+    cursor = connection.cursor(row_factory=tuple_row)
+    log, name = sql.Identifier(schema, event_table(topic)), segment_name(topic, 0)
+    sequence = cursor.execute(queries("sequence"), {"log": log.as_string(connection)}).fetchone()
+    assert sequence is not None, "an event table's ids come from a sequence"
+    names: dict[str, sql.Composable | int] = {
+        "log": log,
+        "segment": sql.Identifier(schema, name),
+        "name": sql.Identifier(name),
+        "sequence": sql.Identifier(*sequence),
+        "check": sql.Identifier("eql_within_segment"),
+        "end": newest_id(connection, schema, topic) + SEGMENT_EVENTS,
+    }
+
+    def alter(*statements: str) -> None:
+        for statement in statements:
+            connection.execute(sql.SQL(statement).format(**names))
+
+    try:
+        with connection.transaction():
+            alter(
+                "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}",
+                "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id < {end}) NOT VALID",
+            )
+        alter("ALTER TABLE {log} VALIDATE CONSTRAINT {check}")
+        with connection.transaction():
+            cursor.execute(Queries("log", schema)("await_topic"), {"topic": topic})
+            alter(
+                "ALTER TABLE {log} RENAME TO {name}",
+                "CREATE TABLE {log} (LIKE {segment} INCLUDING ALL EXCLUDING CONSTRAINTS) PARTITION BY RANGE (eql_id)",
+                "ALTER SEQUENCE {sequence} OWNED BY {log}.eql_id",
+                "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM (MINVALUE) TO ({end})",
+                "ALTER TABLE {segment} DROP CONSTRAINT {check}",
+            )
+            ensure_ahead(connection, schema, topic)
+    except BaseException:
+        if not connection.closed:
+            # It would keep the table from growing past its end.
+            alter("ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}")
+        raise
