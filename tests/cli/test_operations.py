@@ -10,6 +10,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,125 @@ def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:
     assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}'] * 2
     assert json.loads(run("dlt", "list", TOPIC, "--json").stdout)[0]["redriven"] is True
     assert "0 dead letters" in run("dlt", "redrive", TOPIC).stderr
+
+
+@pytest.mark.usefixtures("dead_letter")
+def test_a_dead_letter_is_shown_with_where_it_comes_from_and_what_became_of_it(run: Run) -> None:
+    def fields() -> dict[str, str]:
+        lines = [line.split("  ") for line in run("dlt", "show", TOPIC, 1).stdout.splitlines()]
+        return {line[0]: line[-1].strip() for line in lines}
+
+    assert fields()["event"] == f"{TOPIC}:0:1"
+    assert fields()["dlt_consumer"] == "mailer"
+    assert fields()["redriven (UTC)"] == "-"
+    assert json.loads(run("dlt", "show", TOPIC, 1, "--json").stdout)["origin"] == f"{TOPIC}:0:1"
+    run("dlt", "redrive", TOPIC)
+    assert fields()["redriven (UTC)"] != "-"
+    (listed,) = json.loads(run("dlt", "list", TOPIC, "--json").stdout)
+    assert datetime.fromisoformat(listed["redriven_at"]).utcoffset() == timedelta(0)
+
+
+@pytest.mark.usefixtures("dead_letter")
+def test_the_value_of_a_dead_letter_that_is_no_text_is_shown_in_hexadecimal(run: Run, platform: EventSQL) -> None:
+    platform.publisher.publish(Publication(f"{TOPIC}_dlt", b"\xff\x00\x10"))
+    platform.transfer.run_once()
+    assert run("dlt", "show", TOPIC, 2).stdout.endswith("\n3 bytes in hexadecimal:\n\nff0010\n")
+    assert "mailer" in run("dlt", "list", TOPIC).stdout
+
+
+@pytest.fixture
+def dead_letters(consumer: str, platform: EventSQL) -> None:
+    """Four of `mailer`, given up in one hour each from midnight on."""
+    platform.registry.register_topic(Topic(f"{TOPIC}_dlt"))
+    platform.publisher.publish_all(
+        Publication(TOPIC, b"", key=f"k{number}", metadata={"source": "web" if number < 2 else "app"}, partition=0)
+        for number in range(4)
+    )
+    platform.transfer.run_once()
+    while platform.consumers.consume_once(TOPIC, consumer, fail):
+        pass
+    platform.transfer.run_once()
+    with platform.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.account_created_dlt_event "
+            "SET eql_buffered_at = timestamptz '2026-01-01 00:00Z' + (eql_id - 1) * interval '1 hour'"
+        )
+
+
+FILTERED = [
+    ([], [1, 2, 3, 4]),
+    (["--consumer", "mailer"], [1, 2, 3, 4]),
+    (["--consumer", "audit"], []),
+    (["--exception", "ValueError", "--key", "k1"], [2]),
+    (["--metadata", "source=app", "--metadata", "dlt_attempts=1"], [3, 4]),
+    (["--id", 4, "--id", 1], [1, 4]),
+    (["--from", 2, "--to", 3], [2, 3]),
+    (["--since", "2026-01-01T02:00:00Z"], [3, 4]),
+    (["--until", "2026-01-01T02:00:00+01:00"], [1]),
+    (["--limit", 3], [1, 2, 3]),
+]
+
+
+@pytest.mark.usefixtures("dead_letters")
+@pytest.mark.parametrize(("options", "expected"), FILTERED)
+def test_the_dead_letters_that_are_listed_are_those_that_are_redriven(
+    run: Run, platform: EventSQL, options: list[object], expected: list[int]
+) -> None:
+    def listed(*more: object) -> list[int]:
+        result = run("dlt", "list", TOPIC, "--json", *options, *more)
+        assert (result.exit_code, result.stderr) == (0, "")
+        return [letter["offset"] for letter in json.loads(result.stdout)]
+
+    assert listed() == listed("--not-redriven") == expected
+    plan = json.loads(run("dlt", "redrive", TOPIC, "--dry-run", "--json", *options).stdout)
+    assert (plan["redriven_before"], plan["redrives"]) == (0, len(expected))
+    assert run("dlt", "redrive", TOPIC, "--dry-run", *options).stdout.splitlines()[-1].split()[-1] == str(len(expected))
+    assert platform.reader.end(TOPIC) == 4
+    assert listed("--redriven") == []
+    redriven = run("dlt", "redrive", TOPIC, "--json", *options)
+    assert json.loads(redriven.stdout) == {"redriven": len(expected)}
+    events = platform.reader.read(TOPIC, after=4)
+    assert [event.metadata["redriven_from"] for event in events] == [f"{TOPIC}_dlt:{letter}" for letter in expected]
+    assert listed("--redriven") == expected
+
+
+@pytest.mark.usefixtures("dead_letters")
+def test_dead_letters_are_redriven_again_when_that_is_asked_for(run: Run, platform: EventSQL) -> None:
+    run("dlt", "redrive", TOPIC, "--id", 2)
+    plan = run("dlt", "redrive", TOPIC, "--dry-run", "--again", "--json").stdout
+    assert json.loads(plan) == {"letters": 4, "redriven_before": 1, "redrives": 4}
+    assert "4 dead letters" in run("dlt", "redrive", TOPIC, "--again").stderr
+    assert platform.reader.count(TOPIC, after=4) == 5
+
+
+@pytest.mark.usefixtures("dead_letters")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--since", "2026-01-01T02:00:00"], "has no time zone"),
+        (["--until", "yesterday"], "is not a time"),
+        (["--since", "2026-01-02T00:00:00Z", "--until", "2026-01-01T00:00:00Z"], "no range of times"),
+        (["--metadata", "source"], "is not NAME=VALUE"),
+        (["--id", 0], "0 is not in the range"),
+        (["--from", 4, "--to", 2], "no range of offsets"),
+    ],
+)
+def test_a_filter_of_dead_letters_that_means_nothing_is_wrong_usage(
+    run: Run, platform: EventSQL, options: list[object], said: str
+) -> None:
+    for command in ("list", "redrive"):
+        result = run("dlt", command, TOPIC, *options)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert said in result.stderr
+    assert platform.reader.end(TOPIC) == 4
+
+
+@pytest.mark.usefixtures("dead_letters")
+def test_ids_that_no_dead_letter_has_fail_before_anything_is_redriven(run: Run, platform: EventSQL) -> None:
+    result = run("dlt", "redrive", TOPIC, "--id", 1, "--id", 98, "--id", 99)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "has no event at offsets 98, 99" in result.stderr
+    assert platform.reader.end(TOPIC) == 4
 
 
 @pytest.mark.usefixtures("dead_letter")

@@ -11,6 +11,8 @@ from click.testing import Result
 
 from eventsql_orchestration import Consumer, ConsumerState, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.consumer import condition
+from eventsql_orchestration.log import segments, writer
+from eventsql_orchestration.model import EventFilter, Retention
 
 Run = Callable[..., Result]
 
@@ -128,6 +130,125 @@ def test_an_unknown_topic_fails(run: Run, command: str) -> None:
     assert result.stderr.startswith("eventsql: topic 'nowhere' does not exist: ")
 
 
+def test_a_topic_is_created_with_its_retention(run: Run, platform: EventSQL) -> None:
+    result = run(
+        "topic", "create", "account_created", "--partitions", 3, "--retention-age", "7d", "--retention-size", "10GiB",
+        "--retention-events", 1_000_000,
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "eventsql: topic 'account_created' created, 3 partitions, kept: 7 d, 10 GiB, 1,000,000 events\n"
+    )
+    week = Retention(604_800, 10 * 2**30, 1_000_000)
+    assert platform.registry.topic("account_created").retention == week
+    again = run("topic", "create", "account_created", "--partitions", 3, "--retention-age", "36h")
+    assert "is 3 partitions, kept: 1 d 12 h, 10 GiB" in again.stderr
+    assert platform.registry.topic("account_created").retention == replace(week, seconds=129_600)
+
+
+@pytest.fixture
+def old(run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A topic with two segments that are beyond its retention, one of which a consumer has not passed."""
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
+    monkeypatch.setattr(writer, "ROOM_CHECK", 1)
+    platform.registry.register_topic(Topic("old"))
+    platform.registry.register_consumer(Consumer("old", "mailer"))
+    for _ in range(6):
+        platform.publisher.publish_all(Publication("old", b"") for _ in range(5))
+        platform.transfer.run_once()
+    platform.consumers.consume_once("old", "mailer", lambda *_: None, max_events=12)
+    assert run("topic", "alter", "old", "--retention-events", 5).exit_code == 0
+    return "old"
+
+
+def test_retention_is_planned_and_kept_to(run: Run, platform: EventSQL, old: str) -> None:
+    planned = json.loads(run("topic", "retain", old, "--dry-run", "--json").stdout)
+    assert platform.reader.count(old) == 30
+    shown = run("topic", "retain")
+    assert "1 segment" in shown.stdout
+    assert "consumer 'mailer'" in shown.stdout
+    assert platform.reader.count(old) == 21
+    assert [(each["topic"], each["segments"], each["upto"]) for each in planned] == [("old", 1, 9)]
+    assert run("topic", "retain", old, "--force").exit_code == 0
+    assert platform.reader.count(old) < 12
+
+
+def test_nothing_is_dropped_where_no_topic_has_a_retention(run: Run, topic: str) -> None:
+    result = run("topic", "retain", topic)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "eventsql topic alter" in result.stderr
+
+
+def test_the_partitions_of_a_topic_are_altered_by_the_rules_of_the_registry(
+    run: Run, platform: EventSQL, topic: str
+) -> None:
+    result = run("topic", "alter", topic, "--partitions", 5)
+    assert result.exit_code == 0
+    assert "is 5 partitions now; it was 2 partitions" in result.stderr
+    platform.registry.register_consumer(Consumer(topic, "mailer"))
+    refused = run("topic", "alter", topic, "--partitions", 6, "--retention-events", 9)
+    assert refused.exit_code == 1
+    assert "cannot get 6 partitions: it has 1 consumer(s)" in refused.stderr
+    assert platform.registry.topic(topic) == Topic(topic, 5)
+    assert platform.registry.topic(topic).retention is None
+
+
+def test_the_retention_of_a_topic_is_altered_bound_by_bound(run: Run, platform: EventSQL, topic: str) -> None:
+    platform.publisher.publish(Publication(topic, b"1"))
+    assert run("topic", "alter", topic, "--retention-age", "PT90S").exit_code == 0
+    result = run("topic", "alter", topic, "--retention-size", 4_096)
+    assert "is 2 partitions, kept: 1 min 30 s, 4 KiB now; it was 2 partitions, kept: 1 min 30 s" in result.stderr
+    assert platform.registry.topic(topic).retention == Retention(seconds=90, bytes=4_096)
+    assert "exists already" in run("topic", "alter", topic, "--retention-size", 4_096).stderr
+    result = run("topic", "alter", topic, "--keep-forever")
+    assert "is 2 partitions now; it was 2 partitions, kept:" in result.stderr
+    assert platform.registry.topic(topic).retention is None
+    assert platform.registry.topic(topic).partitions == 2
+
+
+def test_what_is_kept_of_a_topic_is_shown(run: Run, platform: EventSQL, topic: str) -> None:
+    platform.registry.register_topic(Topic("plain"))
+    platform.registry.set_retention(topic, Retention(seconds=0.5, bytes=3, events=1))
+    lines = run("topic", "list").stdout.splitlines()
+    assert [line.rpartition("  ")[2] for line in lines] == ["kept", "0.5 s, 3 bytes, 1 event", "for ever"]
+    assert "0.5 s, 3 bytes, 1 event" in run("topic", "describe", topic).stdout
+    listed = json.loads(run("topic", "list", "--json").stdout)
+    assert [entry["retention"] for entry in listed] == [{"seconds": 0.5, "bytes": 3, "events": 1}, None]
+    assert json.loads(run("topic", "describe", topic, "--json").stdout)["retention"]["bytes"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "nothing to alter"),
+        (["--keep-forever", "--retention-age", "1d"], "contradicts"),
+        (["--retention-age", "soon"], "not a duration"),
+        (["--retention-age", "0s"], "above 0"),
+        (["--retention-age", "6000w"], "at most a hundred years"),
+        (["--retention-size", "0"], "size in bytes"),
+        (["--retention-size", "much"], "not a size"),
+        (["--retention-events", 0], "--retention-events"),
+        (["--partitions", 0], "0 partitions are not possible"),
+    ],
+)
+def test_a_topic_is_not_altered_by_wrong_usage(
+    run: Run, platform: EventSQL, topic: str, options: list[object], said: str
+) -> None:
+    result = run("topic", "alter", topic, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert platform.registry.topic(topic) == Topic(topic, 2)
+    assert platform.registry.topic(topic).retention is None
+
+
+def test_altering_creates_no_topic(run: Run, platform: EventSQL) -> None:
+    result = run("topic", "alter", "nowhere", "--retention-events", 9)
+    assert result.exit_code == 1
+    assert "`eventsql topic create nowhere`" in result.stderr
+    assert platform.registry.topics() == []
+
+
 # Consumers
 
 
@@ -145,6 +266,81 @@ def test_a_consumer_can_begin_at_the_end(run: Run, platform: EventSQL, topic: st
     platform.transfer.run_once()
     run("consumer", "create", topic, "late", "--from", "latest")
     assert platform.registry.consumer(topic, "late")[0].last_event_id == 1
+
+
+@pytest.mark.parametrize("option", ["--start", "--from"])
+def test_a_consumer_can_begin_anywhere(run: Run, platform: EventSQL, topic: str, option: str) -> None:
+    for _ in range(3):
+        platform.publisher.publish(Publication(topic, b"1"))
+        platform.transfer.run_once()
+    second = platform.reader.read(topic)[1].created_at
+    for start, offset in (("earliest", 0), ("latest", 3), (2, 1), (50, 3), (second.isoformat(), 1)):
+        name = f"from {start}"
+        assert run("consumer", "create", topic, name, option, start).exit_code == 0
+        assert platform.registry.consumer(topic, name)[0].last_event_id == offset
+
+
+@pytest.mark.parametrize("start", ["now", "2026-05-01T12:00:00", "-1", str(2**63)])
+def test_a_consumer_that_would_begin_nowhere_is_wrong_usage(
+    run: Run, platform: EventSQL, topic: str, start: str
+) -> None:
+    result = run("consumer", "create", topic, "mailer", "--start", start)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert platform.registry.consumers() == []
+
+
+def test_a_consumer_has_a_filter(run: Run, platform: EventSQL, topic: str) -> None:
+    result = run(
+        "consumer", "create", topic, "mailer", "--key", "b1", "--key", "b2", "--key-prefix", "b",
+        "--metadata", "source=web", "--metadata", "kind=",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    shown = "key b1 or b2, key b*, kind=, source=web"
+    assert result.stderr == f"eventsql: consumer 'mailer' of topic {topic!r} created; only events with {shown}\n"
+    (state,) = platform.registry.consumer(topic, "mailer")
+    assert state.filter == EventFilter(frozenset(["b1", "b2"]), "b", {"source": "web", "kind": ""})
+    assert shown in run("consumer", "list").stdout
+    assert shown in run("consumer", "describe", topic, "mailer").stdout
+    for command in (["list"], ["describe", topic, "mailer"]):
+        (entry,) = json.loads(run("consumer", *command, "--json").stdout)
+        assert entry["filter"] == {
+            "keys": ["b1", "b2"],
+            "key_prefix": "b",
+            "metadata": {"kind": "", "source": "web"},
+        }
+
+
+def test_a_filter_stays_until_another_is_given_or_none_is_asked_for(run: Run, platform: EventSQL, topic: str) -> None:
+    def conditions(*options: str) -> EventFilter | None:
+        assert run("consumer", "create", topic, "mailer", *options).exit_code == 0
+        return platform.registry.consumer(topic, "mailer")[0].filter
+
+    assert conditions() is None
+    assert conditions("--key", "a") == EventFilter(frozenset("a"))
+    assert conditions("--max-attempts", "7") == EventFilter(frozenset("a"))
+    assert conditions("--key-prefix", "b") == EventFilter(key_prefix="b")
+    assert platform.registry.consumer(topic, "mailer")[0].max_attempts == 7
+    assert conditions("--no-filter") is None
+    assert json.loads(run("consumer", "list", "--json").stdout)[0]["filter"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--key", "a", "--no-filter"], "--no-filter contradicts"),
+        (["--metadata", "source"], "is not NAME=VALUE"),
+        (["--metadata", "x=1", "--metadata", "x=2"], "one name with two values"),
+        (["--key-prefix", ""], "empty"),
+        (["--key", "b", "--key-prefix", "a"], "none of the filter's keys"),
+    ],
+)
+def test_a_filter_that_cannot_be_is_wrong_usage(
+    run: Run, platform: EventSQL, topic: str, options: list[str], said: str
+) -> None:
+    result = run("consumer", "create", topic, "mailer", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert platform.registry.consumers() == []
 
 
 def test_consumers_are_listed_of_one_topic_or_of_all(run: Run, platform: EventSQL, topic: str) -> None:

@@ -7,10 +7,13 @@ from datetime import UTC, datetime, timedelta
 import dagster as dg
 import pytest
 
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLResource, build_housekeeping_schedule, build_transfer_schedule
 from eventsql_orchestration.dagster.housekeeping import delete_runs, purge_ticks
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_CONSUMER, HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.log import segments
+from eventsql_orchestration.model import Retention
 
 
 @dg.op
@@ -84,3 +87,19 @@ def test_ticks_can_be_purged_where_there_are_none(shared_instance: dg.DagsterIns
 def test_keeping_less_than_nothing_is_refused() -> None:
     with pytest.raises(ValidationError):
         build_housekeeping_schedule(keep_hours=-1.0)
+
+
+def test_the_job_keeps_topics_to_their_retention(
+    instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
+    location = dg.Definitions(
+        schedules=[build_housekeeping_schedule()], resources={"eventsql": EventSQLResource(dsn=dsn)}
+    )
+    with EventSQL(dsn, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders", retention=Retention(events=5)))
+        for _ in range(4):
+            platform.publisher.publish_all(Publication("orders", b"") for _ in range(5))
+            platform.transfer.run_once()
+            assert location.resolve_job_def("housekeeping").execute_in_process(instance=instance).success
+        assert platform.reader.count("orders") == 5

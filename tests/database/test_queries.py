@@ -48,7 +48,7 @@ def with_a_topic(server: EmbeddedPostgres) -> Iterator[Database]:
 
 @pytest.mark.parametrize(("file", "name"), STATEMENTS)
 def test_every_statement_is_one_that_the_server_understands(with_a_topic: Database, file: str, name: str) -> None:
-    statement = Queries(file, "eventsql")(name, topic="orders")
+    statement = Queries(file, "eventsql")(name, topic="orders", segment="orders_event")
     parameters: list[str] = []
 
     def numbered(match: re.Match[str]) -> str:
@@ -73,7 +73,7 @@ def test_names_of_schemas_and_topics_are_composed_as_identifiers() -> None:
 
 @pytest.mark.parametrize(("file", "name"), STATEMENTS)
 def test_a_description_stays_in_the_file(file: str, name: str) -> None:
-    assert "--" not in Queries(file, "eventsql")(name, topic="orders").as_string()
+    assert "--" not in Queries(file, "eventsql")(name, topic="orders", segment="orders_event").as_string()
 
 
 def test_a_statement_without_a_name_is_a_mistake_of_the_program() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -12,8 +13,11 @@ from psycopg.rows import dict_row
 from eventsql_orchestration import Consumer, ConsumerState, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ConsumptionError, DatabaseUnavailableError
+from eventsql_orchestration.log.claims import Claim, NoClaim
 from eventsql_orchestration.log.consumption import MAX_BACKOFF
+from eventsql_orchestration.log.dead_letters import DeadLetterCause, DeadLetterFactory, dead_letter
 from eventsql_orchestration.log.lag import LagCause
+from tests.log.conftest import Until
 
 
 @pytest.fixture(autouse=True)
@@ -403,3 +407,220 @@ def test_an_event_that_another_consumption_passed_blocks_nothing_any_more(platfo
     assert (lag.events, lag.cause) == (5, LagCause.WAITING)
     assert consume(platform, Broken(7)) == 1
     assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (7, 1)
+
+
+# A dead letter factory
+
+
+def spent(platform: EventSQL) -> None:
+    """Let the first failure of an event be its last attempt."""
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+
+
+def test_a_factory_decides_what_becomes_of_an_event_that_is_given_up(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    platform.registry.register_topic(Topic("graveyard"))
+    seen: list[tuple[Event, DeadLetterCause]] = []
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        seen.append((event, cause))
+        return replace(dead_letter(event, cause), topic="graveyard", key=f"was {event.key}")
+
+    platform.dead_letters.configure(factory)
+    handler = Broken(4)
+    for consumed in (3, 0, 1, 6):
+        assert consume(platform, handler) == consumed
+        make_due(platform)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    ((event, cause),) = seen
+    assert event.id == 4
+    assert cause == DeadLetterCause("mailer", "ValueError", "no such customer", 3, handler.error)
+    platform.transfer.run_once()
+    (letter,) = platform.reader.read("graveyard")
+    assert (letter.key, letter.value, letter.metadata["dlt_offset"]) == ("was k", b"4", "4")
+
+
+def test_without_a_factory_it_is_as_it_was_again(platform: EventSQL) -> None:
+    spent(platform)
+    platform.dead_letters.configure(lambda _event, _cause: None)
+    platform.dead_letters.configure(None)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    assert consume(platform, Broken(1)) == 1
+
+
+def test_where_a_factory_makes_no_dead_letter_the_partition_stops_loudly_until_it_is_resumed(
+    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    spent(platform)
+    # That there is a topic for dead letters makes no difference.
+    platform.registry.register_topic(Topic("orders_dlt"))
+    platform.dead_letters.configure(lambda _event, _cause: None)
+    handler = Broken(4)
+    assert consume(platform, handler) == 3
+    handler.calls.clear()
+    for _ in range(3):
+        assert consume(platform, handler) == 0
+    assert handler.calls == []
+    assert state_of(platform).last_event_id == 3
+    (lag,) = platform.lag("orders")
+    assert (lag.cause, lag.detail) == (
+        LagCause.BLOCKED,
+        "event 4 failed 1 of 1 times: ValueError: no such customer",
+    )
+    (said,) = [record for record in caplog.records if "blocked by event 4" in record.getMessage()]
+    assert said.levelno == logging.ERROR
+    assert "resume the consumer" in said.getMessage()
+    refusal = platform.claims.claim("orders", "mailer", owner="me")
+    assert isinstance(refusal, NoClaim)
+    assert refusal.reason == (
+        "event 4 blocks the partition: it failed 1 times (ValueError: no such customer) "
+        "and no dead letter was to be made of it"
+    )
+    handler.broken.clear()
+    platform.registry.resume("orders", "mailer")
+    assert consume(platform, handler) == 7
+    assert effects() == list(range(1, 11))
+
+
+def test_a_partition_that_a_factory_may_unblock_goes_on_without_a_dead_letter_topic(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("graveyard"))
+    block(platform, Broken(4))
+    assert consume(platform, Broken(4)) == 0
+    platform.dead_letters.configure(lambda event, _cause: event.as_publication("graveyard"))
+    assert isinstance(platform.claims.claim("orders", "mailer", owner="me", lease=0.001), Claim)
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now()")
+    assert consume(platform, Broken(4)) == 1
+    assert consume(platform, Broken(4)) == 6
+
+
+def a_factory_that_raises(event: Event, cause: DeadLetterCause) -> Publication:
+    raise LookupError(f"no address for {event.id}")
+
+
+def a_factory_that_rolls_back(event: Event, cause: DeadLetterCause) -> Publication:
+    raise psycopg.OperationalError("another database is down")
+
+
+def a_factory_for_a_topic_that_is_missing(event: Event, cause: DeadLetterCause) -> Publication:
+    return event.as_publication("nowhere")
+
+
+def a_factory_for_a_partition_that_is_missing(event: Event, cause: DeadLetterCause) -> Publication:
+    return replace(event.as_publication("orders"), partition=7)
+
+
+def a_factory_that_gives_anything(event: Event, cause: DeadLetterCause) -> Publication:
+    return "a letter"  # type: ignore[return-value]  # as careless callers do
+
+
+@pytest.mark.parametrize(
+    ("factory", "noted"),
+    [
+        (a_factory_that_raises, "LookupError: no address for 4"),
+        (a_factory_that_rolls_back, "OperationalError: another database is down"),
+        (a_factory_for_a_topic_that_is_missing, "TopicNotFoundError: topic 'nowhere' does not exist"),
+        (a_factory_for_a_partition_that_is_missing, "PartitionOutOfRangeError: partition 7"),
+        (a_factory_that_gives_anything, "ValidationError: a dead letter factory gives a Publication or None, not str"),
+    ],
+)
+def test_an_event_whose_dead_letter_cannot_be_made_is_kept_and_tried_again(
+    platform: EventSQL,
+    effects: Callable[[], list[int]],
+    caplog: pytest.LogCaptureFixture,
+    factory: DeadLetterFactory,
+    noted: str,
+) -> None:
+    spent(platform)
+    platform.dead_letters.configure(factory)
+    handler = Broken(4)
+    assert consume(platform, handler) == 3
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.attempts) == (3, 4, 1)
+    failure = state.failure or ""
+    assert failure.startswith(f"ValueError: no such customer (its dead letter could not be made: {noted}")
+    assert failure.endswith(")")
+    (said,) = [record for record in caplog.records if "held up by event 4" in record.getMessage()]
+    assert said.levelno == logging.ERROR
+    assert consume(platform, handler) == 0, "it is not due yet"
+    make_due(platform)
+    assert consume(platform, handler) == 0
+    assert state_of(platform).attempts == 2
+    assert platform.transfer.run_once() == {}
+    make_due(platform)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    platform.dead_letters.configure(None)
+    assert consume(platform, handler) == 1
+    assert consume(platform, handler) == 6
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert platform.transfer.run_once() == {"orders_dlt": 1}
+
+
+def test_both_failures_are_noted_however_long_they_are(platform: EventSQL) -> None:
+    spent(platform)
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        raise LookupError("y" * 10_000)
+
+    platform.dead_letters.configure(factory)
+    consume(platform, Broken(1, error=ValueError("x" * 10_000)))
+    failure = state_of(platform).failure or ""
+    assert len(failure) == 2_000
+    assert failure.startswith("ValueError: xxx")
+    assert "LookupError: yyy" in failure
+
+
+def test_a_connection_that_is_lost_while_a_dead_letter_is_made_costs_nothing(platform: EventSQL, dsn: str) -> None:
+    spent(platform)
+    platform.registry.register_topic(Topic("orders_dlt"))
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        with psycopg.connect(dsn, autocommit=True) as killer:
+            killer.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND state = 'idle in transaction'"
+            )
+        return dead_letter(event, cause)
+
+    platform.dead_letters.configure(factory)
+    with pytest.raises(DatabaseUnavailableError):
+        consume(platform, Broken(4))
+    assert (state_of(platform).last_event_id, state_of(platform).attempts) == (0, 0)
+    platform.dead_letters.configure(None)
+    assert consume(platform, Broken(4)) == 4
+
+
+def test_a_consumption_outlives_a_factory_that_fails(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+) -> None:
+    spent(platform)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    failures = iter((LookupError("no"),))
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        for failure in failures:
+            raise failure
+        return dead_letter(event, cause)
+
+    platform.dead_letters.configure(factory)
+    with platform.consumers.start_batch("orders", "mailer", Broken(4), polling_delay=0.01):
+        until(lambda: "could not be made" in (state_of(platform).failure or ""))
+        make_due(platform)
+        until(lambda: state_of(platform).last_event_id == 10)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_consumption_goes_on_when_a_partition_that_its_factory_stopped_is_resumed(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+) -> None:
+    spent(platform)
+    platform.dead_letters.configure(lambda _event, _cause: None)
+    handler = Broken(4)
+    with platform.consumers.start_batch("orders", "mailer", handler, polling_delay=0.01):
+        until(lambda: state_of(platform).spent)
+        handler.broken.clear()
+        platform.registry.resume("orders", "mailer")
+        until(lambda: state_of(platform).last_event_id == 10)
+    assert effects() == list(range(1, 11))

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from tests.log.conftest import Said, Sessions
 
 
+@pytest.fixture
+def platform(dsn: str) -> Iterator[EventSQL]:
+    """One whose batches all go through the buffer; events move only when the test transfers them."""
+    with EventSQL(dsn, transfer=False, straight=False) as opened:
+        yield opened
+
+
 @pytest.fixture(autouse=True)
 def _topics(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.model import Retention
 
 if TYPE_CHECKING:
     from tests.log.conftest import Sessions, Spawn
@@ -110,6 +112,60 @@ def test_an_event_table_that_is_missing_is_made_when_its_topic_is_registered(pla
     platform.registry.register_topic(Topic("orders", 3))
     fill(platform, "orders")
     assert platform.reader.count("orders") == 3
+
+
+# Retention
+
+
+def test_everything_of_a_topic_is_kept_until_a_retention_is_set(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    assert platform.registry.topic("orders").retention is None
+    week = Retention(seconds=604_800, bytes=10 * 2**30, events=1_000_000)
+    platform.registry.set_retention("orders", week)
+    assert platform.registry.topic("orders").retention == week
+    assert [topic.retention for topic in platform.registry.topics()] == [week]
+    for nothing_bounded in (None, Retention()):
+        platform.registry.set_retention("orders", Retention(events=5))
+        platform.registry.set_retention("orders", nothing_bounded)
+        assert platform.registry.topic("orders").retention is None
+
+
+def test_a_topic_is_registered_with_its_retention(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3, retention=Retention(events=5)))
+    assert platform.registry.topic("orders").retention == Retention(events=5)
+
+
+def test_registering_a_topic_again_changes_its_retention_only_where_it_names_one(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3, retention=Retention(seconds=0.5, events=5)))
+    platform.registry.register_topic(Topic("orders", 3))
+    assert platform.registry.topic("orders").retention == Retention(seconds=0.5, events=5)
+    platform.registry.register_topic(Topic("orders", 4))
+    assert platform.registry.topic("orders").retention == Retention(seconds=0.5, events=5)
+    fill(platform, "orders")
+    platform.registry.register_topic(Topic("orders", 4, retention=Retention(bytes=7)))
+    assert platform.registry.topic("orders").retention == Retention(bytes=7)
+    platform.registry.register_topic(Topic("orders", 4, retention=Retention()))
+    assert platform.registry.topic("orders").retention is None
+
+
+def test_a_topic_that_is_not_redefined_keeps_its_retention_too(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3, retention=Retention(events=5)))
+    fill(platform, "orders")
+    with pytest.raises(RedefinitionError):
+        platform.registry.register_topic(Topic("orders", 4, retention=Retention(events=6)))
+    assert platform.registry.topic("orders").retention == Retention(events=5)
+
+
+def test_the_topic_that_publishers_know_has_the_retention_that_was_set(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    assert platform.registry.cached_topic("orders").retention is None
+    platform.registry.set_retention("orders", Retention(events=5))
+    assert platform.registry.cached_topic("orders").retention == Retention(events=5)
+
+
+def test_retention_of_a_topic_that_is_not_there_is_refused(platform: EventSQL) -> None:
+    with pytest.raises(TopicNotFoundError, match="nowhere"):
+        platform.registry.set_retention("nowhere", Retention(events=5))
 
 
 # Deleting topics
@@ -226,6 +282,38 @@ def test_a_consumer_starts_at_the_earliest_event_or_after_the_latest(platform: E
     assert platform.consumers.consume_once("orders", "late", nothing) == 4
 
 
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_consumer_starts_at_an_offset(platform: EventSQL, partitioned: bool) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    fill(platform, "orders", 10)
+    for start, left in ((1, 10), (7, 4), (11, 0), (500, 0), (0, 10)):
+        platform.registry.register_consumer(Consumer("orders", f"from {start}", partitioned), start=start)
+        assert platform.consumers.consume_once("orders", f"from {start}", nothing) == left
+    fill(platform, "orders", 2)
+    assert platform.consumers.consume_once("orders", "from 500", nothing) == 2
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_consumer_starts_at_a_time(platform: EventSQL, partitioned: bool) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    fill(platform, "orders", 4)
+    fill(platform, "orders", 3)
+    second = platform.reader.read("orders")[4].created_at
+    for number, (start, left) in enumerate(
+        [(second, 3), (second - timedelta(days=1), 7), (second + timedelta(days=1), 0)]
+    ):
+        platform.registry.register_consumer(Consumer("orders", f"reader {number}", partitioned), start=start)
+        assert platform.consumers.consume_once("orders", f"reader {number}", nothing) == left
+
+
+def test_a_start_says_nothing_to_a_consumer_that_exists(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    fill(platform, "orders", 10)
+    platform.registry.register_consumer(Consumer("orders", "mailer"), start=5)
+    platform.registry.register_consumer(Consumer("orders", "mailer"), start=8)
+    assert platform.registry.consumer("orders", "mailer")[0].last_event_id == 4
+
+
 def test_a_consumer_of_a_topic_that_is_not_there_or_not_partitioned_is_refused(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     with pytest.raises(TopicNotFoundError, match="nowhere"):
@@ -236,6 +324,13 @@ def test_a_consumer_of_a_topic_that_is_not_there_or_not_partitioned_is_refused(p
         platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=0)
     with pytest.raises(ValidationError, match="start"):
         platform.registry.register_consumer(Consumer("orders", "mailer"), start="now")  # type: ignore[arg-type]  # wrong
+    with pytest.raises(ValidationError, match="no time zone"):
+        platform.registry.register_consumer(
+            Consumer("orders", "mailer"),
+            start=datetime(2024, 1, 1),  # noqa: DTZ001 - what is refused
+        )
+    with pytest.raises(ValidationError, match="an offset"):
+        platform.registry.register_consumer(Consumer("orders", "mailer"), start=-1)
     assert platform.registry.consumers() == []
 
 
