@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: help setup demo browser test lint format types contracts check clean
+.PHONY: help setup demo browser test bench faults lint format types contracts check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -41,6 +41,12 @@ browser: ## Install Chromium for the tests of what a person sees, where apt-get 
 
 test: setup browser ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: setup ## Measure the whole table of docs/benchmarks.md (ARGS=--quick: a small run)
+	$(BIN)/eventsql bench all $(ARGS)
+
+faults: setup ## Kill processes and the server under load, then look for lost and repeated events (ARGS=--events N --seed N)
+	$(BIN)/python -m tests.log.faults $(ARGS)
 
 lint: setup ## Look for mistakes and unformatted code
 	$(BIN)/ruff check .

@@ -18,10 +18,15 @@ from eventsql_orchestration.model import (
 )
 
 if TYPE_CHECKING:
+    from eventsql_orchestration.log.asynchronous import AsyncPublisher
+    from eventsql_orchestration.log.buffered import Acknowledgement, BufferedPublisher
     from eventsql_orchestration.platform import EventSQL
 
 __all__ = [
     "NOT_PARTITIONED",
+    "Acknowledgement",
+    "AsyncPublisher",
+    "BufferedPublisher",
     "Consumer",
     "ConsumerState",
     "Event",
@@ -39,4 +44,16 @@ def __getattr__(name: str) -> Any:
         from eventsql_orchestration.platform import EventSQL  # noqa: PLC0415 - on first use
 
         return EventSQL
+    if name == "BufferedPublisher":
+        from eventsql_orchestration.log.buffered import BufferedPublisher  # noqa: PLC0415 - on first use
+
+        return BufferedPublisher
+    if name == "Acknowledgement":
+        from eventsql_orchestration.log.buffered import Acknowledgement  # noqa: PLC0415 - on first use
+
+        return Acknowledgement
+    if name == "AsyncPublisher":
+        from eventsql_orchestration.log.asynchronous import AsyncPublisher  # noqa: PLC0415 - on first use
+
+        return AsyncPublisher
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

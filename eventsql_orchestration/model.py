@@ -402,13 +402,12 @@ class Event:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
+        # Anew each time: what a handler does to it must not show in the event, which may be retried or buried.
         metadata = self._metadata
-        if isinstance(metadata, str):
-            metadata = self._metadata = json.loads(metadata)
-        return metadata
+        return json.loads(metadata) if isinstance(metadata, str) else metadata
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Event) and self._values() == other._values()
+        return self._values() == other._values() if isinstance(other, Event) else NotImplemented
 
     def __hash__(self) -> int:
         return hash((self._topic, self._id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Unpack
@@ -59,11 +60,11 @@ class EventSQL:
         )
         self.reader = Reader(self.database, self.registry)
         self.dead_letters = DeadLetters(self.database, self.registry, self.publisher, self.reader)
-        self.transfer = Transfer(self.database)
+        self.transfer = Transfer(self.database, announce=self.announce)
         self.retention = Retainer(self.database, self.registry, self.dead_letters)
         self.consumers = Consumers(self.database, self.registry, self.dead_letters, listener=self.listener)
         self.claims = Claims(self.database, self.dead_letters)
-        self.seeker = Seeker(self.database, self.registry)
+        self.seeker = Seeker(self.database, self.registry, announce=self.announce)
         self._lag = LagReader(self.database, self.registry, self.reader)
         self._buffering: weakref.WeakSet[BufferedPublisher | AsyncPublisher] = weakref.WeakSet()
         self._background: threading.Thread | None = None
@@ -92,6 +93,10 @@ class EventSQL:
         """How many events of each topic are published and not transferred yet; topics without any are left out."""
         return self._lag.buffered()
 
+    def _transfer_delay(self) -> float:
+        # Outboxes alone are published without a notification, and their publishers wake their own transfer.
+        return 1.0 if self.listener.listening else 0.2
+
     def announce(self, topics: Iterable[str]) -> None:
         """Notify consumers, wherever they run, that events were moved into the logs of these topics."""
         for topic in topics:
@@ -114,43 +119,51 @@ class EventSQL:
         if not self._transferring:
             with self._background_lock:
                 if not self._transferring:
+                    self._unsubscribe()
                     self._unsubscribe = self.listener.subscribe(BUFFER, None, self._wake.set)
                     self._background = threading.Thread(
                         target=self.transfer.run,
                         args=(self._stop,),
-                        kwargs={"wake": self._wake, "on_moved": self.announce},
+                        kwargs={"wake": self._wake, "polling_delay": self._transfer_delay},
                         name="eventsql-transfer",
                         daemon=True,
                     )
                     self._background.start()
 
-    def _transfer_the_last(self) -> None:
+    def _transfer_the_last(self, deadline: float) -> None:
         try:
-            self.announce(self.transfer.run_once())
+            self.transfer.run_once(deadline=deadline)
         except EventSQLError as error:
             logger.warning("events are left in the buffer for the next transfer: %s", error)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop the consumers and the transfer of this object, and close its connections.
+        """Stop the consumers and the transfer of this object and close its connections, in about `timeout` seconds.
 
-        The consumers' batches under way may finish within `timeout` seconds; False when some had to be rolled back.
-        Events that wait in buffered publishers have as long to be committed.
+        The consumers' batches under way may finish; False when some had to be rolled back. Events that wait in buffered
+        publishers are committed first, and what is published is transferred as far as time allows.
         """
+        deadline = time.monotonic() + timeout
         ended = self.consumers.close(timeout)
         for publisher in list(self._buffering):
-            publisher.close(timeout)
+            publisher.close(max(0.0, deadline - time.monotonic()))
         with self._background_lock:
             self._stop.set()
             self._wake.set()
             if self._background is not None:
                 self._unsubscribe()
-                self._background.join()
+                self._background.join(max(0.0, deadline - time.monotonic()))
+                if self._background.is_alive():
+                    # It waits for the database, and ends with the process.
+                    logger.warning("the transfer of %s does not end in time", self.database)
+                else:
+                    self._transfer_the_last(deadline)
+                    self.transfer.close()
                 self._background = None
-                self._transfer_the_last()
+            else:
+                self.transfer.close()
             self._stop = threading.Event()
         self.notifier.close()
         self.listener.close()
-        self.transfer.close()
         self.publisher.close()
         self.database.close()
         return ended

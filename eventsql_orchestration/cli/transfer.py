@@ -67,15 +67,10 @@ def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) 
         report = _Report()
         if once:
             moved = platform.transfer.run_once()
-            platform.announce(moved)
             report.add(moved)
             if not moved:
                 say("nothing to transfer")
             return
-
-        def moved_some(moved: dict[str, int]) -> None:
-            platform.announce(moved)
-            report.add(moved)
 
         wake = threading.Event()
         platform.listener.subscribe(BUFFER, None, wake.set)
@@ -85,7 +80,7 @@ def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) 
                 # It may wait for readers of a segment, and the transfer must not: it ends with the process.
                 threading.Thread(target=platform.retention.run, args=(stop,), name="retention", daemon=True).start()
             try:
-                platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=moved_some)
+                platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
             finally:
                 report.flush()
 

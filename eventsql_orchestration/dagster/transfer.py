@@ -89,7 +89,7 @@ def transfer_until_relieved(
     faults: list[BaseException] = []
     stop, ended = threading.Event(), threading.Event()
     # The platform's own transfer would make its teardown wait for a loop that does not end.
-    transfer = Transfer(platform.database)
+    transfer = Transfer(platform.database, announce=platform.announce)
 
     def loop() -> None:
         try:

@@ -52,6 +52,9 @@ def parse_dsn(dsn: str) -> URL:
         raise ConfigurationError("the database URL has a port that is not a number") from None
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise ConfigurationError(f"the database must be PostgreSQL, not {url.get_backend_name()}: postgresql://…")
+    if "@" in (url.host or ""):
+        # What stands before it belongs to the password, and libpq would repeat it.
+        raise ConfigurationError("the database URL has more than one @: write one in a user or password as %40")
     return url.set(drivername="postgresql+psycopg")
 
 

@@ -83,12 +83,13 @@ class Listener:
         self._callbacks: dict[str, tuple[Callback, ...]] = {}
         self._thread: threading.Thread | None = None
         self._ending: socket.socket | None = None
-        self._listening = False
+        self._listening: threading.Thread | None = None
+        """The thread that hears; it may be one that has outlived its closing."""
 
     @property
     def listening(self) -> bool:
         """Whether notifications arrive here, as far as is known; where they do not, poll."""
-        return self._listening
+        return self._listening is not None and self._listening is self._thread
 
     def subscribe(self, kind: str, topic: str | None, callback: Callback) -> Callback:
         """Call `callback` upon each notification of a kind for one topic, or for all with None; gives what ends that.
@@ -111,7 +112,10 @@ class Listener:
             left = list(self._callbacks.get(subscription, ()))
             with suppress(ValueError):
                 left.remove(callback)
-            self._callbacks[subscription] = tuple(left)
+            if left:
+                self._callbacks[subscription] = tuple(left)
+            else:
+                self._callbacks.pop(subscription, None)
 
     def close(self) -> None:
         """End the thread and its connection; another subscription starts them anew."""
@@ -158,10 +162,13 @@ class Listener:
                     return
 
     def _become(self, *, listening: bool) -> None:
-        if listening != self._listening:
-            self._listening = listening
-            for callbacks in list(self._callbacks.values()):
-                _call(callbacks)
+        own = threading.current_thread()
+        with self._lock:
+            if listening is (self._listening is own) or (listening and self._thread is not own):
+                return
+            self._listening = own if listening else None
+        for callbacks in list(self._callbacks.values()):
+            _call(callbacks)
 
     def _arrives(self, connection: Connection, ending: socket.socket) -> bool:
         """Whether what another connection notifies arrives on this one."""
@@ -254,11 +261,12 @@ class Notifier:
                         for payload in list(self._pending)
                     }
                     if not (due := [payload for payload, at in ready_at.items() if at <= now]):
-                        stop.wait(min(ready_at.values()) - now)
+                        stop.wait(min(ready_at.values(), default=now) - now)
                         continue
                     # Before it is sent: what is told from here on may not be visible to those who hear it.
+                    # A thread that outlives its closing may send beside its successor.
                     for payload in due:
-                        del self._pending[payload]
+                        self._pending.pop(payload, None)
                     try:
                         connection = self._send(connection, due)
                     except (psycopg.Error, EventSQLError) as error:
@@ -268,6 +276,7 @@ class Notifier:
                         failures += 1
                         self._pending.update(dict.fromkeys(due))
                         if stop.wait(_retry_delay(failures)):
+                            self._wake.set()
                             return
                     else:
                         failures = 0

@@ -7,14 +7,14 @@ partition are committed in the order in which they were given; lanes flush side 
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures._base import FINISHED, RUNNING
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import itemgetter
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Final, Generic, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
 
 import psycopg
 
@@ -32,6 +32,8 @@ from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import Publication, Topic
 from eventsql_orchestration.rules import check_whole
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT: Final = 30.0
 """Seconds that closing waits for commits that are under way or still to come."""
@@ -216,8 +218,9 @@ class Lanes(Generic[Acknowledged]):
             lane.wake.notify()
 
     def _start(self, lane: _Lane[Acknowledged]) -> None:
-        lane.thread = threading.Thread(target=self._run, args=(lane,), name="eventsql-flush", daemon=True)
-        lane.thread.start()
+        thread = threading.Thread(target=self._run, args=(lane,), name="eventsql-flush", daemon=True)
+        thread.start()
+        lane.thread = thread
 
     def _refuse_in_lane(self, why: str) -> None:
         if threading.get_ident() in self._threads:
@@ -332,6 +335,12 @@ class Lanes(Generic[Acknowledged]):
             return
         if len(entries) == 1:
             self._settle_next(lane, 1, lambda: failure)
+        elif isinstance(failure, RegistryError) and len(parts := _by_definition(entries)) > 1:
+            with self._lock:
+                if lane.under_way:
+                    lane.under_way[: len(entries)] = [entry for part in parts for entry in part]
+            for part in parts:
+                self._commit(lane, part)
         elif _tells_of_an_event(failure):
             middle = len(entries) // 2
             self._commit(lane, entries[:middle])
@@ -347,9 +356,15 @@ class Lanes(Generic[Acknowledged]):
         self._settle([entry[2] for entry in entries], failure)
 
     def _publications(self, entries: Sequence[Entry[Acknowledged]]) -> Iterator[Publication]:
+        definitions = {(publication.topic, partitions) for publication, partitions, _ in entries}
+        # Where that is known already, no event of a topic that was redefined gets as far as to be out of its range.
+        self._check(definitions)
         yield from map(itemgetter(0), entries)
         # The publisher has looked its definitions up by now, and sees to it that they hold at the commit.
-        for name, partitions in {(publication.topic, partitions) for publication, partitions, _ in entries}:
+        self._check(definitions)
+
+    def _check(self, definitions: Collection[tuple[str, int]]) -> None:
+        for name, partitions in definitions:
             if self._registry.cached_topic(name).partitions != partitions:
                 raise RedefinitionError(
                     f"topic {name!r} was redefined after the event was given: it was not published, publish it again"
@@ -370,8 +385,8 @@ class BufferedPublisher:
         self._registry = registry
         self._lanes: Lanes[Acknowledgement] = Lanes(publisher, registry, Bounds(**bounds), _settle)
 
-    def publish(self, publication: Publication, *, timeout: float | None = None) -> Future[None]:
-        """Give one event; the future is done when the event is committed, or cannot be.
+    def publish(self, publication: Publication, *, timeout: float | None = None) -> Acknowledgement:
+        """Give one event; its acknowledgement is done when the event is committed, or cannot be.
 
         While as many events wait as may, it waits for room, at most `timeout` seconds.
 
@@ -379,21 +394,21 @@ class BufferedPublisher:
         looked up), `DatabaseBusyError` when there is no room in time, `PublisherClosedError`; the event is not
         published then.
 
-        The future has what the database says against this event, or `RedefinitionError` when its topic was redefined
-        after it was given: neither touches the events that share its commit. `DatabaseUnavailableError` and other
-        errors of the database hit all that share it; where the connection broke at the commit, they may be published
-        nevertheless, and are twice if they are published again.
+        The acknowledgement has what the database says against this event, or `RedefinitionError` when its topic was
+        redefined after it was given: neither touches the events that share its commit. `DatabaseUnavailableError` and
+        other errors of the database hit all that share it; where the connection broke at the commit, they may be
+        published nevertheless, and are twice if they are published again.
 
-        Cancelling the future does not take the event back. Its callbacks run in the thread that commits: they should be
-        short, and must not wait for other events.
+        Callbacks of the acknowledgement run in the thread that commits: they should be short, and must not wait for
+        other events.
         """
         event = self._lanes.place(publication, self._registry.cached_topic(publication.topic))
-        future = Acknowledgement()
-        self._lanes.put(event, future, timeout=timeout)
-        return future
+        acknowledgement = Acknowledgement()
+        self._lanes.put(event, acknowledgement, timeout=timeout)
+        return acknowledgement
 
     def flush(self, *, timeout: float | None = None) -> None:
-        """Wait until the future of every event that was given before is done.
+        """Wait until every event that was given before is acknowledged, or has failed.
 
         Raises `DatabaseBusyError` when that takes longer than `timeout` seconds; the events are on their way still.
         """
@@ -414,50 +429,101 @@ class BufferedPublisher:
         self.close()
 
 
-class Acknowledgement(Future[None]):
-    """A future of the standard library, without what nobody needs until somebody waits for it.
+class Acknowledgement:
+    """What became of an event: done once it is committed, or cannot be.
 
-    A `Future` is made of fifteen objects, and thousands that wait keep Python's garbage collector busy. Measured: 20 µs
-    of the processor's time an event published with them, 10 µs without.
+    It is like a `concurrent.futures.Future`, but none, so `concurrent.futures.wait` and `asyncio.wrap_future` do not
+    take it: wait for each, or with `BufferedPublisher.flush` for all; tasks of asyncio use an `AsyncPublisher`. It
+    cannot be cancelled, because an event that was given cannot be taken back.
 
-    It cannot be cancelled, because an event that was given cannot be taken back.
+    What waiting needs is made when somebody waits. A `Future` is made of fifteen objects, and thousands that wait keep
+    Python's garbage collector busy. Measured: 20 µs of the processor's time an event published with them, 10 µs
+    without.
     """
 
-    _state = RUNNING
-    _result = None
-    _exception = None
+    # No attribute is set before it differs from these, nor, until it is done, without `_watching`.
+    _done = False
+    _error: Exception | None = None
+    _waited: threading.Event | None = None
+    _callbacks: tuple[Callable[[Acknowledgement], object], ...] = ()
 
-    def __init__(self) -> None:
-        """No attribute is set; see `__getattr__`."""
+    def done(self) -> bool:
+        """Whether the event is committed, or cannot be."""
+        return self._done
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_condition":
-            with _making:
-                return self.__dict__.setdefault(name, threading.Condition())
-        if name in ("_waiters", "_done_callbacks"):
-            return self.__dict__.setdefault(name, [])
-        raise AttributeError(name)
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the event is committed. Raises why it could not be, and `TimeoutError` after `timeout` seconds."""
+        error = self.exception(timeout)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # The error's traceback has this frame, and this frame would have the error.
+                del error, self
 
-    def succeed(self) -> bool:
-        """Become done where nobody has looked at it yet; the caller holds `_making`, so nobody does meanwhile."""
-        if "_condition" in self.__dict__:
-            return False
-        self._state = FINISHED
-        return True
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """Wait until it is done; gives why the event could not be committed, None when it is.
+
+        Raises `TimeoutError` after `timeout` seconds; the event is on its way still.
+        """
+        if not self._done:
+            self._wait(timeout)
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Acknowledgement], object]) -> None:
+        """Call `callback` with this when it is done: in the thread that commits, or at once when it is done already.
+
+        What it raises is logged.
+        """
+        with _watching:
+            if not self._done:
+                self._callbacks = (*self._callbacks, callback)
+                return
+        self._call(callback)
+
+    def _wait(self, timeout: float | None) -> None:
+        with _watching:
+            if self._done:
+                return
+            waited = self._waited
+            if waited is None:
+                waited = self._waited = threading.Event()
+        if not waited.wait(timeout) and not self._done:
+            raise TimeoutError(f"the event was not committed within {timeout} s: it is still on its way")
+
+    def _call(self, callback: Callable[[Acknowledgement], object]) -> None:
+        try:
+            callback(self)
+        except (Exception, SystemExit):
+            # The thread that commits has other events to commit.
+            logger.exception("a callback of an acknowledgement failed")
+
+    def finish(self, error: Exception | None) -> bool:
+        """For the publisher, which holds `_watching`: become done; gives whether somebody waits to be told."""
+        if error is not None:
+            self._error = error
+        self._done = True
+        return self._waited is not None or bool(self._callbacks)
+
+    def tell(self) -> None:
+        """For the publisher, without `_watching`: wake who waits. It is done, so nobody begins to any more."""
+        if self._waited is not None:
+            self._waited.set()
+        callbacks, self._callbacks = self._callbacks, ()
+        for callback in callbacks:
+            self._call(callback)
 
 
-_making: Final = threading.Lock()
+_watching: Final = threading.Lock()
+"""One for all: whoever begins to wait and whoever is done hold it for a moment."""
 
 
-def _settle(futures: Sequence[Acknowledgement], failure: Callable[[], Exception] | None) -> None:
-    if failure is not None:
-        for future in futures:
-            future.set_exception(failure())
-        return
-    with _making:
-        watched = [future for future in futures if not future.succeed()]
-    for future in watched:
-        future.set_result(None)
+def _settle(acknowledgements: Sequence[Acknowledgement], failure: Callable[[], Exception] | None) -> None:
+    errors = repeat(None) if failure is None else [failure() for _ in acknowledgements]
+    with _watching:
+        watched = [each for each, error in zip(acknowledgements, errors, strict=False) if each.finish(error)]
+    for each in watched:
+        each.tell()
 
 
 _new = object.__new__
@@ -476,13 +542,23 @@ def _in_partition(publication: Publication, partition: int) -> Publication:
     return placed
 
 
+def _by_definition(entries: Sequence[Entry[Acknowledged]]) -> list[list[Entry[Acknowledged]]]:
+    """The same events by topic and the number of its partitions when they were given, each part in its order."""
+    parts: dict[tuple[str, int], list[Entry[Acknowledged]]] = {}
+    for entry in entries:
+        parts.setdefault((entry[0].topic, entry[1]), []).append(entry)
+    return list(parts.values())
+
+
 def _tells_of_an_event(error: Exception) -> bool:
     """Whether an error is about what was to be published, so that without some events the others could be."""
     cause = error if isinstance(error, psycopg.Error) else error.__cause__
-    if isinstance(cause, psycopg.Error) and not isinstance(error, RegistryError):
+    if isinstance(error, RegistryError):
+        return False
+    if isinstance(cause, psycopg.Error):
         return isinstance(cause, psycopg.DataError) or (cause.sqlstate or "")[:2] in _OF_AN_EVENT
-    # Of any other error it is not known whether it came before the commit.
-    return isinstance(error, ValidationError | RegistryError)
+    # Of any other error it is not known whether it came before the commit. One of the registry is all events'.
+    return isinstance(error, ValidationError)
 
 
 def _one_each(error: Exception) -> Callable[[], Exception]:

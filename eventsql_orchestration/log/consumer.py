@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -28,6 +29,7 @@ from eventsql_orchestration.log.passes import Hold, Pass
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.rules import check_whole
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,8 @@ SINGLE_BATCH: Final = 100
 """How many events a consumer of single events reads at a time; each has a savepoint of its own."""
 
 MAX_WORKERS: Final = 4
-"""Threads per consumption that hand events over at most, and so its connections; partitions take turns where there are
-more."""
+"""Threads per consumption that hand events over, and so its connections, unless it asks for another number; partitions
+take turns where there are more."""
 
 IDLE_POLLING: Final = 10.0
 """Seconds between two looks of an idle consumption that is notified of new events. A look is two messages to the
@@ -91,6 +93,7 @@ class Consumption:
         look: Look,
         consume: Callable[[ConsumerPartition, Hold], Pass],
         polling_delay: float,
+        workers: int = MAX_WORKERS,
         listener: Listener | None = None,
     ) -> None:
         self._keys = keys
@@ -114,7 +117,7 @@ class Consumption:
             threading.Thread(target=target, name=f"eventsql-{keys[0].consumer}-{name}", daemon=True)
             for name, target in (
                 ("scout", self._scout),
-                *((str(worker), self._work) for worker in range(min(len(keys), MAX_WORKERS))),
+                *((str(worker), self._work) for worker in range(min(len(keys), workers))),
             )
         ]
         for thread in self._threads:
@@ -127,6 +130,9 @@ class Consumption:
 
         False when some are still running after `timeout` seconds: they are rolled back then and their partitions given
         up, so that others may consume them, and whatever their handlers write afterwards fails.
+
+        A handler that calls it is not waited for, nor does it wait: its batch is finished, and no other is begun. It is
+        told whether the others are done already.
         """
         self.stop_soon()
         return self.await_end(time.monotonic() + timeout)
@@ -142,6 +148,9 @@ class Consumption:
 
     def await_end(self, deadline: float) -> bool:
         """The rest of `stop`, until a time of `time.monotonic`."""
+        if threading.current_thread() in self._threads:
+            # Two handlers that stop their consumption would wait for each other, and have each other rolled back.
+            return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
@@ -186,7 +195,7 @@ class Consumption:
             asked = {turn.key.partition: turn.needed(now) for turn in turns}
             try:
                 found = self._look(asked)
-            except Exception as error:  # noqa: BLE001 - reported
+            except BaseException as error:  # noqa: BLE001 - reported
                 # A thread that dies would stop its partitions silently.
                 self._report(self._name, error)
                 with self._scouting:
@@ -261,12 +270,12 @@ class Consumption:
         except ClaimLostError as error:
             logger.info("%s", error)
             return Pass(due_in=0.0)
-        except Exception as error:  # noqa: BLE001 - reported
-            # A thread that dies would stop its partitions silently.
+        except BaseException as error:  # noqa: BLE001 - reported
+            # A thread that dies, as of a handler's sys.exit(), would stop its partitions silently.
             self._report(str(key), error)
             return Pass(due_in=FAULT_DELAY, deaf=True)
 
-    def _report(self, what: str, error: Exception) -> None:
+    def _report(self, what: str, error: BaseException) -> None:
         if self._hold.is_cut:
             logger.info("%s was stopped in the middle of a batch, which is rolled back: %s", what, error)
         elif isinstance(error, DatabaseUnavailableError):
@@ -362,9 +371,19 @@ class Consumers:
         self._claims = Claims(database, dead_letters)
         self._queries = Queries("log", database.schema)
         self._own_queries = Queries("consumers", database.schema)
-        self._running: list[Consumption] = []
+        # Their threads keep those that run.
+        self._running: weakref.WeakSet[Consumption] = weakref.WeakSet()
+        self._running_lock = threading.Lock()
 
-    def start(self, topic: str, consumer: str, handler: EventHandler, *, polling_delay: float = 1.0) -> Consumption:
+    def start(
+        self,
+        topic: str,
+        consumer: str,
+        handler: EventHandler,
+        *,
+        polling_delay: float = 1.0,
+        workers: int = MAX_WORKERS,
+    ) -> Consumption:
         """Hand each event to `handler(event, connection)`, in order within each consumer partition.
 
         What the handler writes through `connection` commits together with the offset: exactly once. Anything else it
@@ -375,13 +394,16 @@ class Consumers:
         `polling_delay` is in seconds, after a look that found nothing. A consumer that is notified of new events looks
         at once then, and otherwise every 10 seconds.
 
+        `workers` (at least 1) is how many partitions are consumed side by side at most, each by a thread with a
+        connection.
+
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`.
         """
         plan = _Plan(
             consumption.one_by_one(handler), each=True, min_events=1, max_events=SINGLE_BATCH,
             polling_delay=polling_delay, max_polling_delay=0.0,
         )  # fmt: skip
-        return self._start_plan(topic, consumer, plan)
+        return self._start_plan(topic, consumer, plan, workers)
 
     def start_batch(
         self,
@@ -393,6 +415,7 @@ class Consumers:
         max_events: int = 1_000,
         polling_delay: float = 1.0,
         max_polling_delay: float = 10.0,
+        workers: int = MAX_WORKERS,
     ) -> Consumption:
         """Hand events to `handler(events, connection)`, `min_events` to `max_events` at a time.
 
@@ -403,7 +426,7 @@ class Consumers:
             handler, each=False, min_events=min_events, max_events=max_events,
             polling_delay=polling_delay, max_polling_delay=max_polling_delay,
         )  # fmt: skip
-        return self._start_plan(topic, consumer, plan)
+        return self._start_plan(topic, consumer, plan, workers)
 
     def start_leased(
         self,
@@ -416,6 +439,7 @@ class Consumers:
         max_events: int = 1_000,
         polling_delay: float = 1.0,
         max_polling_delay: float = 10.0,
+        workers: int = MAX_WORKERS,
     ) -> Consumption:
         """Hand events to `handler(events, lease)` outside of any transaction: for work that is longer than seconds.
 
@@ -435,24 +459,32 @@ class Consumers:
             self._database, self._claims, handler, lease=lease, min_events=min_events, max_events=max_events,
             polling_delay=polling_delay, max_polling_delay=max_polling_delay,
         )  # fmt: skip
-        return self._start(topic, consumer, passes.consume, polling_delay)
+        return self._start(topic, consumer, passes.consume, polling_delay, workers)
 
-    def _start_plan(self, topic: str, consumer: str, plan: _Plan) -> Consumption:
+    def _start_plan(self, topic: str, consumer: str, plan: _Plan, workers: int) -> Consumption:
         return self._start(
-            topic, consumer, lambda key, hold: self._consume(key, plan, hold), polling_delay=plan.polling_delay
+            topic, consumer, lambda key, hold: self._consume(key, plan, hold), plan.polling_delay, workers
         )
 
     def _start(
-        self, topic: str, consumer: str, consume: Callable[[ConsumerPartition, Hold], Pass], polling_delay: float
+        self,
+        topic: str,
+        consumer: str,
+        consume: Callable[[ConsumerPartition, Hold], Pass],
+        polling_delay: float,
+        workers: int,
     ) -> Consumption:
+        check_whole("workers", workers, least=1)
         started = Consumption(
             self._keys(topic, consumer),
             look=lambda asked: self._ready(topic, consumer, asked),
             consume=consume,
             polling_delay=polling_delay,
+            workers=workers,
             listener=self._listener,
         )
-        self._running.append(started)
+        with self._running_lock:
+            self._running.add(started)
         return started
 
     def _keys(self, topic: str, consumer: str) -> list[ConsumerPartition]:
@@ -487,18 +519,15 @@ class Consumers:
             raise PartitionOutOfRangeError(f"consumer {consumer!r} of topic {topic!r} has no partition {partition}")
         consumed = 0
         for key in keys:
-            progress = self.consume_partition(key, plan)
+            progress = self._consume(key, plan, Hold()).progress
             # None of these was the consumer's: what it is asked for comes after them.
             while progress is not None and progress.passed and not progress.consumed and progress.failure is None:
-                progress = self.consume_partition(key, plan)
+                progress = self._consume(key, plan, Hold()).progress
             consumed += progress.consumed if progress else 0
         return consumed
 
-    def consume_partition(self, key: ConsumerPartition, plan: _Plan) -> Progress | None:
-        """One pass over one partition, in one transaction; None when it could not or need not be consumed."""
-        return self._consume(key, plan, Hold()).progress
-
     def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
+        """One pass over one partition, in one transaction; without progress when nothing could or need be consumed."""
         refused = Pass(due_in=plan.polling_delay, deaf=True)
         with self._database.transaction() as connection, hold.connection(connection):
             locked = consumption.lock(connection, self._queries, key, wait=False)
@@ -524,8 +553,10 @@ class Consumers:
     def close(self, timeout: float = 10.0) -> bool:
         """Stop every consumption that was started here, as `Consumption.stop`, all within `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        for running in self._running:
+        with self._running_lock:
+            stopping = list(self._running)
+            self._running.clear()
+        for running in stopping:
             running.stop_soon()
-        ended = [running.await_end(deadline) for running in self._running]
-        self._running.clear()
+        ended = [running.await_end(deadline) for running in stopping]
         return all(ended)

@@ -82,16 +82,19 @@ class Publisher:
         With `connection`, of psycopg or SQLAlchemy and on the same database, the event is part of the caller's
         transaction instead, and is published when that commits (an outbox).
 
-        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseUnavailableError`, `DatabaseFullError`, and
-        `RedefinitionError` when the topic does not stop being redefined; in each case nothing was published.
+        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, and `RedefinitionError` when the
+        topic does not stop being redefined; in each case nothing was published. `DatabaseUnavailableError` where the
+        connection was lost: in the commit, whether the event is published is not known then. A caller's transaction
+        that is not `READ COMMITTED` fails as others of its kind do where the topic has changed since it began.
         """
         topic = self._registry.cached_topic(publication.topic)
         partition = self._partition(publication, topic)
-        with self._connection(connection) as psycopg_connection:
-            if not self._insert(psycopg_connection, publication, partition, topic):
+        statement = "publish" if connection is None else "publish_joined"
+        with self._connection(connection) as driver:
+            if not self._insert(driver, statement, publication, partition, topic):
                 self._registry.forget(topic.name)
                 topic = self._registry.cached_topic(publication.topic)
-                if not self._insert(psycopg_connection, publication, self._partition(publication, topic), topic):
+                if not self._insert(driver, statement, publication, self._partition(publication, topic), topic):
                     raise _redefined([topic.name])
         self._on_published()
 
@@ -126,7 +129,7 @@ class Publisher:
                 for count, chunk in _buffer_rows(encoded):
                     copy.write(chunk)
                     published += count
-            self._check(psycopg_connection, topics.values())
+            self._check(psycopg_connection, topics.values(), joined=connection is not None)
         if published:
             self._on_published()
         return published
@@ -134,8 +137,8 @@ class Publisher:
     def _append(self, writer: LogWriter, topic: Topic, events: list[Encoded]) -> bool:
         """Take the straight path; False, and nothing done, when the events must go to the buffer."""
         self._database.ensure_schema()
-        with writer.session("refused to publish"):
-            appended = writer.append(topic, [event for _, event in events])
+        with writer.session(timeout=LOCK_TIMEOUT) as mine:
+            appended = mine and writer.append(topic, [event for _, event in events])
         if appended:
             self._on_appended(topic.name)
         return appended
@@ -164,10 +167,12 @@ class Publisher:
                 topic = topics[name] = self._registry.cached_topic(name)
             yield name, encoding.encode(publication, self._partition(publication, topic))
 
-    def _insert(self, connection: Connection, publication: Publication, partition: int, topic: Topic) -> bool:
+    def _insert(
+        self, connection: Connection, statement: str, publication: Publication, partition: int, topic: Topic
+    ) -> bool:
         """Insert an event; False, and nothing done, when its topic is not defined like `topic` any more."""
         inserted = connection.execute(
-            self._queries("publish"),
+            self._queries(statement),
             {
                 "topic": topic.name,
                 "partition": partition,
@@ -179,9 +184,11 @@ class Publisher:
         )
         return inserted.rowcount == 1
 
-    def _check(self, connection: Connection, topics: Collection[Topic]) -> None:
+    def _check(self, connection: Connection, topics: Collection[Topic], *, joined: bool) -> None:
         """Raise `RedefinitionError` unless these are the topics' definitions, which the open COPY keeps as they are."""
         known = {"topics": [topic.name for topic in topics], "partitions": [topic.partitions for topic in topics]}
+        if joined:
+            connection.execute(self._queries("hold_topics"), known)
         cursor = connection.cursor(row_factory=tuple_row).execute(self._queries("redefined_topics"), known)
         if redefined := [name for (name,) in cursor]:
             for name in redefined:

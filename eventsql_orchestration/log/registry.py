@@ -122,15 +122,20 @@ class Registry:
 
     def cached_topic(self, name: str) -> Topic:
         """The same from memory when it was looked up within the last seconds, for publishers."""
+        known = self.known(name)
+        if known is not None:
+            return known
         now = time.monotonic()
-        with self._cache_lock:
-            entry = self._cache.get(name)
-        if entry is not None and now - entry[0] < CACHE_SECONDS:
-            return entry[1]
         topic = self.topic(name)
         with self._cache_lock:
             self._cache[name] = (now, topic)
         return topic
+
+    def known(self, name: str) -> Topic | None:
+        """The same without asking the database; None when it would have to be looked up."""
+        with self._cache_lock:
+            entry = self._cache.get(name)
+        return entry[1] if entry is not None and time.monotonic() - entry[0] < CACHE_SECONDS else None
 
     def forget(self, name: str) -> None:
         """Look a topic up anew when it is asked for next."""
@@ -334,9 +339,12 @@ def _no_topic(name: str) -> TopicNotFoundError:
 def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
     """Let no other topic, consumer, seek or retention of this database change until the caller's transaction ends.
 
-    They are rare, and two at once would collide in their DDL, or look at what the other is about to change.
+    They are rare, and two at once would collide in their DDL, or look at what the other is about to change. Whoever has
+    it does not wait for anything else for long: everybody waits with it.
     """
-    driver_connection(connection).execute("SELECT pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
+    driver = driver_connection(connection)
+    driver.execute("SELECT pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
+    driver.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
 
 
 def _lock_topic(connection: Connection, name: str) -> None:
@@ -348,10 +356,9 @@ def _lock_topic(connection: Connection, name: str) -> None:
 def _lock_buffer(connection: Connection) -> None:
     """Wait until all that publishers have written is committed, and keep them from writing on old definitions.
 
-    All publishers wait with it, of all topics, so it must not wait for long itself: for a caller's transaction that
-    published and stays open.
+    All publishers wait with it, of all topics, as long as it waits itself: for a caller's transaction that published and
+    stays open.
     """
-    connection.execute(text(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'"))
     connection.execute(text("LOCK TABLE event_buffer IN SHARE ROW EXCLUSIVE MODE"))
 
 

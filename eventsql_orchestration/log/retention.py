@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -83,13 +84,20 @@ class Retainer:
         too long; the next run goes on with it.
         """
         wanted = self._registry.topics() if topics is None else [self._registry.topic(name) for name in topics]
-        dropped = [
-            self._retain(topic, topic.retention, force=force, execute=execute)
-            for topic in wanted
-            if topic.retention is not None
-        ]
+        dropped: list[Dropped] = []
+        failed: list[EventSQLError] = []
+        for topic in wanted:
+            try:
+                done = self._retain(topic, force=force, execute=execute)
+            except EventSQLError as error:
+                logger.warning("topic %r keeps its old segments for now: %s", topic.name, error)
+                failed.append(error)
+            else:
+                dropped += [done] if done is not None else []
         if execute and any(each.segments and each.topic.endswith(DEAD_LETTER_SUFFIX) for each in dropped):
             self._dead_letters.prune()
+        if failed:
+            raise failed[0]
         return dropped
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
@@ -99,22 +107,42 @@ class Retainer:
                 self.run_once()
             except EventSQLError as error:
                 logger.warning("old segments are kept for now: %s", error)
+            except Exception:
+                # A thread that dies would let the logs grow for ever.
+                logger.exception("old segments could not be dropped; trying again in %.0f s", every)
 
-    def _retain(self, topic: Topic, retention: Retention, *, force: bool, execute: bool) -> Dropped:
+    def _retain(self, topic: Topic, *, force: bool, execute: bool) -> Dropped | None:
+        """None where the topic keeps everything, or another program is at it."""
         self._database.ensure_schema()
+        schema = self._database.schema
         with self._database.errors(), self._database.dedicated() as connection:
+            if topic.retention is None:
+                if execute:
+                    # Programs that know nothing of segments, such as EventSQL's Java library, may write to the log.
+                    with connection.transaction():
+                        if connection.execute(Queries("log", schema)("lock_topic"), {"topic": topic.name}).fetchone():
+                            segments.ensure_ahead(connection, schema, topic.name)
+                return None
+            locked = connection.execute(self._queries("try_retain"), {"topic": f"{schema}.{topic.name}"}).fetchone()
+            if locked is None or not locked[0]:
+                return None
             if execute:
                 connection.execute(f"SET lock_timeout TO '{LOCK_SECONDS}s'")
-                segments.adopt(connection, self._database.schema, topic.name)
+                segments.adopt(connection, schema, topic.name)
+                newest = self._roll(connection, topic, topic.retention)
                 self._finish_drops(connection, topic)
-                self._roll(connection, topic, retention)
-            return self._drop_due(connection, topic, retention, force=force, execute=execute)
+            else:
+                newest = segments.newest_id(connection, schema, topic.name)
+            return self._drop_due(connection, topic, topic.retention, newest, force=force, execute=execute)
 
     def _finish_drops(self, connection: Connection, topic: Topic) -> None:
         """Drop what a run before this one detached and did not get to drop."""
         for segment in segments.segments(connection, self._database.schema, topic.name) or ():
             if segment.detaching:
-                self._alter(connection, topic, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE")
+                with self._waiting(connection, topic):
+                    self._alter(
+                        connection, topic, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE"
+                    )
         # Only what carries our mark: a segment that somebody detached to keep it is theirs.
         detached = connection.execute(
             self._queries("detached"),
@@ -125,7 +153,7 @@ class Retainer:
             },
         )
         for (table,) in detached.fetchall():
-            self._alter(connection, topic, table, "DROP TABLE {segment}")
+            self._alter(connection, topic, table, "DROP TABLE IF EXISTS {segment}")
 
     def _alter(self, connection: Connection, topic: Topic, table: str, *statements: str) -> None:
         names = {
@@ -136,16 +164,21 @@ class Retainer:
         for statement in statements:
             connection.execute(sql.SQL(statement).format(**names))
 
-    def _roll(self, connection: Connection, topic: Topic, retention: Retention) -> None:
-        """Close the segment that is written to, if it holds its share; segments for what comes are made in any case."""
+    def _roll(self, connection: Connection, topic: Topic, retention: Retention) -> int:
+        """Close the segment that is written to, if it holds its share; segments for what comes are made in any case.
+
+        Gives an id up to which the log does not change any more: whoever drew a smaller one has ended, since the topic
+        is held here.
+        """
         schema = self._database.schema
         with connection.transaction():
             connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
-            segments.ensure_ahead(connection, schema, topic.name)
             newest = segments.newest_id(connection, schema, topic.name)
             for segment in segments.segments(connection, schema, topic.name) or ():
                 if segment.start <= newest < segment.end - 1 and self._has_its_share(connection, segment, retention):
-                    segments.roll(connection, schema, topic.name)
+                    segments.roll(connection, schema, topic.name, segment)
+            segments.ensure_ahead(connection, schema, topic.name)
+            return segments.newest_id(connection, schema, topic.name)
 
     def _has_its_share(self, connection: Connection, segment: Segment, retention: Retention) -> bool:
         row = connection.execute(self._queries("first", segment=segment.table), prepare=False).fetchone()
@@ -161,37 +194,35 @@ class Retainer:
         )
 
     def _drop_due(
-        self, connection: Connection, topic: Topic, retention: Retention, *, force: bool, execute: bool
+        self, connection: Connection, topic: Topic, retention: Retention, newest: int, *, force: bool, execute: bool
     ) -> Dropped:
         schema = self._database.schema
-        # Later than what may read a whole table, which adoption does.
-        connection.execute(f"SET statement_timeout TO '{WAIT_SECONDS}s'")
-        # For the session, since a segment is detached in several transactions: no seek may go back into it meanwhile.
-        connection.execute("SELECT pg_advisory_lock(%s)", [REGISTRY_LOCK])
-        try:
-            newest = segments.newest_id(connection, schema, topic.name)
-            existing = segments.segments(connection, schema, topic.name) or []
-            contents = [self._content(connection, segment, newest) for segment in existing if segment.start <= newest]
-            dropped = events = size = upto = 0
-            held_by = None
-            for content in _due(contents, newest, retention, self._now(connection)):
+        existing = segments.segments(connection, schema, topic.name) or []
+        contents = [self._content(connection, segment, newest) for segment in existing if segment.start <= newest]
+        dropped = events = size = upto = 0
+        held_by = None
+        for content in _due(contents, newest, retention, self._now(connection)):
+            # For the session, since a segment is detached in several transactions: no seek may go back into it
+            # meanwhile.
+            connection.execute("SELECT pg_advisory_lock(%s)", [REGISTRY_LOCK])
+            try:
                 held_by = None if force else self._held_by(connection, topic, content)
                 if held_by is not None:
                     break
                 if execute:
                     self._drop(connection, topic, content.segment)
-                dropped, events, size, upto = (
-                    dropped + 1,
-                    events + content.events,
-                    size + content.segment.bytes,
-                    max(upto, content.newest),
-                )
-            if held_by is not None:
-                logger.info("topic %r keeps segments that are due: %s has not passed them", topic.name, held_by)
-            return Dropped(topic.name, dropped, events, size, upto, held_by)
-        finally:
-            if not connection.closed:
-                connection.execute("SELECT pg_advisory_unlock(%s)", [REGISTRY_LOCK])
+            finally:
+                if not connection.closed:
+                    connection.execute("SELECT pg_advisory_unlock(%s)", [REGISTRY_LOCK])
+            dropped, events, size, upto = (
+                dropped + 1,
+                events + content.events,
+                size + content.segment.bytes,
+                max(upto, content.newest),
+            )
+        if held_by is not None:
+            logger.info("topic %r keeps segments that are due: %s has not passed them", topic.name, held_by)
+        return Dropped(topic.name, dropped, events, size, upto, held_by)
 
     def _now(self, connection: Connection) -> datetime:
         row = connection.execute("SELECT clock_timestamp()").fetchone()
@@ -232,17 +263,34 @@ class Retainer:
 
     def _drop(self, connection: Connection, topic: Topic, segment: Segment) -> None:
         try:
-            self._alter(
-                connection, topic, segment.table,
-                "COMMENT ON TABLE {segment} IS {mark}",
-                "ALTER TABLE {log} DETACH PARTITION {segment} CONCURRENTLY",
-                "DROP TABLE {segment}",
-            )  # fmt: skip
+            with self._waiting(connection, topic):
+                self._alter(
+                    connection, topic, segment.table,
+                    "COMMENT ON TABLE {segment} IS {mark}",
+                    "ALTER TABLE {log} DETACH PARTITION {segment} CONCURRENTLY",
+                    "DROP TABLE IF EXISTS {segment}",
+                )  # fmt: skip
+        except DatabaseBusyError:
+            existing = segments.segments(connection, self._database.schema, topic.name) or ()
+            if any(each.table == segment.table and not each.detaching for each in existing):
+                # It did not begin: whoever detaches it later may do so to keep it.
+                self._alter(connection, topic, segment.table, "COMMENT ON TABLE {segment} IS NULL")
+            raise
+        logger.info("topic %r lost its events up to offset %d", topic.name, segment.end - 1)
+
+    @contextmanager
+    def _waiting(self, connection: Connection, topic: Topic) -> Iterator[None]:
+        """The block waits for those who read a segment, and no longer than `WAIT_SECONDS`."""
+        connection.execute(f"SET statement_timeout TO '{WAIT_SECONDS}s'; SET lock_timeout TO 0")
+        try:
+            yield
         except (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable) as error:
             raise DatabaseBusyError(
                 f"a segment of topic {topic.name!r} is still read by an open transaction: it is dropped by the next run"
             ) from error
-        logger.info("topic %r lost its events up to offset %d", topic.name, segment.end - 1)
+        finally:
+            if not connection.closed:
+                connection.execute(f"SET statement_timeout TO 0; SET lock_timeout TO '{LOCK_SECONDS}s'")
 
 
 def _due(contents: list[_Content], newest: int, retention: Retention, now: datetime) -> list[_Content]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, func, select, text
@@ -46,8 +46,12 @@ class Move:
 class Seeker:
     """Moves consumers. Who consumes by the old offset meanwhile commits nothing any more."""
 
-    def __init__(self, database: Database, registry: Registry) -> None:
+    def __init__(
+        self, database: Database, registry: Registry, *, announce: Callable[[Iterable[str]], None] | None = None
+    ) -> None:
+        """`announce` is told the topic of a consumer that was moved."""
         self._database = database
+        self._announce = announce or (lambda _topics: None)
         self._registry = registry
         self._reader = Reader(database, registry)
         self._queries = Queries("seek", database.schema)
@@ -86,6 +90,7 @@ class Seeker:
             driver = driver_connection(connection)
             driver.execute(self._queries("release_claims"), own)
             driver.execute(self._queries("seek"), {**own, "offsets": [move.target for move in moves]})
+        self._announce([topic])
         # Counting takes its time, and the past does not change.
         return [self._counted(move) for move in moves]
 

@@ -9,14 +9,17 @@ retention.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.errors import RegistryError
 
 SEGMENT_EVENTS: Final = 5_000_000
 """Ids of a segment. Planning a read costs about 0.05 ms for each segment that it may touch, dropping one some 50 ms."""
@@ -26,6 +29,10 @@ SEGMENTS_AHEAD: Final = 2
 
 DROPPED: Final = "eventsql: dropped by retention"
 """The comment on a segment from before it is detached: whoever finds it detached may drop it."""
+
+
+ADOPTION_CHECK: Final = "eql_within_segment"
+"""The constraint that a plain table has while it is made a segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +96,29 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
 def _create(connection: Connection, schema: str, topic: str, start: int, end: int) -> None:
     log = sql.Identifier(schema, event_table(topic))
     segment = sql.Identifier(schema, segment_name(topic, start))
+    found = (
+        connection.cursor(row_factory=tuple_row)
+        .execute(Queries("retention", schema)("dropped_comment"), {"table": segment.as_string(connection)})
+        .fetchone()
+    )
+    if found == (True, DROPPED):
+        # Of a topic of this name that was deleted. One without our mark is somebody's to keep.
+        connection.execute(sql.SQL("DROP TABLE {}").format(segment))
     for statement in (
-        # One that is detached already, of a topic of this name that was deleted.
-        "DROP TABLE IF EXISTS {segment}",
         "CREATE TABLE {segment} (LIKE {log} INCLUDING ALL)",
+        # Ids are given out by the log itself; a segment that depended on its sequence would keep it from being deleted.
+        "ALTER TABLE {segment} ALTER COLUMN eql_id DROP DEFAULT",
         "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM ({start}) TO ({end})",
     ):
         connection.execute(sql.SQL(statement).format(log=log, segment=segment, start=start, end=end))
 
 
-def roll(connection: Connection, schema: str, topic: str) -> None:
-    """Let the ids of the log go on in the next segment, in the caller's transaction that holds the topic."""
-    newest = newest_id(connection, schema, topic)
-    for segment in segments(connection, schema, topic) or ():
-        if segment.start <= newest < segment.end - 1:
-            connection.execute(
-                Queries("retention", schema)("skip_to"),
-                {
-                    "log": sql.Identifier(schema, event_table(topic)).as_string(connection),
-                    "newest": segment.end - 1,
-                },
-            )
-    ensure_ahead(connection, schema, topic)
+def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> None:
+    """Let the ids of the log go on after `segment`, in the caller's transaction that holds the topic."""
+    connection.execute(
+        Queries("retention", schema)("skip_to"),
+        {"log": sql.Identifier(schema, event_table(topic)).as_string(connection), "newest": segment.end - 1},
+    )
 
 
 def adopt(connection: Connection, schema: str, topic: str) -> None:
@@ -124,6 +132,12 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
     queries = Queries("retention", schema)
     cursor = connection.cursor(row_factory=tuple_row)
     log, name = sql.Identifier(schema, event_table(topic)), segment_name(topic, 0)
+    dependents = cursor.execute(queries("dependents"), {"table": log.as_string(connection)}).fetchall()
+    if dependents:
+        raise RegistryError(
+            f"topic {topic!r} cannot have a retention yet: {', '.join(name for (name,) in dependents)} would stay "
+            "with its first segment; drop what hangs on its event table, and make it anew afterwards"
+        )
     sequence = cursor.execute(queries("sequence"), {"log": log.as_string(connection)}).fetchone()
     assert sequence is not None, "an event table's ids come from a sequence"
     names: dict[str, sql.Composable | int] = {
@@ -131,7 +145,7 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
         "segment": sql.Identifier(schema, name),
         "name": sql.Identifier(name),
         "sequence": sql.Identifier(*sequence),
-        "check": sql.Identifier("eql_within_segment"),
+        "check": sql.Identifier(ADOPTION_CHECK),
         "end": newest_id(connection, schema, topic) + SEGMENT_EVENTS,
     }
 
@@ -152,12 +166,43 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
                 "ALTER TABLE {log} RENAME TO {name}",
                 "CREATE TABLE {log} (LIKE {segment} INCLUDING ALL EXCLUDING CONSTRAINTS) PARTITION BY RANGE (eql_id)",
                 "ALTER SEQUENCE {sequence} OWNED BY {log}.eql_id",
+                "ALTER TABLE {segment} ALTER COLUMN eql_id DROP DEFAULT",
                 "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM (MINVALUE) TO ({end})",
                 "ALTER TABLE {segment} DROP CONSTRAINT {check}",
             )
+            _pass_on_rights(connection, schema, topic, segment_name(topic, 0))
             ensure_ahead(connection, schema, topic)
     except BaseException:
-        if not connection.closed:
-            # It would keep the table from growing past its end.
-            alter("ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}")
+        # Where that fails too, whoever reaches its end does it.
+        with suppress(psycopg.Error):
+            give_adoption_up(connection, schema, topic)
         raise
+
+
+def give_adoption_up(connection: Connection, schema: str, topic: str) -> None:
+    """Remove what an adoption that was cut off has left: it would keep a plain table from growing past its end."""
+    connection.execute(
+        sql.SQL("ALTER TABLE {} DROP CONSTRAINT IF EXISTS {}").format(
+            sql.Identifier(schema, event_table(topic)), sql.Identifier(ADOPTION_CHECK)
+        )
+    )
+
+
+def _pass_on_rights(connection: Connection, schema: str, topic: str, segment: str) -> None:
+    """Give those who had rights on the plain table the same on the log that took its place."""
+    queries = Queries("retention", schema)
+    cursor = connection.cursor(row_factory=tuple_row)
+    log, table = sql.Identifier(schema, event_table(topic)), sql.Identifier(schema, segment).as_string(connection)
+    for privilege, grantee, grantable in cursor.execute(queries("grants"), {"table": table}).fetchall():
+        connection.execute(
+            sql.SQL("GRANT {} ON {} TO {}{}").format(
+                sql.SQL(privilege),
+                log,
+                sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee),
+                sql.SQL(" WITH GRANT OPTION" if grantable else ""),
+            )
+        )
+    owner = cursor.execute(queries("owner"), {"table": table}).fetchone()
+    mine = cursor.execute(queries("owner"), {"table": log.as_string(connection)}).fetchone()
+    if owner is not None and owner != mine:
+        connection.execute(sql.SQL("ALTER TABLE {} OWNER TO {}").format(log, sql.Identifier(owner[0])))

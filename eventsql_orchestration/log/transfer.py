@@ -33,24 +33,35 @@ class Transfer:
     Several may run at once, in any processes, and share the topics.
     """
 
-    def __init__(self, database: Database, *, batch: int | None = None) -> None:
-        """`batch` fixes the events moved at a time; it follows their size and the server's speed by default."""
+    def __init__(
+        self,
+        database: Database,
+        *,
+        batch: int | None = None,
+        announce: Callable[[Iterable[str]], None] | None = None,
+    ) -> None:
+        """`announce` is told, after each round, the topics that events were moved of.
+
+        `batch` fixes the events moved at a time; it follows their size and the server's speed by default.
+        """
         self._database = database
+        self._announce = announce or (lambda _topics: None)
         self._writer = LogWriter(database, batch=batch)
 
-    def run_once(self, topics: Iterable[str] | None = None) -> dict[str, int]:
+    def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
         """Move what is visible in the buffer now, of `topics` or of all; gives the number of events moved per topic.
 
         A topic that another transfer holds is left to it. Topics take turns, a batch each, so that one topic's flood
         does not keep the others waiting; one whose events cannot be moved does not either: its error is raised at the
-        end. Raises `DatabaseUnavailableError`, other kinds of `DatabaseError`, `TopicNotFoundError`.
+        end. Of topics that do not exist there is nothing to move. From `deadline` on, a time of `time.monotonic`, no
+        further round begins. Raises `DatabaseUnavailableError` and other kinds of `DatabaseError`.
         """
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
         failed: dict[str, EventSQLError] = {}
         # Publishers that are faster than this must not keep it from ending.
         newest = None
-        while True:
+        while deadline is None or time.monotonic() < deadline:
             newest, counts = self._round(wanted, failed, newest)
             if not counts:
                 break
@@ -63,17 +74,17 @@ class Transfer:
         self,
         stop: threading.Event,
         *,
-        polling_delay: float = 0.2,
+        polling_delay: float | Callable[[], float] = 0.2,
         wake: threading.Event | None = None,
         on_moved: Callable[[dict[str, int]], None] | None = None,
     ) -> None:
         """Transfer until `stop` is set; looks again after `polling_delay` seconds, or when `wake` is set.
 
-        A database that goes away is waited for, and so is a topic whose events cannot be moved. `on_moved` is told what
-        each round moved.
+        After a wake-up, and after a round that moved something, it looks sooner, and slows down. A database that goes
+        away is waited for, and so is a topic whose events cannot be moved. `on_moved` is told what each round moved.
         """
         wake = wake or stop
-        delay = min(FIRST_DELAY, polling_delay)
+        delay = 0.0
         failed: dict[str, EventSQLError] = {}
         retry_failed_at = 0.0
         while not stop.is_set():
@@ -81,21 +92,26 @@ class Transfer:
                 failed.clear()
                 retry_failed_at = time.monotonic() + MAX_RETRY_DELAY
             counts: dict[str, int] = {}
-            longest = polling_delay
+            longest = polling_delay() if callable(polling_delay) else polling_delay
+            delay = delay or min(FIRST_DELAY, longest)
             try:
                 _, counts = self._round(None, failed, MAX_OFFSET)
             except DatabaseError as error:
-                longest = MAX_RETRY_DELAY
+                longest = max(longest, MAX_RETRY_DELAY)
                 logger.warning("the transfer waits %.1f s for the database: %s", delay, error)
+                # Not for a wake-up: each publication would make an attempt.
+                stop.wait(delay)
+                delay = min(delay * 2, longest)
+                continue
             if counts:
-                delay = min(FIRST_DELAY, polling_delay)
+                delay = 0.0
                 if on_moved is not None:
                     on_moved(counts)
             elif not wake.wait(delay):
                 delay = min(delay * 2, longest)
             elif wake is not stop:
                 wake.clear()
-                delay = min(FIRST_DELAY, polling_delay)
+                delay = 0.0
 
     def close(self) -> None:
         """Close the transfer's connection; the next run opens another."""
@@ -109,20 +125,26 @@ class Transfer:
         Gives that id and the events moved per topic that had any. A topic whose events cannot be moved is added to
         `failed`; the topics in there are left out.
         """
-        with self._writer.session("refused to transfer"):
-            last, topics = self._writer.look(wanted)
-            newest = last if newest is None else newest
-            counts = {}
-            for topic in topics:
-                if topic not in failed:
-                    try:
-                        counts[topic] = self._writer.move(topic, newest)
-                    except psycopg.Error as error:
-                        if self._writer.broken:
-                            raise
-                        failed[topic] = self._fault(topic, error)
-                        logger.error("%s", failed[topic])
-            return newest, {topic: count for topic, count in counts.items() if count}
+        counts: dict[str, int | None] = {}
+        try:
+            with self._writer.session():
+                last, topics = self._writer.look(wanted)
+                newest = last if newest is None else newest
+                for topic in topics:
+                    if topic not in failed:
+                        try:
+                            counts[topic] = self._writer.move(topic, newest)
+                        except psycopg.Error as error:
+                            if self._writer.broken:
+                                raise
+                            failed[topic] = self._fault(topic, error)
+                            logger.error("%s", failed[topic])
+        except psycopg.Error as error:
+            raise DatabaseError(f"{self._database} refused to transfer: {describe(error)}") from error
+        moved = {topic: count for topic, count in counts.items() if count}
+        if moved:
+            self._announce(moved)
+        return newest, moved
 
     def _fault(self, topic: str, error: psycopg.Error) -> EventSQLError:
         kind = type(translate(error, str(self._database), self._database.schema) or DatabaseError())

@@ -21,8 +21,6 @@ from typing import Final
 import psycopg
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.database import describe, translate
-from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.log import encoding, segments
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.model import Topic
@@ -41,8 +39,9 @@ MOST_BUFFERED: Final = 10_000
 """Events in the buffer that a publisher moves before its own; where there are more, the transfer is behind."""
 
 LOCK_TIMEOUT: Final = 0.25
-"""Seconds that a publisher waits for a topic before its batch goes to the buffer. Measured with four publishers of
-batches of 5,000: who waits writes each event once, who turns to the buffer makes the others move it."""
+"""Seconds that a publisher waits for other threads of its process, and then for a topic, before its batch goes to the
+buffer. Measured with four publishers of batches of 5,000: who waits writes each event once, who turns to the buffer
+makes the others move it."""
 
 ROOM_CHECK: Final = 500_000
 """After how many events a writer looks whether there are segments ahead; far fewer than are kept ahead."""
@@ -115,6 +114,7 @@ class LogWriter:
         self._low_water = _LowWater()
         self._looked_at = 0.0
         self._room: dict[str, int] = {}
+        self._zoned: dict[str, bool] = {}
         self._mutex = threading.Lock()
 
     def close(self) -> None:
@@ -142,21 +142,22 @@ class LogWriter:
         self._looked_at = 0.0
 
     @contextmanager
-    def session(self, failure: str) -> Iterator[None]:
-        """The block has the writer for itself. What goes wrong in it ends the connection, and is an error of ours.
+    def session(self, *, timeout: float = -1) -> Iterator[bool]:
+        """The block has the writer for itself, or False where another thread keeps it for `timeout` seconds.
 
-        `failure` says what the database did, where it gave a reason that we do not know.
+        What goes wrong in the block ends the connection, and is an error of ours where it is known what it means.
         """
-        with self._mutex:
-            try:
-                yield
-            except psycopg.Error as error:
-                self._discard()
-                known = translate(error, str(self._database), self._database.schema)
-                raise known or DatabaseError(f"{self._database} {failure}: {describe(error)}") from error
-            except BaseException:
-                self._discard()
-                raise
+        if not self._mutex.acquire(timeout=timeout):
+            yield False
+            return
+        try:
+            with self._database.errors():
+                yield True
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            self._mutex.release()
 
     @property
     def broken(self) -> bool:
@@ -199,6 +200,15 @@ class LogWriter:
 
         Gives the number of its events, None when another transaction holds the topic.
         """
+        try:
+            return self._move_batch(topic, newest)
+        except psycopg.errors.CheckViolation as error:
+            # Another writer, which knows nothing of segments, has used up the room; it is made by the second attempt.
+            if error.diag.constraint_name == segments.ADOPTION_CHECK:
+                segments.give_adoption_up(self._open(), self._database.schema, topic)
+            return self._move_batch(topic, newest)
+
+    def _move_batch(self, topic: str, newest: int) -> int | None:
         connection = self._open()
         limit = self._batch
         started = time.monotonic()
@@ -238,7 +248,8 @@ class LogWriter:
         """Append encoded events to the topic's log, after what lies in its buffer, in a transaction of its own.
 
         False, and nothing done, where they must go to the buffer instead: another transaction keeps the topic for too
-        long, too much lies in the buffer, or the topic is not defined like `topic` any more.
+        long, too much lies in the buffer, the topic is not defined like `topic` any more, or its log has times without
+        a time zone, which the server must convert (EventSQL's Java library makes such tables).
         """
         # What is decided need not be known to the last event; without events in the buffer it makes no difference.
         if time.monotonic() - self._looked_at > LOOK_SECONDS:
@@ -272,6 +283,8 @@ class LogWriter:
         if partitions != topic.partitions or found > MOST_BUFFERED:
             return False
         self._make_room(connection, topic.name)
+        if not self._zoned[topic.name]:
+            return False
         if found:
             self._move(connection, topic.name, upto)
         prefix = encoding.log_prefix((now - _POSTGRESQL_EPOCH) // timedelta(microseconds=1))
@@ -281,9 +294,14 @@ class LogWriter:
         return True
 
     def _make_room(self, connection: Connection, topic: str) -> None:
-        """See to it that there are segments for the ids to come, in the caller's transaction that holds the topic."""
+        """See to it that there are segments for the ids to come, in the caller's transaction that holds the topic.
+
+        Now and then, and with it what else does not change while the log is there.
+        """
         if self._room.get(topic, 0) <= 0:
             segments.ensure_ahead(connection, self._database.schema, topic)
+            row = connection.execute(self._queries("has_zoned_times", topic=topic), prepare=False).fetchone()
+            self._zoned[topic] = row is not None and bool(row[0])
             self._room[topic] = ROOM_CHECK
 
     @contextmanager

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.notifications import BUFFER
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
@@ -17,6 +21,12 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
+from eventsql_orchestration.log import consumer as consumer_module
+from eventsql_orchestration.log import consumption as consumption_module
+from eventsql_orchestration.log.consumer import Consumers, Consumption, _Plan
+from eventsql_orchestration.log.consumption import ConsumerPartition
+from eventsql_orchestration.log.passes import Hold
+from eventsql_orchestration.log.transfer import Transfer
 
 if TYPE_CHECKING:
     from tests.log.conftest import Said, Sessions, Spawn, Until
@@ -163,6 +173,8 @@ def test_what_is_not_there_is_named(platform: EventSQL) -> None:
         {"min_events": 5, "max_events": 4},
         {"polling_delay": 0.0},
         {"max_polling_delay": -1.0},
+        {"workers": 0},
+        {"workers": 1.5},
     ],
     ids=str,
 )
@@ -340,6 +352,23 @@ def test_more_partitions_than_threads_take_turns(platform: EventSQL, until: Unti
         until(lambda: len(seen.ids) == 24)
 
 
+@pytest.mark.parametrize("workers", [2, 10])
+def test_as_many_partitions_are_consumed_side_by_side_as_there_are_workers(platform: EventSQL, workers: int) -> None:
+    platform.registry.register_topic(Topic("wide", 6))
+    platform.registry.register_consumer(Consumer("wide", "mailer", partitioned=True))
+    platform.publisher.publish_all(Publication("wide", b"", partition=number) for number in range(6))
+    platform.transfer.run_once()
+    side_by_side = threading.Barrier(min(workers, 6) + 1)
+
+    def handle(_events: Sequence[Event], _connection: Connection) -> None:
+        side_by_side.wait(60)
+
+    with platform.consumers.start_batch("wide", "mailer", handle, polling_delay=0.01, workers=workers) as consumption:
+        assert len(consumption._threads) == min(workers, 6) + 1
+        for _ in range(6 // min(workers, 6)):
+            side_by_side.wait(60)
+
+
 def test_a_batch_waits_for_its_least_number_of_events(platform: EventSQL, until: Until) -> None:
     seen = Seen()
     with platform.consumers.start_batch(
@@ -359,13 +388,11 @@ def test_fewer_than_the_least_number_are_handed_over_when_they_have_waited_long_
     fill(platform, 2, "payments")
     seen = Seen()
     partition = platform.consumers._keys("payments", "mailer")[0]
-    from eventsql_orchestration.log.consumer import _Plan
-
     plan = _Plan(seen, each=False, min_events=3, max_events=10, polling_delay=1.0, max_polling_delay=60.0)
-    assert platform.consumers.consume_partition(partition, plan) is None
+    assert platform.consumers._consume(partition, plan, Hold()).progress is None
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.payments_event SET eql_created_at = now() - interval '61 s'")
-    progress = platform.consumers.consume_partition(partition, plan)
+    progress = platform.consumers._consume(partition, plan, Hold()).progress
     assert progress is not None
     assert (progress.consumed, len(seen.ids)) == (2, 2)
 
@@ -381,11 +408,79 @@ def test_stopping_finishes_the_batch_under_way(platform: EventSQL, effects: Call
 
     consumption = platform.consumers.start_batch("payments", "mailer", handle, max_events=10, polling_delay=0.01)
     assert inside.wait(60)
-    assert not consumption.stop(timeout=0.01)
+    consumption.stop_soon()
     go_on.set()
-    assert consumption.stop()
+    assert consumption.stop(timeout=60)
     assert effects("mailer") == ids[:10]
     assert offsets(platform, "payments") == [ids[9]]
+
+
+def test_a_handler_may_stop_its_own_consumption_after_so_many_events(
+    platform: EventSQL, effects: Callable[[str], list[int]], until: Until
+) -> None:
+    ids = fill(platform, 10, "payments")
+    started = threading.Event()
+    stopped: list[bool] = []
+
+    def handle(event: Event, connection: Connection) -> None:
+        assert started.wait(60)
+        write([event], connection)
+        if event.id == ids[3]:
+            stopped.append(consumption.stop())
+
+    consumption = platform.consumers.start("payments", "mailer", handle)
+    started.set()
+    until(lambda: not any(thread.is_alive() for thread in consumption._threads))
+    assert consumption.stop()
+    assert len(stopped) == 1
+    # The batch that was under way is finished.
+    assert effects("mailer") == ids
+    assert platform.registry.consumer("payments", "mailer")[0].failed_event_id is None
+
+
+def test_handlers_that_stop_their_consumption_at_once_do_not_wait_for_each_other(
+    platform: EventSQL, effects: Callable[[str], list[int]], until: Until
+) -> None:
+    ids = fill(platform, 3)
+    together = threading.Barrier(4)
+    stopped: list[bool] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        together.wait(60)
+        write(events, connection)
+        stopped.append(consumption.stop(timeout=3600))
+        together.wait(60)
+
+    consumption = platform.consumers.start_batch("orders", "mailer", handle)
+    together.wait(60)
+    together.wait(60)
+    assert consumption.stop(timeout=60)
+    assert stopped == [False] * 3
+    assert sorted(effects("mailer")) == ids
+
+
+def test_a_handler_that_ends_its_thread_is_tried_again(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(consumer_module, "FAULT_DELAY", 0.01)
+    seen = Seen()
+    exits = iter([SystemExit(1)])
+
+    def handle(event: Event, connection: Connection) -> None:
+        if (leaving := next(exits, None)) is not None:
+            raise leaving
+        seen.one(event, connection)
+
+    with platform.consumers.start("payments", "mailer", handle, polling_delay=0.01):
+        ids = fill(platform, 3, "payments")
+        until(lambda: seen.ids == ids)
+    assert "SystemExit" in caplog.text
+
+
+def test_a_consumption_that_has_stopped_is_not_kept(platform: EventSQL, until: Until) -> None:
+    running = platform.consumers.start("orders", "mailer", Seen().one)
+    assert platform.consumers.start("payments", "mailer", Seen().one).stop(timeout=60)
+    until(lambda: gc.collect() >= 0 and list(platform.consumers._running) == [running])
 
 
 def test_closing_the_platform_stops_its_consumers(dsn: str, platform: EventSQL) -> None:
@@ -412,25 +507,387 @@ def test_consumers_of_many_processes_share_the_partitions_and_repeat_nothing(
     assert all(event_ids == sorted(event_ids) for _, event_ids in rows)
 
 
+# Waking up
+
+NEVER = 1e6
+"""A polling delay that no test waits for."""
+
+
+def until_idle(consumption: Consumption, until: Until) -> None:
+    """Wait until every partition is found to have nothing, by a look after which it listens."""
+
+    def idle() -> bool:
+        turns = list(consumption._idle.values())
+        return len(turns) == len(consumption._keys) and all(turn.empty for turn in turns) and not consumption._woken
+
+    # Called once when listening begins.
+    until(lambda: consumption._listener is None or consumption._wakes)
+    until(idle)
+
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+Rest = ParamSpec("Rest")
+
+
+def noting(
+    asked: list[Asked], function: Callable[Concatenate[Asked, Rest], Answer]
+) -> Callable[Concatenate[Asked, Rest], Answer]:
+    """The same function, which notes what it is called for."""
+
+    def noted(first: Asked, /, *rest: Rest.args, **named: Rest.kwargs) -> Answer:
+        asked.append(first)
+        return function(first, *rest, **named)
+
+    return noted
+
+
+def test_a_consumer_wakes_up_when_new_events_are_notified_of(platform: EventSQL, until: Until) -> None:
+    seen = Seen()
+    with platform.consumers.start("payments", "mailer", seen.one, polling_delay=NEVER) as consumption:
+        until_idle(consumption, until)
+        for count in (1, 2, 3):
+            fill(platform, 1, "payments")
+            until(lambda count=count: len(seen.ids) == count)  # type: ignore[misc]  # bound
+
+
+def test_a_process_that_transfers_wakes_consumers_of_another(dsn: str, platform: EventSQL, until: Until) -> None:
+    seen = Seen()
+    with platform.consumers.start("payments", "mailer", seen.one, polling_delay=NEVER) as consumption:
+        until_idle(consumption, until)
+        with EventSQL(dsn) as publishing:
+            publishing.publisher.publish(Publication("payments", b""))
+            until(lambda: len(seen.ids) == 1)
+
+
+def test_a_publisher_without_a_transfer_wakes_that_of_another_process(
+    dsn: str, platform: EventSQL, until: Until
+) -> None:
+    with EventSQL(dsn) as transferring:
+        transferring.publisher.publish(Publication("payments", b""))
+        until(lambda: platform.reader.count("payments") == 1)
+        until(lambda: transferring.listener.listening)
+        woken = threading.Event()
+        transferring.listener.subscribe(BUFFER, None, woken.set)
+        platform.publisher.publish(Publication("payments", b""))
+        assert woken.wait(60)
+        until(lambda: platform.reader.count("payments") == 2)
+
+
+def test_a_notification_during_a_pass_leads_to_another_look(platform: EventSQL, until: Until) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    seen = Seen()
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        inside.set()
+        go_on.wait(60)
+        seen(events, connection)
+
+    with platform.consumers.start_batch("payments", "mailer", handle, polling_delay=NEVER) as consumption:
+        until_idle(consumption, until)
+        ids = fill(platform, 1, "payments")
+        assert inside.wait(60)
+        heard = consumption._wakes
+        ids += fill(platform, 1, "payments")
+        until(lambda: consumption._wakes > heard)
+        go_on.set()
+        until(lambda: len(seen.ids) == 2)
+    assert seen.ids == ids
+
+
+def test_a_notification_during_a_look_leads_to_another_look(platform: EventSQL, until: Until) -> None:
+    seen = Seen()
+    with platform.consumers.start_batch("payments", "mailer", seen, polling_delay=NEVER) as consumption:
+        until_idle(consumption, until)
+        look = consumption._look
+        published = threading.Event()
+
+        def slow(asked: dict[int, int]) -> dict[int, float | None]:
+            found = look(asked)
+            if not published.is_set():
+                # It has looked, and its notification comes before the look has been taken in.
+                published.set()
+                heard = consumption._wakes
+                fill(platform, 1, "payments")
+                until(lambda: consumption._wakes > heard)
+            return found
+
+        consumption._look = slow
+        platform.announce(["payments"])
+        until(lambda: len(seen.ids) == 1)
+
+
+def test_events_that_nobody_notifies_of_are_found_by_polling_which_then_goes_on_at_its_pace(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_module, "IDLE_POLLING", 0.05)
+    seen = Seen()
+    with platform.consumers.start_batch("payments", "mailer", seen, polling_delay=0.01) as consumption:
+        until_idle(consumption, until)
+        assert consumption._idle_delay() == 0.05
+        platform.publisher.publish(Publication("payments", b""))
+        Transfer(platform.database).run_once()
+        until(lambda: len(seen.ids) == 1)
+        assert consumption._idle_delay() == 0.01
+        platform.announce(["payments"])
+        until(lambda: consumption._idle_delay() == 0.05)
+
+
+def test_a_consumer_that_hears_nothing_polls(dsn: str, platform: EventSQL, until: Until) -> None:
+    seen = Seen()
+    consumers = Consumers(platform.database, platform.registry, platform.dead_letters)
+    with consumers.start("payments", "mailer", seen.one, polling_delay=0.01) as consumption:
+        until_idle(consumption, until)
+        assert consumption._idle_delay() == 0.01
+        fill(platform, 3, "payments")
+        until(lambda: len(seen.ids) == 3)
+
+
+def test_a_consumer_polls_at_its_pace_while_its_listener_is_cut_off(platform: EventSQL, until: Until) -> None:
+    with platform.consumers.start("payments", "mailer", Seen().one, polling_delay=0.01) as consumption:
+        until_idle(consumption, until)
+        assert consumption._idle_delay() == consumer_module.IDLE_POLLING
+        platform.listener.close()
+        until(lambda: consumption._idle_delay() == 0.01)
+
+
+def test_an_event_that_failed_is_retried_when_it_is_due_though_nobody_notifies(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumption_module, "FIRST_BACKOFF", 0.05)
+    seen = Seen()
+    failures = iter([ValueError("once"), ValueError("twice")])
+
+    def handle(event: Event, connection: Connection) -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        seen.one(event, connection)
+
+    with platform.consumers.start("payments", "mailer", handle, polling_delay=NEVER):
+        ids = fill(platform, 1, "payments")
+        until(lambda: seen.ids == ids)
+
+
+def test_too_few_events_are_handed_over_when_they_have_waited_long_enough_though_nobody_notifies(
+    platform: EventSQL, until: Until
+) -> None:
+    seen = Seen()
+    with platform.consumers.start_batch(
+        "payments", "mailer", seen, min_events=5, polling_delay=NEVER, max_polling_delay=1.5
+    ) as consumption:
+        until_idle(consumption, until)
+        ids = fill(platform, 2, "payments")
+        until(lambda: any(turn.least == 5 for turn in list(consumption._idle.values())))
+        # A look that finds too few must not forget since when they wait.
+        ids += fill(platform, 1, "payments")
+        until(lambda: seen.ids == ids)
+    assert [len(batch) for batch in seen.batches] == [3]
+
+
+def test_too_few_events_are_looked_for_and_not_passed_over(platform: EventSQL, until: Until) -> None:
+    with platform.consumers.start_batch(
+        "payments", "mailer", Seen(), min_events=50, polling_delay=NEVER, max_polling_delay=NEVER
+    ) as consumption:
+        passes: list[ConsumerPartition] = []
+        consumption._pass = noting(passes, consumption._pass)
+        until_idle(consumption, until)
+        for _ in range(5):
+            looked = consumption._wakes
+            fill(platform, 5, "payments")
+            until(lambda looked=looked: consumption._wakes > looked)  # type: ignore[misc]  # bound
+            until(lambda: not consumption._woken and consumption._idle)
+        assert len(passes) == 1
+
+
+def test_a_partition_that_another_transaction_held_is_looked_at_again(
+    platform: EventSQL, sessions: Sessions, until: Until
+) -> None:
+    ids = fill(platform, 3, "payments")
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
+    seen = Seen()
+    with platform.consumers.start("payments", "mailer", seen.one, polling_delay=0.05) as consumption:
+        until(lambda: any(turn.deaf for turn in list(consumption._idle.values())))
+        assert seen.ids == []
+        holder.rollback()
+        until(lambda: seen.ids == ids)
+
+
+def test_a_resumed_consumer_goes_on_after_its_polling_delay(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 3, "payments")
+    platform.registry.pause("payments", "mailer")
+    seen = Seen()
+    with platform.consumers.start("payments", "mailer", seen.one, polling_delay=0.05) as consumption:
+        until(lambda: platform.listener.listening)
+        until(lambda: not any(turn.empty for turn in list(consumption._idle.values())))
+        platform.registry.resume("payments", "mailer")
+        until(lambda: seen.ids == ids)
+
+
+def test_partitions_with_more_events_than_a_batch_take_turns(platform: EventSQL, until: Until) -> None:
+    fill(platform, 18)
+    seen = Seen()
+    with platform.consumers.start_batch("orders", "mailer", seen, max_events=2, polling_delay=0.01, workers=1):
+        until(lambda: len(seen.ids) == 18)
+    assert [batch[0].partition for batch in seen.batches] == [0, 1, 2] * 3
+
+
+# Stopping in time
+
+
+def test_a_batch_that_does_not_end_in_time_is_rolled_back_and_its_partition_is_free(
+    platform: EventSQL, effects: Callable[[str], list[int]], until: Until
+) -> None:
+    ids = fill(platform, 10, "payments")
+    inside, go_on = threading.Event(), threading.Event()
+    raised: list[Exception] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        inside.set()
+        go_on.wait(60)
+        try:
+            write(events, connection)
+        except psycopg.OperationalError as error:
+            raised.append(error)
+
+    consumption = platform.consumers.start_batch("payments", "mailer", handle)
+    assert inside.wait(60)
+    assert not consumption.stop(timeout=0.01)
+    until(lambda: platform.consumers.consume_once("payments", "mailer", write))
+    go_on.set()
+    assert consumption.stop(timeout=60)
+    assert len(raised) == 1
+    assert effects("mailer") == ids
+    (state,) = platform.registry.consumer("payments", "mailer")
+    assert (state.consumed_events, state.attempts) == (10, 0)
+
+
+def test_a_statement_that_does_not_end_in_time_is_cancelled_and_no_failure_of_its_event(
+    platform: EventSQL, effects: Callable[[str], list[int]], until: Until
+) -> None:
+    ids = fill(platform, 10, "payments")
+    inside = threading.Event()
+
+    def handle(_events: Sequence[Event], connection: Connection) -> None:
+        inside.set()
+        connection.execute("SELECT pg_sleep(3600)")
+
+    consumption = platform.consumers.start_batch("payments", "mailer", handle)
+    assert inside.wait(60)
+    consumption.stop(timeout=0.01)
+    assert consumption.stop(timeout=60)
+    until(lambda: platform.consumers.consume_once("payments", "mailer", write))
+    assert effects("mailer") == ids
+    assert platform.registry.consumer("payments", "mailer")[0].failed_event_id is None
+
+
+def test_a_handler_that_ends_too_late_commits_nothing_though_it_needs_no_database(
+    platform: EventSQL, until: Until
+) -> None:
+    fill(platform, 3, "payments")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def handle(_event: Event, _connection: Connection) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    consumption = platform.consumers.start("payments", "mailer", handle)
+    assert inside.wait(60)
+    assert not consumption.stop(timeout=0.01)
+    go_on.set()
+    assert consumption.stop(timeout=60)
+    assert offsets(platform, "payments") == [0]
+    assert platform.consumers.consume_once("payments", "mailer", Seen()) == 3
+
+
+def test_closing_stops_all_consumers_at_once_and_says_whether_they_ended(dsn: str, platform: EventSQL) -> None:
+    fill(platform, 3)
+    fill(platform, 3, "payments")
+    inside = threading.Barrier(3)
+    go_on = threading.Event()
+
+    def handle(_events: Sequence[Event], _connection: Connection) -> None:
+        inside.wait(60)
+        go_on.wait(60)
+
+    with EventSQL(dsn, transfer=False) as other:
+        consumptions = [
+            other.consumers.start_batch(topic, consumer, handle)
+            for topic, consumer in (("orders", "auditor"), ("payments", "mailer"))
+        ]
+        inside.wait(60)
+        assert not other.close(timeout=0.01)
+        go_on.set()
+        assert all(consumption.stop(timeout=60) for consumption in consumptions)
+        assert other.close()
+    assert offsets(platform, "payments") == [0]
+    assert offsets(platform, "orders", "auditor") == [0]
+
+
 # What it asks of the server
 
 
 def test_an_idle_pass_is_two_statements_and_a_batch_takes_five_whatever_its_size(
     platform: EventSQL, said_by: Callable[[Database], Said]
 ) -> None:
-    from eventsql_orchestration.log.consumer import _Plan
-
     partition = platform.consumers._keys("payments", "mailer")[0]
     plan = _Plan(Seen(), each=False, min_events=1, max_events=1_000, polling_delay=1.0, max_polling_delay=1.0)
     said = said_by(platform.database)
-    platform.consumers.consume_partition(partition, plan)
+    platform.consumers._consume(partition, plan, Hold())
     assert said.verbs() == [";", "BEGIN", "SELECT", "SELECT", "COMMIT"]
     for count in (1, 900):
         fill(platform, count, "payments")
         said.statements()
-        platform.consumers.consume_partition(partition, plan)
+        platform.consumers._consume(partition, plan, Hold())
         assert said.verbs() == [
             *(";", "BEGIN", "SELECT", "SELECT"),
             *("SAVEPOINT", "RELEASE"),
             *("UPDATE", "COMMIT"),
         ]
+
+
+def test_a_look_is_one_statement_for_all_partitions(platform: EventSQL, said_by: Callable[[Database], Said]) -> None:
+    fill(platform, 2)
+    said = said_by(platform.database)
+    for _ in range(8):
+        assert platform.consumers._ready("orders", "mailer", {0: 1, 1: 1, 2: 1}) == {0: 0.0, 1: 0.0}
+    assert said.verbs() == [";", "SELECT"] * 8
+
+
+def test_an_idle_consumer_of_many_partitions_says_nothing_until_it_is_due_or_woken(
+    platform: EventSQL, until: Until
+) -> None:
+    looks: list[dict[int, int]] = []
+    passes: list[ConsumerPartition] = []
+    with platform.consumers.start_batch("orders", "mailer", Seen()) as consumption:
+        consumption._look = noting(looks, consumption._look)
+        consumption._pass = noting(passes, consumption._pass)
+        until_idle(consumption, until)
+        slowly = consumer_module.IDLE_POLLING / 2
+        until(lambda: all(turn.due - time.monotonic() > slowly for turn in list(consumption._idle.values())))
+        looks.clear()
+        assert passes == []
+        platform.announce(["orders"])
+        until(lambda: looks)
+        assert looks == [{0: 1, 1: 1, 2: 1}]
+        assert passes == []
+
+
+def test_what_a_look_finds_says_when_a_partition_may_be_consumed(platform: EventSQL) -> None:
+    fill(platform, 9)
+    ready = platform.consumers._ready
+    with platform.database.connection() as connection:
+        set_where = "UPDATE eventsql.consumer SET {} WHERE eql_name = 'mailer' AND eql_partition = {}"
+        connection.execute(set_where.format("eql_paused = true", 0))
+        connection.execute(
+            set_where.format("eql_lease_owner = 'me', eql_lease_expires_at = now() + interval '1 hour'", 1)
+        )
+        connection.execute(set_where.format("eql_failed_event_id = 3, eql_retry_at = now() + interval '2 hours'", 2))
+    found = ready("orders", "mailer", {0: 1, 1: 1, 2: 1})
+    assert found[0] is None
+    assert found[1] == pytest.approx(3600, abs=60)
+    assert found[2] == pytest.approx(7200, abs=60)
+    assert ready("orders", "mailer", {1: 3, 2: 4}).keys() == {1}
+    assert ready("orders", "auditor", {-1: 9}) == {-1: 0.0}
+    assert ready("orders", "auditor", {-1: 10}) == {}

@@ -433,4 +433,38 @@ def test_an_outbox_adds_its_statements_to_the_callers_and_nothing_else(
     platform.publisher.publish(order(b""), connection=mine)
     platform.publisher.publish_all(numbered(10), connection=mine)
     mine.commit()
-    assert said.verbs() == ["BEGIN", "INSERT", "COPY", "SELECT", "COMMIT"]
+    assert said.verbs() == ["BEGIN", "WITH", "COPY", "SELECT", "SELECT", "COMMIT"]
+
+
+# A caller's transaction whose snapshot is older than the topic
+
+
+@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_a_transaction_that_began_before_a_redefinition_publishes_nothing_by_the_old_definition(
+    platform: EventSQL, sessions: Sessions, buffered: Callable[[], list[bytes]], isolation: str, count: int
+) -> None:
+    mine = sessions()
+    mine.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}")
+    mine.execute("SELECT count(*) FROM eventsql.topic")
+    remember(platform)
+    with EventSQL(platform.database.dsn) as other:
+        other.registry.register_topic(Topic("orders", 2))
+    with pytest.raises((psycopg.errors.SerializationFailure, RedefinitionError)):
+        if count == 1:
+            platform.publisher.publish(order(b"old"), connection=mine)
+        else:
+            platform.publisher.publish_all(numbered(count), connection=mine)
+    mine.rollback()
+    assert buffered() == []
+
+
+def test_a_transaction_of_a_higher_isolation_publishes(
+    platform: EventSQL, sessions: Sessions, buffered: Callable[[], list[bytes]]
+) -> None:
+    mine = sessions()
+    mine.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+    platform.publisher.publish(order(b"one"), connection=mine)
+    platform.publisher.publish_all([order(b"two")], connection=mine)
+    mine.commit()
+    assert buffered() == [b"one", b"two"]

@@ -255,3 +255,69 @@ def test_a_plain_table_gets_segments_with_its_retention(platform: EventSQL, sess
     (dropped,) = platform.retention.run_once()
     assert dropped == Dropped("orders", 1, 50, dropped.bytes, dropped.upto, None)
     assert platform.reader.count("orders") == 15
+
+
+def test_a_topic_that_cannot_lose_its_segments_now_does_not_keep_others_from_it(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for topic in ("busy", "orders"):
+        platform.registry.register_topic(Topic(topic, 2, retention=Retention(events=25)))
+        fill(platform, 50, topic)
+    monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
+    reading = sessions()
+    reading.execute("SELECT count(*) FROM eventsql.busy_event")
+    for _ in range(2):
+        with pytest.raises(DatabaseBusyError):
+            platform.retention.run_once()
+    assert first(platform) == 20
+    assert platform.reader.read("busy", limit=1)[0].id == 10
+    reading.commit()
+    platform.retention.run_once()
+    assert platform.reader.read("busy", limit=1)[0].id == 20
+
+
+def test_two_that_retain_at_once_do_not_disturb_each_other(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None], dsn: str
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    fill(platform, 50)
+    reading = sessions()
+    reading.execute("SELECT count(*) FROM eventsql.orders_event")
+    with ThreadPoolExecutor() as executor, EventSQL(dsn, transfer=False) as other:
+        retaining = executor.submit(platform.retention.run_once)
+        until_blocked()
+        assert other.retention.run_once() == [], "the other one is at it"
+        reading.commit()
+        assert retaining.result()[0].segments == 2
+
+
+def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    fill(platform, 50)
+    kept = segments.segment_name("orders", 0)
+    session.execute(f"ALTER TABLE eventsql.orders_event DETACH PARTITION eventsql.{kept} CONCURRENTLY")
+    platform.registry.unregister_topic("orders", force=True)
+    assert session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone() == (9,)
+
+
+def test_a_segment_whose_events_are_not_committed_yet_is_kept(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+) -> None:
+    """Ids of an open transaction are given out already; its events are there when it ends."""
+    platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
+    platform.registry.register_consumer(Consumer("orders", "all"))
+    fill(platform, 5)
+    writing = sessions()
+    writing.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+    writing.execute(
+        "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+        "SELECT -1, 'x', now(), '{}' FROM generate_series(1, 20)"
+    )
+    with ThreadPoolExecutor() as executor:
+        retaining = executor.submit(platform.retention.run_once)
+        until_blocked()
+        writing.commit()
+        assert retaining.result()[0].segments == 0
+    assert consume(platform, "all") == 25

@@ -11,6 +11,7 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.log import segments, writer
 from eventsql_orchestration.log.segments import Segment, ensure_ahead, segment_name
 
@@ -108,7 +109,9 @@ def test_a_rolled_log_goes_on_in_its_next_segment(platform: EventSQL, session: p
     platform.registry.register_topic(Topic("orders", 2))
     orders(platform, 3)
     with session.transaction():
-        segments.roll(session, SCHEMA, "orders")
+        existing = segments.segments(session, SCHEMA, "orders")
+        assert existing is not None
+        segments.roll(session, SCHEMA, "orders", existing[0])
     orders(platform, 2)
     assert [event.id for event in platform.reader.read("orders")] == [1, 2, 3, 10, 11]
     assert ranges(session)[:3] == [(0, 10), (10, 20), (20, 30)]
@@ -152,6 +155,7 @@ def test_a_plain_table_becomes_the_first_segment_without_a_rewrite(
     assert session.execute("SELECT pg_relation_filenode(%s)", [name]).fetchone() == file
     assert plain.reader.read("plain") == before
     plain.publisher.publish_all(Publication("plain", b"next", key="k") for _ in range(100))
+    plain.transfer.run_once()
     assert [event.id for event in plain.reader.read("plain", after=end)] == list(range(end + 1, end + 101))
     segments.adopt(session, SCHEMA, "plain")
     assert len(segments.segments(session, SCHEMA, "plain") or ()) == 1 + segments.SEGMENTS_AHEAD
@@ -198,3 +202,65 @@ def test_an_adoption_that_fails_leaves_the_table_as_it_was(
         ensure_ahead(session, SCHEMA, "plain")
     plain.publisher.publish(Publication("plain", b"on"))
     assert plain.transfer.run_once() == {"plain": 1}
+
+
+def test_who_could_read_a_plain_table_can_read_the_log(
+    plain: EventSQL, session: psycopg.Connection[Any], request: pytest.FixtureRequest
+) -> None:
+    role = "reader_of_plain"
+    session.execute(f"CREATE ROLE {role}")
+    request.addfinalizer(lambda: session.execute(f"DROP OWNED BY {role}; DROP ROLE {role}"))
+    session.execute(f"GRANT SELECT ON eventsql.plain_event TO {role}; GRANT INSERT ON eventsql.plain_event TO PUBLIC")
+    segments.adopt(session, SCHEMA, "plain")
+    rights = session.execute(
+        "SELECT has_table_privilege(%(role)s, 'eventsql.plain_event', 'SELECT'), "
+        "has_table_privilege(%(role)s, 'eventsql.plain_event', 'INSERT'), "
+        "has_table_privilege(%(role)s, 'eventsql.plain_event', 'DELETE')",
+        {"role": role},
+    ).fetchone()
+    assert rights == (True, True, False)
+
+
+def test_a_table_that_a_view_hangs_on_is_not_adopted(plain: EventSQL, session: psycopg.Connection[Any]) -> None:
+    session.execute("CREATE VIEW eventsql.seen AS SELECT eql_id FROM eventsql.plain_event")
+    with pytest.raises(RegistryError, match="view seen would stay"):
+        segments.adopt(session, SCHEMA, "plain")
+    assert plain.reader.count("plain") == 100
+
+
+@pytest.mark.usefixtures("small")
+def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
+    platform: EventSQL, session: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    orders(platform, 1)
+    monkeypatch.setattr(writer, "ROOM_CHECK", 1_000_000)
+    orders(platform, 1)
+    session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 200)")
+    orders(platform, 1)
+    assert [event.id for event in platform.reader.read("orders")][-1] > 200
+    straight = [Publication("orders", b"") for _ in range(60)]
+    session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 500)")
+    platform.publisher.publish_all(straight)
+    platform.transfer._writer._fixed_batch = platform.transfer._writer._batch = 15
+    platform.transfer.run_once()
+    assert platform.reader.count("orders") == 63
+
+
+@pytest.mark.usefixtures("small")
+def test_retention_makes_room_for_topics_that_other_programs_write(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 25)")
+    platform.retention.run_once()
+    assert ranges(session)[-1] == (40, 50)
+
+
+def test_an_adoption_that_was_killed_does_not_stop_the_log(plain: EventSQL, session: psycopg.Connection[Any]) -> None:
+    end = plain.reader.end("plain")
+    session.execute(
+        f"ALTER TABLE eventsql.plain_event ADD CONSTRAINT {segments.ADOPTION_CHECK} CHECK (eql_id <= {end + 5}) NOT VALID"
+    )
+    plain.publisher.publish_all(Publication("plain", b"") for _ in range(100))
+    assert plain.transfer.run_once() == {"plain": 100}

@@ -247,6 +247,23 @@ def test_a_buffer_that_is_long_is_left_to_the_transfer(platform: EventSQL, monke
     assert names(platform) == ["a", "b", "c"]
 
 
+def test_a_log_whose_times_have_no_zone_gets_its_batches_through_the_buffer(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    """As EventSQL's Java library makes them: the server must convert to the reading of its own clock."""
+    with sessions() as session:
+        session.execute("ALTER TABLE eventsql.orders_event ALTER eql_buffered_at TYPE timestamp")
+        session.execute("ALTER TABLE eventsql.orders_event ALTER eql_created_at TYPE timestamp")
+        session.execute('ALTER DATABASE "' + session.info.dbname + "\" SET timezone TO 'Asia/Tokyo'")
+    with EventSQL(platform.database.dsn, transfer=False) as elsewhere:
+        before = datetime.now(UTC) - timedelta(seconds=5)
+        elsewhere.publisher.publish_all(batch("a"))
+        assert elsewhere.buffered() == {"orders": MANY}
+        elsewhere.transfer.run_once()
+        (event, *_) = elsewhere.reader.read("orders")
+        assert before < event.buffered_at <= event.created_at < datetime.now(UTC) + timedelta(seconds=5)
+
+
 # Refusals and failures
 
 

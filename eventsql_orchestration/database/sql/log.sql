@@ -5,6 +5,19 @@ SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(met
 FROM {schema}.topic
 WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s;
 
+-- publish_joined -- The same in a transaction of a caller's, whose snapshot may be older than the topic's definition.
+-- Where it is, locking the definition fails as any write to a row that was changed does in such a transaction.
+WITH held AS MATERIALIZED (
+    SELECT eql_partitions FROM {schema}.topic
+    WHERE eql_name = %(topic)s AND current_setting('transaction_isolation') <> 'read committed'
+    FOR SHARE
+)
+INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::json
+FROM {schema}.topic
+WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s
+  AND NOT EXISTS (SELECT FROM held WHERE eql_partitions <> %(partitions)s);
+
 -- publish_all -- Any number of events into the buffer, encoded.
 COPY {schema}.event_buffer (eql_topic, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
@@ -15,6 +28,12 @@ FROM unnest(%(topics)s::text[], %(partitions)s::smallint[]) AS known (topic, par
 WHERE NOT EXISTS (
     SELECT FROM {schema}.topic t WHERE t.eql_name = known.topic AND t.eql_partitions = known.partitions
 );
+
+-- hold_topics -- Make sure that the definitions in the snapshot of a caller's transaction are those of now.
+SELECT eql_name FROM {schema}.topic
+WHERE eql_name = ANY (%(topics)s) AND current_setting('transaction_isolation') <> 'read committed'
+ORDER BY eql_name
+FOR SHARE;
 
 -- topic_exists -- Whether there is a topic of this name.
 SELECT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s);
@@ -30,8 +49,9 @@ SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time(),
            LEFT JOIN unnest(%(marked)s::text[], %(low_waters)s::bigint[]) AS mark (topic, id) ON mark.topic = l.eql_topic
            CROSS JOIN LATERAL (
                SELECT FROM {schema}.event_buffer b
-               WHERE b.eql_topic = l.eql_topic AND b.eql_id > coalesce(mark.id, 0)
-               ORDER BY b.eql_id
+               WHERE (b.eql_topic, b.eql_id) > (l.eql_topic, coalesce(mark.id, 0))
+                 AND (b.eql_topic, b.eql_id) <= (l.eql_topic, 9223372036854775807)
+               ORDER BY b.eql_topic, b.eql_id
                LIMIT 1
            ) waiting
            WHERE %(wanted)s::text[] IS NULL OR l.eql_topic = ANY (%(wanted)s)
@@ -59,21 +79,27 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 SELECT (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s), statement_timestamp(), max(eql_id), count(*)
 FROM (
     SELECT eql_id FROM {schema}.event_buffer
-    WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s
-    ORDER BY eql_id
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
+    ORDER BY eql_topic, eql_id
     LIMIT %(limit)s
 ) buffered;
+
+-- has_zoned_times -- Whether the times of a topic's log are points in time, and not readings of some clock.
+SELECT pg_typeof(eql_buffered_at) = 'timestamptz'::regtype AND pg_typeof(eql_created_at) = 'timestamptz'::regtype
+FROM (SELECT) nothing LEFT JOIN {schema}.{event_table} ON false;
 
 -- append -- Any number of encoded events to the end of the topic's log.
 COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
 -- batch_end -- The buffer id at which a batch of at most so many events ends, and their number.
+-- Rows are compared, here and wherever a topic's part of the buffer is read: the statistics of a table that fills and
+-- empties all the time are of another time, and by them the server may step over all other topics to find this one.
 SELECT max(eql_id), count(*)
 FROM (
     SELECT eql_id FROM {schema}.event_buffer
-    WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s AND eql_id <= %(newest)s
-    ORDER BY eql_id
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
+    ORDER BY eql_topic, eql_id
     LIMIT %(limit)s
 ) batch;
 
@@ -82,7 +108,7 @@ FROM (
 -- Planned for its values each time: for any topic and range, PostgreSQL would rather go by the id through all topics.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
-    WHERE eql_topic = %(topic)s AND eql_id > %(low_water)s AND eql_id <= %(upto)s
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
     RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 )
 INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)

@@ -62,3 +62,25 @@ WHERE c.eql_topic = %(topic)s
   END
 ORDER BY c.eql_name, c.eql_partition
 LIMIT 1;
+
+-- try_retain -- Keep other programs from retaining a topic until the session ends, or find that one is at it.
+SELECT pg_try_advisory_lock(hashtextextended(%(topic)s, 6074602));
+
+-- dropped_comment -- The comment on a table of this name, where there is one.
+SELECT to_regclass(%(table)s) IS NOT NULL, obj_description(to_regclass(%(table)s), 'pg_class');
+
+-- grants -- What may be done with a table, by whom (null: by everybody), and whether they may pass it on.
+SELECT acl.privilege_type, CASE WHEN acl.grantee <> 0 THEN pg_get_userbyid(acl.grantee) END, acl.is_grantable
+FROM pg_class c CROSS JOIN LATERAL aclexplode(c.relacl) acl
+WHERE c.oid = %(table)s::regclass AND acl.grantee <> c.relowner;
+
+-- owner -- Whom a table belongs to.
+SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = %(table)s::regclass;
+
+-- dependents -- What hangs on a table and would stay with it when another takes its place: views and triggers.
+SELECT 'view ' || rewrite.ev_class::regclass
+FROM pg_depend depend JOIN pg_rewrite rewrite ON rewrite.oid = depend.objid
+WHERE depend.classid = 'pg_rewrite'::regclass AND depend.refobjid = %(table)s::regclass
+UNION
+SELECT 'trigger ' || tgname FROM pg_trigger WHERE tgrelid = %(table)s::regclass AND NOT tgisinternal
+ORDER BY 1;

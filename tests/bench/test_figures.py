@@ -1,0 +1,196 @@
+"""What the figures of a benchmark are made of: rates of quarters, percentiles, encoded events, counted statements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.bench import machine, stream, workload
+from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample, percentile, quarter_rates
+from eventsql_orchestration.bench.session import PREFIX, Session
+from eventsql_orchestration.bench.statements import counted
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.errors import BenchmarkError, ValidationError
+from eventsql_orchestration.log.partitioner import default_partition
+
+
+def silent(_what: str, _done: int, _all: int) -> None:
+    pass
+
+
+@pytest.fixture
+def session(platform: EventSQL) -> Iterator[Session]:
+    with Session(platform, raw_events=1_000, report=silent) as entered:
+        yield entered
+
+
+def tables(database: Database) -> set[str]:
+    with database.connection() as connection:
+        rows = connection.execute(
+            "SELECT relname FROM pg_class WHERE starts_with(relname, %s) AND relkind IN ('r', 'p')", [PREFIX]
+        )
+        return {str(name) for (name,) in rows}
+
+
+def test_quarters_end_between_the_samples_around_them() -> None:
+    samples = [Sample(11.0, 100), Sample(12.0, 100), Sample(14.0, 300), Sample(14.5, 400)]
+    assert quarter_rates(10.0, samples, 400) == pytest.approx([100.0, 50.0, 100.0, 200.0])
+
+
+def test_quarters_may_all_lie_between_two_samples() -> None:
+    assert quarter_rates(0.0, [Sample(4.0, 8)], 8) == pytest.approx([2.0] * 4)
+
+
+@pytest.mark.parametrize(("part", "value"), [(0.0, 1.0), (0.5, 50.0), (0.99, 99.0), (1.0, 100.0)])
+def test_a_percentile_is_a_value_that_was_measured(part: float, value: float) -> None:
+    assert percentile([float(number) for number in range(1, 101)], part) == value
+
+
+def test_publications_repeat_for_a_seed_and_differ_within_it() -> None:
+    first, again, other = (workload.publications("t", 100, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert len({each.key for each in first + other}) == 200
+    assert all(140 <= len(each.value) <= 165 for each in first)
+
+
+@pytest.mark.parametrize("events", [1, 999, 1_000, 2_500, 120_001])
+def test_batches_hold_every_event_that_was_asked_for(events: int) -> None:
+    pool = workload.publications("t", 100)
+    assert [len(batch) for batch in workload.batches(pool, events, 1_000)] == [
+        number for number, _ in workload.encoded_batches("t", 10, events=events, batch=1_000)
+    ]
+    assert sum(number for number, _ in workload.encoded_batches("t", 10, events=events, batch=1_000)) == events
+
+
+def test_encoded_events_arrive_as_published_ones_do(session: Session) -> None:
+    platform = session.platform
+    with session.topic("encoded", partitions=4) as topic:
+        session.fill_buffer(topic, partitions=4, events=150)
+        platform.transfer.run_once([topic])
+        events = platform.reader.read(topic)
+    wanted = workload.publications(topic, 150)
+    assert [(event.key, event.value, event.partition) for event in events] == [
+        (each.key, each.value, default_partition(each, 4)) for each in wanted
+    ]
+
+
+def test_statements_are_counted_with_the_begin_and_commit_around_them(database: Database) -> None:
+    with database.connection() as connection, counted() as statements:
+        connection.execute("SELECT 1")
+        assert statements.sent == 1
+        with connection.transaction():
+            connection.execute("SELECT 1")
+        assert statements.sent == 4
+    with database.connection() as connection:
+        connection.execute("SELECT 1")
+    assert statements.sent == 4
+
+
+def test_rates_of_events_have_their_part_of_the_raw_copy_rate(session: Session) -> None:
+    rate, time = session.beside_raw_copy(lambda: [Figure("rate", 10.0, EVENTS_PER_SECOND), Figure("time", 1.0, "ms")])
+    (raw,) = session.raw_copy()
+    assert rate.ratio_to_raw_copy == pytest.approx(10.0 / raw.value)
+    assert time.ratio_to_raw_copy is None
+    assert raw.details["measured"] == 2
+
+
+def test_what_a_figure_is_measured_on_is_gone_with_it(session: Session, database: Database) -> None:
+    with pytest.raises(ZeroDivisionError), session.topic("gone", partitions=2) as topic, session.raw_table() as raw:
+        session.consumer(topic)
+        session.fill_buffer(topic, partitions=2, events=10)
+        assert tables(database) >= {f"{topic}_event", f"{raw}_event"}
+        _ = 1 / 0
+    assert tables(database) == set()
+    assert session.platform.buffered() == {}
+    assert session.platform.registry.topics() == []
+
+
+def test_a_benchmark_deletes_what_a_killed_one_has_left_and_nothing_else(
+    platform: EventSQL, database: Database
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    platform.registry.register_topic(Topic(f"{PREFIX}stream_0", 2))
+    with database.connection() as connection:
+        connection.execute(f"CREATE TABLE eventsql.{PREFIX}raw_0_event (eql_id bigint)")
+        connection.execute(f"CREATE TABLE eventsql.{PREFIX}notes (eql_id bigint)")
+    with Session(platform, raw_events=1, report=silent):
+        assert [topic.name for topic in platform.registry.topics()] == ["orders"]
+        assert tables(database) == {f"{PREFIX}notes"}
+
+
+def test_one_benchmark_runs_on_a_database_at_a_time(session: Session) -> None:
+    with (
+        pytest.raises(BenchmarkError, match="another benchmark runs"),
+        Session(session.platform, raw_events=1, report=silent),
+    ):
+        pass
+
+
+def test_an_open_transaction_keeps_rows_from_being_removed(session: Session) -> None:
+    with session.holding_xmin():
+        row = session.connection.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND state = 'idle in transaction'"
+        ).fetchone()
+    assert row == (1,)
+
+
+def test_an_open_transaction_that_the_server_ended_is_no_figure(session: Session) -> None:
+    with pytest.raises(BenchmarkError, match="the transaction that was to stay open did not"), session.holding_xmin():
+        session.connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction'"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "faults"),
+    [
+        ({"fsync": "on", "synchronous_commit": "on"}, []),
+        ({"fsync": "on", "synchronous_commit": "local"}, []),
+        ({"fsync": "off", "synchronous_commit": "on"}, ["fsync is off"]),
+        ({"fsync": "on", "synchronous_commit": "off"}, ["synchronous_commit is off"]),
+    ],
+)
+def test_a_server_that_may_lose_what_it_committed_is_not_durable(settings: dict[str, str], faults: list[str]) -> None:
+    assert machine.undurable(settings) == faults
+
+
+def test_the_server_says_what_it_is_set_to(session: Session) -> None:
+    described = session.describe()
+    assert described["durable"] is False
+    assert described["undurable_because"] == ["fsync is off"]
+    assert isinstance(described["server_settings"], dict)
+    assert described["server_settings"]["synchronous_commit"] == "on"
+
+
+@pytest.mark.parametrize("wrong", [{"events": 1, "publishers": 2}, {"rate": 10.0, "hold_xmin": True}])
+def test_sizes_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValidationError):
+        stream.StreamSize(**wrong)  # type: ignore[arg-type]  # that is the test
+
+
+def test_a_role_that_fails_fails_the_figure_with_its_error(session: Session) -> None:
+    with (
+        session.crew() as crew,
+        pytest.raises(BenchmarkError, match=r"publisher 1 failed: TopicNotFoundError: .*nowhere"),
+    ):
+        crew.start(
+            "publish", "publisher 1", topic=f"{PREFIX}nowhere", events=1, batch=1, seed=0, straight=True, transfer=False
+        )
+        crew.go()
+
+
+def test_what_does_not_end_is_given_up(session: Session) -> None:
+    with session.crew() as crew, pytest.raises(BenchmarkError, match=r"the transfer did not end within 0 s"):
+        member = crew.start("transfer", "the transfer")
+        crew.go()
+        crew.outcome(member, limit=0.2)
+
+
+def test_processes_end_with_their_crew(session: Session) -> None:
+    with session.crew() as crew:
+        member = crew.start("transfer", "the transfer")
+        crew.go()
+        assert member.process.poll() is None
+    assert member.process.poll() is not None

@@ -1,0 +1,210 @@
+"""`eventsql bench`: its commands end with figures of the stated shape, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.bench.session import PREFIX
+
+Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+PATIENCE = 60.0
+
+FIGURES: dict[str, list[str]] = {
+    "stream": ["publish_and_consume", "raw_copy"],
+    "stream --through-buffer --hold-xmin": [
+        "publish_and_consume_through_buffer",
+        "publish_and_consume_through_buffer_xmin_held",
+        "publish_and_consume_through_buffer_xmin_held_ratio",
+        "raw_copy",
+    ],
+    "stream --rate 2000 --handler-delay 5": [
+        "publish_and_consume_at_2000_published", "publish_and_consume_at_2000_consumed",
+    ],
+    "publish --batch 500": ["publish_batches_of_500", "raw_copy"],
+    "latency": [
+        "publish_to_handler_p50", "publish_to_handler_p90", "publish_to_handler_p99", "publish_to_handler_max",
+        "publish_to_handler_rate",
+    ],
+    "transfer": ["transfer_short_buffer", "transfer_long_buffer", "transfer_long_buffer_ratio", "raw_copy"],
+    "consume": ["consume_whole_topic", "consume_10_partitions", "consume_partitions_ratio", "raw_copy"],
+    "idle --seconds 0.5": ["idle_statements_per_partition"],
+    "buffered --in-flight 100": [
+        "one_row_commits_4_connections", "buffered_publish", "buffered_publish_p99", "buffered_publish_ratio",
+        "raw_copy",
+    ],
+    "retention": ["retention_of_oldest_half"],
+}  # fmt: skip
+
+
+def left_behind(platform: EventSQL) -> list[str]:
+    """The tables that a benchmark has in the database."""
+    with platform.database.connection() as connection:
+        rows = connection.execute(
+            "SELECT relname FROM pg_class WHERE starts_with(relname, %s) AND relkind IN ('r', 'p')", [PREFIX]
+        )
+        return [str(name) for (name,) in rows]
+
+
+def under_way(process: subprocess.Popen[bytes], platform: EventSQL) -> list[psutil.Process]:
+    """The processes of a benchmark, once it has begun."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        workers = psutil.Process(process.pid).children()
+        if len(workers) == 2 and any("stream" in name for name in left_behind(platform)):
+            return workers
+        assert process.poll() is None
+        assert time.monotonic() < deadline, "it did not begin"
+        time.sleep(0.02)
+
+
+def check(document: Any) -> list[str]:
+    """The names of the figures in a document of the stated shape."""
+    assert document.keys() == {"figures", "environment"}
+    for figure in document["figures"]:
+        assert figure.keys() == {"name", "value", "unit", "ratio_to_raw_copy", "details"}
+        assert figure["value"] >= 0
+        assert figure["unit"]
+        assert figure["ratio_to_raw_copy"] is None or figure["ratio_to_raw_copy"] > 0
+    assert document["environment"].keys() == {
+        "package", "python", "measured_at", "cpus", "cpu_model", "memory_bytes", "system", "postgresql", "durable",
+        "undurable_because", "server_settings", "benchmark",
+    }  # fmt: skip
+    return [figure["name"] for figure in document["figures"]]
+
+
+@pytest.mark.parametrize(("command", "names"), FIGURES.items(), ids=list(FIGURES))
+def test_a_quick_run_ends_with_its_figures_and_leaves_nothing(
+    run: Run, platform: EventSQL, command: str, names: list[str]
+) -> None:
+    result = run("bench", *command.split(), "--quick", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert check(json.loads(result.stdout)) == names
+    assert "these figures are not of a durable server: fsync is off" in result.stderr
+    assert left_behind(platform) == []
+    assert platform.registry.topics() == []
+    assert platform.buffered() == {}
+
+
+def test_the_whole_table_is_one_command(run: Run, platform: EventSQL) -> None:
+    result = run("bench", "all", "--quick", "--json")
+    assert result.exit_code == 0, result.stderr
+    names = check(json.loads(result.stdout))
+    assert {name for command, figures in FIGURES.items() if "--rate" not in command for name in figures} - {
+        "publish_batches_of_500"
+    } <= set(names)
+    assert "publish_and_consume_4_publishers" in names
+    assert len(names) == len(set(names))
+    assert left_behind(platform) == []
+
+
+def test_sustained_rates_are_told_by_quarters(run: Run) -> None:
+    arguments = ("--events", 400, "--batch", 100, "--publishers", 2, "--raw-events", 100)
+    figure = json.loads(run("bench", "stream", *arguments, "--json").stdout)["figures"][0]
+    assert figure["name"] == "publish_and_consume_2_publishers"
+    assert len(figure["details"]["quarters"]) == 4
+    assert figure["details"]["raw_copy_before"] > 0
+    assert figure["details"]["raw_copy_after"] > 0
+
+
+def test_figures_are_a_table_for_people(run: Run) -> None:
+    lines = run("bench", "publish", "--events", 100, "--raw-events", 100).stdout.splitlines()
+    assert lines[0].split("  ")[0] == "figure"
+    assert [line.split()[0] for line in lines[1:]] == [
+        "publish_batches_of_1000", "raw_copy", "machine", "server", "package",
+    ]  # fmt: skip
+    assert "fsync off" in lines[4]
+
+
+def test_progress_is_shown_on_a_terminal_and_stays_out_of_the_data(start: Start, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    output = tmp_path / "figures.json"
+    with output.open("wb") as file:
+        process = start(
+            "bench", "publish", "--quick", "--json", stdout=file, stderr=theirs, COLUMNS="120", TERM="xterm"
+        )
+    os.close(theirs)
+    shown = b""
+    # What stands on a terminal that nobody reads would hold the program up; its end is an error on Linux.
+    with suppress(OSError):
+        while piece := os.read(ours, 65_536):
+            shown += piece
+    os.close(ours)
+    assert process.wait(PATIENCE) == 0
+    assert b"raw COPY" in shown
+    assert check(json.loads(output.read_text())) == ["publish_batches_of_1000", "raw_copy"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "stream --events 0",
+        "stream --events 2 --publishers 3",
+        "stream --publishers 65",
+        "stream --rate 100 --events 5",
+        "stream --rate 100 --hold-xmin",
+        "stream --seconds 5",
+        "publish --batch x",
+        "publish --events 2 --publishers 3",
+        "latency --rate 0",
+        "transfer --short 0",
+        "consume --partitions 40000",
+        "consume --rounds 0",
+        "idle --seconds 0",
+        "buffered --in-flight 0",
+        "retention --events -1",
+        "all --retention-events 0",
+        "nothing",
+    ],
+)
+def test_bad_options_are_refused_before_anything_connects(invoke: Run, closed_port: int, arguments: str) -> None:
+    result = invoke("--dsn", f"postgresql://127.0.0.1:{closed_port}/x", "bench", *arguments.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_process_that_dies_fails_the_run_with_its_error(start: Start, platform: EventSQL) -> None:
+    process = start("bench", "stream", "--events", 50_000_000, "--raw-events", 100, "--json")
+    workers = under_way(process, platform)
+    workers[0].kill()
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, output) == (1, b"")
+    assert b"publisher 1 died of signal 9, and the figure with it" in errors
+    assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []
+    assert left_behind(platform) == []
+
+
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_benchmark_that_is_ended_takes_its_topics_and_processes_along(
+    start: Start, platform: EventSQL, ending: signal.Signals, code: int
+) -> None:
+    process = start("bench", "stream", "--events", 50_000_000, "--raw-events", 100)
+    workers = under_way(process, platform)
+    process.send_signal(ending)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, output) == (code, b"")
+    assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []
+    assert left_behind(platform) == []
+    assert platform.registry.topics() == []
+
+
+def test_the_processes_of_a_benchmark_that_is_killed_end_themselves(start: Start, platform: EventSQL) -> None:
+    process = start("bench", "stream", "--events", 50_000_000, "--raw-events", 100)
+    workers = under_way(process, platform)
+    process.kill()
+    assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []

@@ -1,0 +1,722 @@
+"""The log against a model of plain lists: any sequence of what may be done to topics and consumers comes to the same.
+
+After each step the logs, the buffer, the offsets, the effects and the lags are those of the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.errors import ClaimLostError, PartitionLeasedError, RedefinitionError
+from eventsql_orchestration.log import consumption, segments, writer
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.partitioner import default_partition
+from eventsql_orchestration.log.positions import AtOffset, Earliest, Latest, Position, ShiftBy
+from eventsql_orchestration.log.publisher import STRAIGHT_LEAST
+from eventsql_orchestration.log.transfer import Transfer
+from eventsql_orchestration.model import EventFilter, Retention
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.database import Connection
+
+SETTINGS = settings(
+    max_examples=30,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+MAX_ATTEMPTS = 2
+
+# The model
+
+
+@dataclass(eq=False)
+class Entry:
+    """An event: its value is a number of its own, `drawn` its place in the buffer, `id` its offset once it is seen."""
+
+    value: int
+    key: str | None
+    partition: int
+    drawn: int = 0
+    id: int = 0
+    origin: int = NOT_PARTITIONED
+    redriven: bool = False
+
+
+@dataclass
+class TopicModel:
+    name: str
+    partitions: int
+    log: list[Entry] = field(default_factory=list)
+    buffer: list[Entry] = field(default_factory=list)
+    last_id: int = 0
+    letters: TopicModel | None = None
+
+    def in_partition(self, partition: int, *, after: int = 0, upto: int | None = None) -> list[Entry]:
+        return [
+            entry
+            for entry in self.log
+            if partition in (NOT_PARTITIONED, entry.partition)
+            and entry.id > after
+            and (upto is None or entry.id <= upto)
+        ]
+
+    @property
+    def before(self) -> int:
+        return self.log[0].id - 1 if self.log else 0
+
+    @property
+    def end(self) -> int:
+        return self.log[-1].id if self.log else 0
+
+    def transfer(self) -> None:
+        self.log += sorted(self.buffer, key=lambda entry: entry.drawn)
+        self.buffer.clear()
+
+
+@dataclass
+class PartitionModel:
+    """A consumer partition. `claim` is the id of the one that holds it."""
+
+    offset: int
+    consumed: int = 0
+    failed: int | None = None
+    attempts: int = 0
+    claim: int | None = None
+
+
+@dataclass
+class ConsumerModel:
+    topic: TopicModel
+    name: str
+    partitions: dict[int, PartitionModel]
+    keys: frozenset[str] | None
+
+    def matches(self, entry: Entry) -> bool:
+        return self.keys is None or entry.key in self.keys
+
+    def blocked(self, state: PartitionModel) -> bool:
+        return state.failed is not None and state.attempts >= MAX_ATTEMPTS and self.topic.letters is None
+
+
+@dataclass
+class ClaimModel:
+    """A claim as its owner knows it, and whether it is still his."""
+
+    claim: Claim
+    consumer: ConsumerModel
+    partition: int
+
+    @property
+    def state(self) -> PartitionModel:
+        return self.consumer.partitions[self.partition]
+
+
+class Transaction:
+    """An open transaction of an outbox and what it has published."""
+
+    def __init__(self, dsn: str) -> None:
+        self.connection: psycopg.Connection[Any] = psycopg.connect(dsn)
+        self.published: list[tuple[TopicModel, Entry]] = []
+
+
+# What may be done
+
+keys = st.sampled_from(["a", "b", "c", None])
+few = st.lists(keys, min_size=1, max_size=8)
+places = st.integers(0, 5)
+failing = st.none() | st.integers(0, 6)
+
+
+class LogMachine(RuleBasedStateMachine):
+    """Does to a database what the model does. One database serves all examples: each has topics of its own."""
+
+    example = itertools.count()
+
+    def __init__(self, platform: EventSQL, dsn: str) -> None:
+        super().__init__()
+        self.platform = platform
+        self.dsn = dsn
+        self.prefix = f"t{next(self.example)}"
+        self.values = itertools.count()
+        self.drawn = itertools.count(1)
+        self.topics: list[TopicModel] = []
+        self.consumers: list[ConsumerModel] = []
+        self.claims: list[ClaimModel] = []
+        self.transactions: list[Transaction] = []
+        self.effects: list[tuple[str, int]] = []
+
+    def teardown(self) -> None:
+        for transaction in self.transactions:
+            transaction.connection.close()
+        for topic in self.all_topics():
+            self.platform.registry.unregister_topic(topic.name, force=True)
+
+    def all_topics(self) -> list[TopicModel]:
+        return [*self.topics, *(topic.letters for topic in self.topics if topic.letters is not None)]
+
+    # Topics
+
+    @initialize(partitions=st.sampled_from([-1, 1, 3]), partitioned=st.booleans(), letters=st.booleans(), wanted=few)
+    def begin(self, partitions: int, partitioned: bool, letters: bool, wanted: list[str | None]) -> None:
+        self._register(partitions)
+        self.register_consumer(0, "mailer", partitioned, "earliest", None)
+        if letters:
+            self._create_dead_letter_topic(self.topics[0])
+        self.publish_many(0, wanted)
+
+    @precondition(lambda self: len(self.topics) < 2)
+    @rule(partitions=st.sampled_from([-1, 1, 3]))
+    def another_topic(self, partitions: int) -> None:
+        self._register(partitions)
+
+    def _register(self, partitions: int) -> None:
+        topic = TopicModel(f"{self.prefix}_{len(self.topics)}", partitions)
+        self.platform.registry.register_topic(Topic(topic.name, partitions))
+        self.topics.append(topic)
+
+    @rule(
+        # What ends what others need comes seldom.
+        change=st.sampled_from(
+            ["resume"] * 3 + ["redrive"] * 3 + ["dead letters"] * 2 + ["unregister", "redefine", "delete"]
+        ),
+        place=places,
+        partitions=st.sampled_from([-1, 1, 3]),
+    )
+    def administer(self, change: str, place: int, partitions: int) -> None:
+        topic = self.topics[place % len(self.topics)]
+        consumer = self.consumers[place % len(self.consumers)] if self.consumers else None
+        match change:
+            case "resume" if consumer is not None:
+                self._resume(consumer)
+            case "redrive" if topic.letters is not None:
+                self._redrive(topic, topic.letters)
+            case "dead letters":
+                self._create_dead_letter_topic(topic)
+            case "unregister" if consumer is not None:
+                self.platform.registry.unregister_consumer(consumer.topic.name, consumer.name)
+                self._forget(consumer)
+            # An open transaction that has published keeps these waiting.
+            case "redefine" if not self.transactions:
+                self._redefine(topic, partitions)
+            case "delete" if not self.transactions:
+                self._delete_and_create_anew(topic, partitions)
+
+    def _create_dead_letter_topic(self, topic: TopicModel) -> None:
+        if topic.letters is None:
+            topic.letters = TopicModel(f"{topic.name}_dlt", NOT_PARTITIONED)
+        self.platform.registry.register_topic(Topic(topic.letters.name))
+
+    def _redefine(self, topic: TopicModel, partitions: int) -> None:
+        used = topic.log or topic.buffer or any(consumer.topic is topic for consumer in self.consumers)
+        if partitions != topic.partitions and used:
+            with pytest.raises(RedefinitionError):
+                self.platform.registry.register_topic(Topic(topic.name, partitions))
+            return
+        self.platform.registry.register_topic(Topic(topic.name, partitions))
+        if partitions != topic.partitions:
+            topic.partitions, topic.last_id = partitions, 0
+
+    def _delete_and_create_anew(self, topic: TopicModel, partitions: int) -> None:
+        self.platform.registry.unregister_topic(topic.name, force=True)
+        for consumer in [consumer for consumer in self.consumers if consumer.topic is topic]:
+            self._forget(consumer)
+        topic.log, topic.buffer, topic.last_id, topic.partitions = [], [], 0, partitions
+        self.platform.registry.register_topic(Topic(topic.name, partitions))
+
+    def _redrive(self, topic: TopicModel, letters: TopicModel) -> None:
+        self.platform.transfer.run_once([letters.name])
+        letters.transfer()
+        redriven = [letter for letter in letters.log if not letter.redriven]
+        entries = [Entry(letter.value, letter.key, letter.origin) for letter in redriven]
+        assert self.platform.dead_letters.redrive(topic.name) == len(redriven)
+        self._draw(entries)
+        topic.buffer += entries
+        for letter in redriven:
+            letter.redriven = True
+
+    # Publishing
+
+    def _entries(self, topic: TopicModel, wanted: Sequence[str | None]) -> list[Entry]:
+        entries = []
+        for key in wanted:
+            value = next(self.values)
+            partition = value % topic.partitions if topic.partitions > 0 else NOT_PARTITIONED
+            if key is not None:
+                partition = default_partition(Publication(topic.name, b"", key=key), topic.partitions)
+            entries.append(Entry(value, key, partition))
+        return entries
+
+    def _publications(self, topic: TopicModel, entries: Sequence[Entry]) -> list[Publication]:
+        return [
+            Publication(
+                topic.name, b"%d" % entry.value, key=entry.key, partition=entry.partition if entry.key is None else None
+            )
+            for entry in entries
+        ]
+
+    def _draw(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            entry.drawn = next(self.drawn)
+
+    @rule(place=places, wanted=few)
+    def publish(self, place: int, wanted: list[str | None]) -> None:
+        topic = self.topics[place % len(self.topics)]
+        entries = self._entries(topic, wanted)
+        self._publish(topic, entries)
+        topic.buffer += entries
+
+    def _publish(self, topic: TopicModel, entries: Sequence[Entry], connection: Connection | None = None) -> None:
+        publications = self._publications(topic, entries)
+        if len(publications) == 1:
+            self.platform.publisher.publish(publications[0], connection=connection)
+        else:
+            assert self.platform.publisher.publish_all(publications, connection=connection) == len(entries)
+        self._draw(entries)
+
+    @rule(place=places, wanted=few)
+    def publish_many(self, place: int, wanted: list[str | None]) -> None:
+        topic = self.topics[place % len(self.topics)]
+        entries = self._entries(topic, list(itertools.islice(itertools.cycle(wanted), STRAIGHT_LEAST + len(wanted))))
+        self.platform.publisher.publish_all(self._publications(topic, entries))
+        self._draw(entries)
+        topic.buffer += entries
+        # To the log, after what lay in the buffer; where too much does, to the buffer.
+        if self.platform.reader.end(topic.name) > topic.end:
+            topic.transfer()
+
+    @rule(transaction=st.integers(0, 1), place=places, wanted=few)
+    def publish_in_transaction(self, transaction: int, place: int, wanted: list[str | None]) -> None:
+        if transaction >= len(self.transactions):
+            self.transactions.append(Transaction(self.dsn))
+        opened = self.transactions[min(transaction, len(self.transactions) - 1)]
+        topic = self.topics[place % len(self.topics)]
+        entries = self._entries(topic, wanted)
+        self._publish(topic, entries, opened.connection)
+        opened.published += [(topic, entry) for entry in entries]
+
+    @precondition(lambda self: self.transactions)
+    @rule(transaction=places, commit=st.booleans())
+    def end_transaction(self, transaction: int, commit: bool) -> None:
+        opened = self.transactions.pop(transaction % len(self.transactions))
+        if commit:
+            opened.connection.commit()
+            for topic, entry in opened.published:
+                topic.buffer.append(entry)
+        opened.connection.close()
+
+    @rule(place=st.none() | places)
+    def transfer(self, place: int | None) -> None:
+        chosen = self.all_topics() if place is None else [self.topics[place % len(self.topics)]]
+        expected = {topic.name: len(topic.buffer) for topic in chosen if topic.buffer}
+        assert self.platform.transfer.run_once([topic.name for topic in chosen]) == expected
+        for topic in chosen:
+            topic.transfer()
+
+    # Consumers
+
+    @rule(
+        place=places,
+        name=st.sampled_from(["mailer", "fares"]),
+        partitioned=st.booleans(),
+        start=st.sampled_from(["earliest", "latest"]) | st.integers(0, 100),
+        only=st.sampled_from([None, None, frozenset("a"), frozenset("bc")]),
+    )
+    def register_consumer(
+        self, place: int, name: str, partitioned: bool, start: Any, only: frozenset[str] | None
+    ) -> None:
+        topic = self.topics[place % len(self.topics)]
+        partitioned = partitioned and topic.partitions > 0
+        wanted = range(topic.partitions) if partitioned else (NOT_PARTITIONED,)
+        existing = self._consumer(topic, name)
+        consumer = Consumer(topic.name, name, partitioned=partitioned)
+        options = {"max_attempts": MAX_ATTEMPTS, "start": start, "filter": only and EventFilter(keys=only)}
+        if existing is not None and set(existing.partitions) != set(wanted):
+            if any(state.consumed for state in existing.partitions.values()):
+                with pytest.raises(RedefinitionError):
+                    self.platform.registry.register_consumer(consumer, **options)
+                return
+            self._forget(existing)
+            existing = None
+        self.platform.registry.register_consumer(consumer, **options)
+        if existing is not None:
+            existing.keys = only
+            return
+        match start:
+            case "earliest":
+                offset = 0
+            case "latest":
+                offset = topic.end
+            case _:
+                offset = min(max(start - 1, 0, topic.before), topic.end)
+        partitions = {partition: PartitionModel(offset) for partition in wanted}
+        self.consumers.append(ConsumerModel(topic, name, partitions, only))
+
+    def _consumer(self, topic: TopicModel, name: str) -> ConsumerModel | None:
+        found = [each for each in self.consumers if each.topic is topic and each.name == name]
+        return found[0] if found else None
+
+    def _forget(self, consumer: ConsumerModel) -> None:
+        self.consumers.remove(consumer)
+        for state in consumer.partitions.values():
+            state.claim = None
+
+    def _resume(self, consumer: ConsumerModel) -> None:
+        self.platform.registry.resume(consumer.topic.name, consumer.name)
+        for state in consumer.partitions.values():
+            state.failed, state.attempts = None, 0
+
+    def _handler(self, consumer: ConsumerModel, poison: int | None) -> Callable[[Sequence[Event], Connection], None]:
+        name = f"{consumer.topic.name} {consumer.name}"
+
+        def handle(events: Sequence[Event], connection: Connection) -> None:
+            for event in events:
+                connection.execute("INSERT INTO effects (consumer, value) VALUES (%s, %s)", (name, int(event.value)))
+                if int(event.value) == poison:
+                    raise ValueError("poison")
+
+        return handle
+
+    def _handle(
+        self, consumer: ConsumerModel, state: PartitionModel, entries: Sequence[Entry], poison: int | None
+    ) -> tuple[int, int, str | None]:
+        """What a batch comes to: events consumed and passed over, and what became of the one that failed."""
+        done = passed = 0
+        for entry in entries:
+            if not consumer.matches(entry):
+                passed += 1
+            elif entry.value != poison:
+                done += 1
+                self.effects.append((f"{consumer.topic.name} {consumer.name}", entry.value))
+            else:
+                attempts = (state.attempts if state.failed == entry.id else 0) + 1
+                state.consumed += done
+                if attempts < MAX_ATTEMPTS or consumer.topic.letters is None:
+                    state.failed, state.attempts = entry.id, attempts
+                    return done, passed, "kept"
+                letter = Entry(entry.value, entry.key, NOT_PARTITIONED, origin=entry.partition)
+                self._draw([letter])
+                consumer.topic.letters.buffer.append(letter)
+                state.offset, state.consumed, state.failed, state.attempts = entry.id, state.consumed + 1, None, 0
+                return done + 1, passed, "buried"
+            state.offset = entry.id
+        state.consumed += done
+        state.failed, state.attempts = None, 0
+        return done, passed, None
+
+    def _poison(self, consumer: ConsumerModel, entries: Sequence[Entry], place: int | None) -> int | None:
+        matching = [entry.value for entry in entries if consumer.matches(entry)]
+        return matching[place] if place is not None and place < len(matching) else None
+
+    @precondition(lambda self: self.consumers)
+    @rule(place=places, partition=places, most=st.integers(1, 40))
+    def consume(self, place: int, partition: int, most: int) -> None:
+        self._consume(place, partition, most, None)
+
+    @precondition(lambda self: self.consumers)
+    @rule(place=places, partition=places, most=st.integers(1, 40), fails=st.integers(0, 3), times=st.integers(1, 3))
+    def consume_and_fail(self, place: int, partition: int, most: int, fails: int, times: int) -> None:
+        consumer, number, state = self._choose(place, partition)
+        poison = self._poison(consumer, consumer.topic.in_partition(number, after=state.offset), fails)
+        for _ in range(times):
+            self._consume(place, partition, most, poison)
+
+    @precondition(lambda self: self.consumers)
+    @rule(place=places)
+    def catch_up(self, place: int) -> None:
+        self.transfer(None)
+        for partition in range(len(self.consumers[place % len(self.consumers)].partitions)):
+            self._consume(place, partition, 1_000, None)
+
+    def _consume(self, place: int, partition: int, most: int, poison: int | None) -> None:
+        consumer, number, state = self._choose(place, partition)
+        expected = 0
+        while state.claim is None and not consumer.blocked(state):
+            batch = consumer.topic.in_partition(number, after=state.offset)[:most]
+            if not batch:
+                break
+            expected, passed, failure = self._handle(consumer, state, batch, poison)
+            if expected or failure or not passed:
+                break
+        consumed = self.platform.consumers.consume_once(
+            consumer.topic.name, consumer.name, self._handler(consumer, poison), partition=number, max_events=most
+        )
+        assert consumed == expected
+
+    def _choose(self, place: int, partition: int) -> tuple[ConsumerModel, int, PartitionModel]:
+        consumer = self.consumers[place % len(self.consumers)]
+        numbers = list(consumer.partitions)
+        number = numbers[partition % len(numbers)]
+        return consumer, number, consumer.partitions[number]
+
+    # Claims
+
+    @precondition(lambda self: self.consumers)
+    @rule(place=places, partition=places, most=st.integers(1, 40))
+    def claim(self, place: int, partition: int, most: int) -> None:
+        consumer, number, state = self._choose(place, partition)
+        claim = self.platform.claims.claim(
+            consumer.topic.name, consumer.name, number, owner="one", max_events=most, lease=3_600.0
+        )
+        waiting = consumer.topic.in_partition(number, after=state.offset)[:most]
+        if state.claim is not None or consumer.blocked(state) or not waiting:
+            assert not isinstance(claim, Claim)
+            return
+        assert isinstance(claim, Claim)
+        assert (claim.range.after, claim.range.upto, claim.events) == (state.offset, waiting[-1].id, len(waiting))
+        self._hold(claim, consumer, number)
+
+    def _hold(self, claim: Claim, consumer: ConsumerModel, number: int) -> None:
+        # Whoever had the partition knows nothing of it yet.
+        consumer.partitions[number].claim = claim.epoch
+        self.claims.append(ClaimModel(claim, consumer, number))
+
+    def _held(self, held: ClaimModel) -> bool:
+        return held.consumer in self.consumers and held.state.claim == held.claim.epoch
+
+    @precondition(lambda self: self.claims)
+    @rule(place=places)
+    def adopt(self, place: int) -> None:
+        held = self.claims[place % len(self.claims)]
+        if not self._held(held):
+            # Another owner of the same claim may have it.
+            if not any(self._held(other) and other.claim.id == held.claim.id for other in self.claims):
+                with pytest.raises(ClaimLostError):
+                    self.platform.claims.adopt(held.claim.id, owner="two", lease=3_600.0)
+            return
+        adopted = self.platform.claims.adopt(held.claim.id, owner="two", lease=3_600.0)
+        assert adopted.position == held.state.offset
+        assert adopted.epoch > held.claim.epoch
+        self._hold(adopted, held.consumer, held.partition)
+
+    @precondition(lambda self: self.claims)
+    @rule(place=places, batch=st.integers(1, 20), fails=failing)
+    def process(self, place: int, batch: int, fails: int | None) -> None:
+        held = self.claims.pop(place % len(self.claims))
+        claim, consumer = held.claim, held.consumer
+        if not self._held(held):
+            with pytest.raises(ClaimLostError):
+                self.platform.claims.process(claim, self._handler(consumer, None), batch=batch, lease=3_600.0)
+            return
+        topic, state = consumer.topic, held.state
+        poison = self._poison(
+            consumer, topic.in_partition(held.partition, after=state.offset, upto=claim.range.upto), fails
+        )
+        consumed, failure = 0, None
+        while state.offset < claim.range.upto and failure != "kept":
+            entries = topic.in_partition(held.partition, after=state.offset, upto=claim.range.upto)[:batch]
+            done, _, failure = self._handle(consumer, state, entries, poison)
+            consumed += done
+            if failure is None and len(entries) < batch:
+                state.offset = claim.range.upto
+        state.claim = None
+        processed = self.platform.claims.process(claim, self._handler(consumer, poison), batch=batch, lease=3_600.0)
+        assert processed.consumed == consumed
+        assert (processed.failure is not None) == (failure is not None)
+
+    @precondition(lambda self: self.claims)
+    @rule(place=places)
+    def commit_with_effects(self, place: int) -> None:
+        held = self.claims.pop(place % len(self.claims))
+        claim, consumer = held.claim, held.consumer
+        if not self._held(held):
+            with pytest.raises(ClaimLostError):
+                self.platform.claims.read(claim)
+            with pytest.raises(ClaimLostError), self.platform.database.transaction() as connection:
+                self.platform.claims.commit(connection, claim)
+            return
+        entries = consumer.topic.in_partition(held.partition, after=held.state.offset, upto=claim.range.upto)
+        matching = [entry.value for entry in entries if consumer.matches(entry)]
+        with self.platform.database.transaction() as connection:
+            events = self.platform.claims.read(claim)
+            assert [int(event.value) for event in events] == matching
+            self._handler(consumer, None)(events, connection)
+            self.platform.claims.commit(connection, claim, consumed=len(events))
+        self.effects += [(f"{consumer.topic.name} {consumer.name}", value) for value in matching]
+        state = held.state
+        state.offset, state.consumed = claim.range.upto, state.consumed + len(matching)
+        state.failed, state.attempts, state.claim = None, 0, None
+
+    @precondition(lambda self: self.claims)
+    @rule(place=places)
+    def release(self, place: int) -> None:
+        held = self.claims.pop(place % len(self.claims))
+        assert self.platform.claims.release(held.claim) == self._held(held)
+        if self._held(held):
+            held.state.claim = None
+
+    # Seeking and retention
+
+    @precondition(lambda self: self.consumers)
+    @rule(
+        place=places,
+        partition=st.none() | places,
+        position=st.sampled_from([Earliest(), Latest()])
+        | st.integers(0, 300).map(AtOffset)
+        | st.integers(-50, 50).filter(bool).map(ShiftBy),
+        force=st.booleans(),
+    )
+    def seek(self, place: int, partition: int | None, position: Position, force: bool) -> None:
+        consumer = self.consumers[place % len(self.consumers)]
+        numbers = list(consumer.partitions)
+        number = None if partition is None else numbers[partition % len(numbers)]
+        chosen = {at: state for at, state in consumer.partitions.items() if number in (None, at)}
+        arguments = (consumer.topic.name, consumer.name, position)
+        if not force and any(state.claim is not None for state in chosen.values()):
+            with pytest.raises(PartitionLeasedError):
+                self.platform.seeker.execute(*arguments, partition=number)
+            return
+        moves = {
+            move.partition: move for move in self.platform.seeker.execute(*arguments, partition=number, force=force)
+        }
+        assert moves.keys() == chosen.keys()
+        for at, state in chosen.items():
+            target = _target(consumer.topic, at, state.offset, position)
+            between = consumer.topic.in_partition(at, after=min(target, state.offset), upto=max(target, state.offset))
+            counts = (len(between), 0) if target < state.offset else (0, len(between))
+            move = moves[at]
+            assert (move.offset, move.target, (move.again, move.skipped)) == (state.offset, target, counts)
+            state.offset, state.failed, state.attempts, state.claim = target, None, 0, None
+
+    @rule(place=places, events=st.sampled_from([1, 20, 60]), force=st.sampled_from([False, False, True]))
+    def retain(self, place: int, events: int, force: bool) -> None:
+        topic = self.topics[place % len(self.topics)]
+        self.platform.registry.set_retention(topic.name, Retention(events=events))
+        (dropped,) = self.platform.retention.run_once([topic.name], force=force)
+        left = {event.id for event in self.platform.reader.read(topic.name)}
+        gone = [entry for entry in topic.log if entry.id not in left]
+        assert gone == topic.log[: len(gone)], "from the start of the log, and without holes"
+        assert not gone or len(left) >= events
+        assert not gone or dropped.upto == gone[-1].id
+        for consumer in self.consumers:
+            for number, state in consumer.partitions.items():
+                unread = consumer.topic is topic and consumer.topic.in_partition(number, after=state.offset)
+                assert force or not unread or not gone or unread[0].id > gone[-1].id, "dropped before it was read"
+        del topic.log[: len(gone)]
+
+    # What holds after each step
+
+    @invariant()
+    def all_is_as_the_model_says(self) -> None:
+        # The logs come first: from them, the model learns the offsets of new events.
+        self._check_logs()
+        self._check_buffers()
+        self._check_effects()
+        self._check_offsets()
+        self._check_lags()
+
+    def _check_logs(self) -> None:
+        for topic in self.all_topics():
+            events = self.platform.reader.read(topic.name)
+            found = [(int(event.value), event.key, event.partition) for event in events]
+            assert found == [(entry.value, entry.key, entry.partition) for entry in topic.log]
+            for event, entry in zip(events, topic.log, strict=True):
+                if entry.id == 0:
+                    assert event.id > topic.last_id
+                    entry.id = topic.last_id = event.id
+                assert event.id == entry.id
+
+    def _check_buffers(self) -> None:
+        found = self.platform.buffered()
+        assert {topic.name: found.get(topic.name, 0) for topic in self.all_topics()} == {
+            topic.name: len(topic.buffer) for topic in self.all_topics()
+        }
+
+    def _check_effects(self) -> None:
+        with self.platform.database.connection() as connection:
+            found = connection.execute(
+                "SELECT consumer, value FROM effects WHERE starts_with(consumer, %s) ORDER BY id", (f"{self.prefix}_",)
+            ).fetchall()
+        assert found == self.effects
+
+    def _check_offsets(self) -> None:
+        for topic in self.topics:
+            found = {
+                (state.name, state.partition): (
+                    state.last_event_id, state.consumed_events, state.failed_event_id, state.attempts,
+                    state.lease_owner is not None,
+                )
+                for state in self.platform.registry.consumers(topic.name)
+            }  # fmt: skip
+            assert found == {
+                (consumer.name, number): (
+                    state.offset, state.consumed, state.failed, state.attempts, state.claim is not None,
+                )
+                for consumer, number, state in self._states(topic)
+            }  # fmt: skip
+
+    def _check_lags(self) -> None:
+        for topic in self.topics:
+            found = {(lag.consumer, lag.partition): lag.events for lag in self.platform.lag(topic.name)}
+            assert found == {
+                (consumer.name, number): len(topic.in_partition(number, after=state.offset))
+                + sum(number in (NOT_PARTITIONED, entry.partition) for entry in topic.buffer)
+                for consumer, number, state in self._states(topic)
+            }
+
+    def _states(self, topic: TopicModel) -> Iterator[tuple[ConsumerModel, int, PartitionModel]]:
+        for consumer in self.consumers:
+            if consumer.topic is topic:
+                for number, state in consumer.partitions.items():
+                    yield consumer, number, state
+
+
+def _target(topic: TopicModel, partition: int, offset: int, position: Position) -> int:
+    match position:
+        case Earliest():
+            return topic.before
+        case Latest():
+            return topic.end
+        case AtOffset(offset=asked):
+            return min(max(asked - 1, 0, topic.before), topic.end)
+        case ShiftBy(events=events) if events > 0:
+            further = topic.in_partition(partition, after=offset)
+            return further[events - 1].id if len(further) >= events else max(offset, topic.end)
+        case ShiftBy(events=events):
+            earlier = topic.in_partition(partition, upto=offset)
+            return earlier[events].id - 1 if len(earlier) >= -events else min(offset, topic.before)
+    raise AssertionError(position)
+
+
+def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
+    monkeypatch.setattr(writer, "ROOM_CHECK", 1)
+    # One transaction appends fewer events than two segments hold.
+    monkeypatch.setattr(writer, "MOST_BUFFERED", 60)
+    transfer = Transfer(platform.database, batch=50)
+    monkeypatch.setattr(platform, "transfer", transfer)
+    # A failed event is due again at once.
+    monkeypatch.setattr(consumption, "FIRST_BACKOFF", 0.0)
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, value int)")
+
+    class Machine(LogMachine):
+        def __init__(self) -> None:
+            super().__init__(platform, dsn)
+
+    try:
+        run_state_machine_as_test(Machine, settings=SETTINGS)
+    finally:
+        transfer.close()
