@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -17,6 +17,7 @@ from eventsql_orchestration.bench import statements, workload
 from eventsql_orchestration.bench.figure import percentile
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.notifications import BUFFER
+from eventsql_orchestration.log.buffered import Acknowledgement
 from eventsql_orchestration.log.partitioner import default_partition
 from eventsql_orchestration.model import Event, Publication
 from eventsql_orchestration.platform import EventSQL
@@ -143,7 +144,7 @@ def publish_buffered(wire: Wire, place: Place, *, topic: str, in_flight: int, se
     failures: list[BaseException] = []
     free = threading.Semaphore(in_flight)
 
-    def acknowledged(called: int, future: Future[Any]) -> None:
+    def acknowledged(called: int, future: Acknowledgement) -> None:
         if (error := future.exception()) is not None:
             failures.append(error)
         taken.append((time.perf_counter_ns() - called) / _IN_MILLISECONDS)

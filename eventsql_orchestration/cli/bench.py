@@ -281,7 +281,7 @@ def _run(
         figures += session.raw_copy()
     environment["benchmark"] = {**asdict(size), "raw_events": raw}  # type: ignore[call-overload]
     if as_json:
-        write_json({"figures": [figure.as_object() for figure in figures], "environment": environment})
+        write_json([*(figure.as_object() for figure in figures), environment])
     else:
         _show(figures, environment)
     for reason in environment["undurable_because"]:  # type: ignore[attr-defined]

@@ -356,8 +356,8 @@ def _lock_topic(connection: Connection, name: str) -> None:
 def _lock_buffer(connection: Connection) -> None:
     """Wait until all that publishers have written is committed, and keep them from writing on old definitions.
 
-    All publishers wait with it, of all topics, as long as it waits itself: for a caller's transaction that published and
-    stays open.
+    All publishers wait with it, of all topics, as long as it waits itself: for a caller's transaction that published
+    and stays open.
     """
     connection.execute(text("LOCK TABLE event_buffer IN SHARE ROW EXCLUSIVE MODE"))
 

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import psycopg
@@ -181,6 +182,8 @@ def test_what_is_not_there_is_named(platform: EventSQL) -> None:
 def test_a_batch_consumer_that_cannot_work_is_refused(platform: EventSQL, options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         platform.consumers.start_batch("orders", "mailer", Seen(), **options)
+    with pytest.raises(ValidationError):
+        platform.consumers.start_leased("orders", "mailer", lambda _events, _lease: None, **options)
 
 
 # Effects and offset are one transaction
@@ -626,7 +629,8 @@ def test_events_that_nobody_notifies_of_are_found_by_polling_which_then_goes_on_
         until_idle(consumption, until)
         assert consumption._idle_delay() == 0.05
         platform.publisher.publish(Publication("payments", b""))
-        Transfer(platform.database).run_once()
+        with closing(Transfer(platform.database)) as silent:
+            silent.run_once()
         until(lambda: len(seen.ids) == 1)
         assert consumption._idle_delay() == 0.01
         platform.announce(["payments"])
