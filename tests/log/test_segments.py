@@ -260,7 +260,8 @@ def test_retention_makes_room_for_topics_that_other_programs_write(
 def test_an_adoption_that_was_killed_does_not_stop_the_log(plain: EventSQL, session: psycopg.Connection[Any]) -> None:
     end = plain.reader.end("plain")
     session.execute(
-        f"ALTER TABLE eventsql.plain_event ADD CONSTRAINT {segments.ADOPTION_CHECK} CHECK (eql_id <= {end + 5}) NOT VALID"
+        f"ALTER TABLE eventsql.plain_event ADD CONSTRAINT {segments.ADOPTION_CHECK} "
+        f"CHECK (eql_id <= {end + 5}) NOT VALID"
     )
     plain.publisher.publish_all(Publication("plain", b"") for _ in range(100))
     assert plain.transfer.run_once() == {"plain": 100}
