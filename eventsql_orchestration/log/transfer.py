@@ -98,7 +98,7 @@ class Transfer:
                 _, counts = self._round(None, failed, MAX_OFFSET)
             except DatabaseError as error:
                 longest = max(longest, MAX_RETRY_DELAY)
-                logger.warning("the transfer waits %.1f s for the database: %s", delay, error)
+                logger.warning("the transfer waits %.2g s for the database: %s", delay, error)
                 # Not for a wake-up: each publication would make an attempt.
                 stop.wait(delay)
                 delay = min(delay * 2, longest)

@@ -46,15 +46,16 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     commands = result.stdout.partition("Commands:\n")[2].splitlines()
     names = [line.split()[0] for line in commands if line.startswith("  ") and line[2:3].isalpha() and "  " in line[2:]]
     assert names == [
-        "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag", "dlt",
+        "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag", "seek",
+        "dlt", "bench",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "command",
     ["migrate", "doctor", "publish", "transfer", "consume", "tail", "lag", "topic create", "topic list",
-     "topic describe", "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
-     "consumer pause", "consumer resume", "dlt list", "dlt show", "dlt redrive"],
+     "topic describe", "topic alter", "topic retain", "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
+     "consumer pause", "consumer resume", "dlt list", "dlt show", "dlt redrive", "seek", "bench stream", "bench all"],
 )  # fmt: skip
 def test_every_command_has_help_and_needs_nothing_for_it(invoke: Run, directory: Path, command: str) -> None:
     (directory / "eventsql.toml").write_text("not TOML")
@@ -74,7 +75,7 @@ def test_a_group_without_a_command_shows_its_help_as_wrong_usage(invoke: Run, ar
     ("arguments", "line"),
     [
         (["frobnicate"], "eventsql: No such command 'frobnicate'; see `eventsql --help`"),
-        (["seek"], "eventsql: No such command 'seek'; see `eventsql --help`"),
+        (["backfill"], "eventsql: No such command 'backfill'; see `eventsql --help`"),
         (["publish"], "eventsql: Missing argument 'TOPIC'; see `eventsql publish --help`"),
         (["lag", "--frequency", "1"], "eventsql: No such option '--frequency'"),
         (["topic", "list", "--dsn", "x"], "eventsql: --dsn stands before the command: eventsql --dsn … topic list"),
