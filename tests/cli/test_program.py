@@ -54,7 +54,8 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
 @pytest.mark.parametrize(
     "command",
     ["migrate", "doctor", "publish", "transfer", "consume", "tail", "lag", "topic create", "topic list",
-     "topic describe", "topic alter", "topic retain", "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
+     "topic describe", "topic alter", "topic retain",
+     "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
      "consumer pause", "consumer resume", "dlt list", "dlt show", "dlt redrive", "seek", "bench stream", "bench all"],
 )  # fmt: skip
 def test_every_command_has_help_and_needs_nothing_for_it(invoke: Run, directory: Path, command: str) -> None:
