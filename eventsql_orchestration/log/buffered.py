@@ -378,8 +378,8 @@ class BufferedPublisher:
 
     Events of a partition, and so of a key, are committed in the order in which they were given. An event that fails
     does not keep those after it from being committed: who gives it again gives it after them, so where the order of a
-    key matters more than its pace, wait for its last event before giving the next. Close it, or use it as a context manager: events that are not
-    acknowledged when the process ends may be lost.
+    key matters more than its pace, wait for its last event before giving the next. Close it, or use it as a context
+    manager: events that are not acknowledged when the process ends may be lost.
     """
 
     def __init__(self, publisher: Publisher, registry: Registry, **bounds: Unpack[BoundOptions]) -> None:
