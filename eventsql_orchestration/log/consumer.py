@@ -48,11 +48,6 @@ UNANNOUNCED_SECONDS: Final = 60.0
 """How long polling goes on at its full pace after it found events that nobody had notified of, as another library's
 transfer does not."""
 
-REST: Final = 2.0
-MAX_REST: Final = 0.1
-"""A partition that was consumed rests for so many times as long as its pass took, up to so many seconds: where events
-come fast, batches grow then, instead of passes over few events each."""
-
 FAULT_DELAY: Final = 5.0
 
 _LONGEST_WAIT: Final = 3600.0
@@ -74,8 +69,6 @@ class _Turn:
         """Whether nothing waited when it was looked at last."""
         self.wakes = 0
         """How many notifications there had been when its pass began."""
-        self.began = 0.0
-        """When its pass began."""
 
     def needed(self, now: float) -> int:
         return 1 if now >= self.enough_at else self.least
@@ -266,7 +259,7 @@ class Consumption:
             while not self._stop.is_set():
                 if self._queue:
                     turn = self._queue.popleft()
-                    turn.wakes, turn.began = self._wakes, time.monotonic()
+                    turn.wakes = self._wakes
                     return turn
                 self._queued.wait()
         return None
@@ -304,11 +297,10 @@ class Consumption:
             due_in = self._idle_delay() if came_to.due_in is None else came_to.due_in
             turn.least, turn.deaf, turn.empty = came_to.least, came_to.deaf, False
             turn.enough_at = now + due_in if came_to.least > 1 else 0.0
-            if came_to.progress is not None and came_to.due_in is None:
-                # More may have come since it read.
-                due_in, turn.deaf = min(REST * (now - turn.began), MAX_REST), True
-            elif not turn.deaf and turn.wakes != self._wakes:
+            if not turn.deaf and turn.wakes != self._wakes:
                 # What it was that came during the pass, the pass may not have seen.
+                due_in = 0.0
+            elif came_to.progress is not None and came_to.due_in is None and not self._notified():
                 due_in = 0.0
             elif came_to.least > 1:
                 due_in = min(due_in, self._idle_delay())
