@@ -1,8 +1,7 @@
 """Events as rows of PostgreSQL's binary COPY format, for the buffer and for a topic's log alike.
 
 The format is that of the server's manual, "COPY", section "Binary Format". Our own encoding because it must be known
-before a publisher holds the topic's lock, and because psycopg writes JSON in Python: measured 0.7 µs an event, against
-4 µs.
+before a publisher holds the topic's lock, and because psycopg writes JSON in Python. Measured: 0.7 µs an event.
 """
 
 from __future__ import annotations
