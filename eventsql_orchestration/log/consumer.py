@@ -22,7 +22,14 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log import consumption
 from eventsql_orchestration.log.claims import Claims
-from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, EventHandler, Failure, Progress
+from eventsql_orchestration.log.consumption import (
+    BatchFailedError,
+    BatchHandler,
+    ConsumerPartition,
+    EventHandler,
+    Failure,
+    Progress,
+)
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.leased import LeasedHandler, LeasedPasses
 from eventsql_orchestration.log.passes import Hold, Pass
@@ -527,7 +534,15 @@ class Consumers:
         return consumed
 
     def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
-        """One pass over one partition, in one transaction; without progress when nothing could or need be consumed."""
+        """One pass over one partition; without progress when nothing could or need be consumed."""
+        try:
+            return self._attempt(key, plan, hold, plan.handler, each=plan.each)
+        except BatchFailedError as failed:
+            # A savepoint for each batch, in case, would be two more messages to the server.
+            return self._attempt(key, plan, hold, failed.handler(plan.handler), each=True)
+
+    def _attempt(self, key: ConsumerPartition, plan: _Plan, hold: Hold, handler: BatchHandler, *, each: bool) -> Pass:
+        """A pass in one transaction. Raises `BatchFailedError` where it must be made with `each`."""
         refused = Pass(due_in=plan.polling_delay, deaf=True)
         with self._database.transaction() as connection, hold.connection(connection):
             locked = consumption.lock(connection, self._queries, key, wait=False)
@@ -546,7 +561,7 @@ class Consumers:
                 return Pass(due_in=plan.max_polling_delay - waited, least=plan.min_events)
             progress = consumption.consume(
                 connection, self._queries, self._dead_letters, locked,
-                events=events, handler=plan.handler, each=plan.each,
+                events=events, handler=handler, each=each, savepoint=False,
             )  # fmt: skip
         return _came_to(progress, plan, full=len(events) == plan.max_events)
 

@@ -40,6 +40,8 @@ def one_by_one(handler: EventHandler) -> BatchHandler:
     return handle_events
 
 
+_ENDED: Final = "the handler ended or broke the transaction that it was given"
+
 FIRST_BACKOFF: Final = 1.0
 MAX_BACKOFF: Final = 60.0
 
@@ -67,6 +69,7 @@ class LockedPartition:
     key: ConsumerPartition
     state: ConsumerState
     now: datetime
+    transaction: str
 
     @property
     def offset(self) -> int:
@@ -122,9 +125,9 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
     row = connection.cursor(row_factory=tuple_row).execute(query, key.parameters()).fetchone()
     if row is None:
         return None
-    *columns, conditions, now = row
+    *columns, conditions, now, transaction = row
     state = [*columns, EventFilter.from_json(conditions)]
-    return LockedPartition(key, ConsumerState(*state), now)
+    return LockedPartition(key, ConsumerState(*state), now, transaction)
 
 
 class EventFailedError(Exception):
@@ -137,20 +140,51 @@ class EventFailedError(Exception):
         self.error = error
 
 
-def handle(connection: Connection, events: Sequence[Event], handler: BatchHandler, *, each: bool) -> None:
+class BatchFailedError(Exception):
+    """Internal: a batch failed and its transaction must be rolled back; then its events may be handled one by one."""
+
+    def __init__(self, events: Sequence[Event], error: Exception) -> None:
+        super().__init__(str(error))
+        self._events = events
+        self._error = error
+
+    def handler(self, handler: BatchHandler) -> BatchHandler:
+        """The handler for the events one by one; of a batch of one event it is known how that ends."""
+        if len(self._events) > 1:
+            return handler
+        failed = self._events[0].id
+
+        def handle_again(events: Sequence[Event], connection: Connection) -> None:
+            if events[0].id == failed:
+                raise self._error
+            handler(events, connection)
+
+        return handle_again
+
+
+def handle(
+    connection: Connection, events: Sequence[Event], handler: BatchHandler, *, each: bool, savepoint: bool
+) -> None:
     """Run `handler` over `events` in the caller's transaction, all at once or, with `each`, one by one.
 
     When it fails for all at once, its effects are undone and the events are handed to it one by one, so that the event
-    that fails is known and those before it are done. Raises `EventFailedError`.
+    that fails is known and those before it are done. Raises `EventFailedError`. Without `savepoint` the caller undoes
+    the effects, and hands the events over again with `each`: raises `BatchFailedError`.
     """
-    if not each and len(events) > 1:
+    if not each and (len(events) > 1 or not savepoint):
         try:
-            _savepoint(connection, events, handler)
+            if savepoint:
+                _savepoint(connection, events, handler)
+            else:
+                _run(connection, events, handler)
             return
         except Exception as error:
-            if _transaction_lost(connection):
+            if _transaction_lost(connection) and not _transaction_failed(connection):
                 raise
-            logger.info("a batch of %d events failed (%s); handling them one by one", len(events), describe(error))
+            if len(events) > 1:
+                logger.info("a batch of %d events failed (%s); handling them one by one", len(events), describe(error))
+            if not savepoint:
+                raise BatchFailedError(events, error) from error
     for done, event in enumerate(events):
         try:
             _savepoint(connection, [event], handler)
@@ -162,13 +196,17 @@ def handle(connection: Connection, events: Sequence[Event], handler: BatchHandle
 
 def _savepoint(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
     with connection.transaction():
-        try:
-            handler(events, connection)
-        except psycopg.Rollback as error:
-            # psycopg would take it for success, and the events would pass without their effects.
-            raise psycopg.ProgrammingError("the handler rolled its effects back") from error
-        if _transaction_lost(connection):
-            raise psycopg.ProgrammingError("the handler ended or broke the transaction that it was given")
+        _run(connection, events, handler)
+
+
+def _run(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
+    try:
+        handler(events, connection)
+    except psycopg.Rollback as error:
+        # psycopg would take it for success, and the events would pass without their effects.
+        raise psycopg.ProgrammingError("the handler rolled its effects back") from error
+    if _transaction_lost(connection):
+        raise psycopg.ProgrammingError(_ENDED)
 
 
 def _cause(error: Exception) -> BaseException:
@@ -182,6 +220,11 @@ def _transaction_lost(connection: Connection) -> bool:
     return connection.info.transaction_status is not TransactionStatus.INTRANS
 
 
+def _transaction_failed(connection: Connection) -> bool:
+    """Whether all that is left of the transaction is to roll it back; without a savepoint, any error leaves that."""
+    return connection.info.transaction_status is TransactionStatus.INERROR
+
+
 def consume(
     connection: Connection,
     queries: Queries,
@@ -192,6 +235,7 @@ def consume(
     handler: BatchHandler,
     each: bool = False,
     upto: int | None = None,
+    savepoint: bool = True,
 ) -> Progress:
     """Handle `events`, and move the offset, in the caller's transaction that holds the lock.
 
@@ -202,14 +246,15 @@ def consume(
     `upto` is the offset to reach when all succeed (the last event's by default). A failing event is noted on the
     consumer row, or buried once its attempts are spent; what went before it is done all the same. Raises
     `ClaimLostError` when the offset is not where the batch began, and what the handler raised when the transaction is
-    lost with it.
+    lost with it. `savepoint` as in `handle`.
     """
     if upto is None:
         upto = events[-1].id if events else locked.offset
     chosen = _chosen(locked.state.filter, events)
     try:
         if chosen:
-            handle(connection, chosen, handler, each=each or locked.state.failed_event_id == chosen[0].id)
+            each = each or locked.state.failed_event_id == chosen[0].id
+            handle(connection, chosen, handler, each=each, savepoint=savepoint)
     except EventFailedError as failed:
         done = chosen[: failed.done]
         before = [event for event in events if event.id < failed.event.id]
@@ -234,7 +279,10 @@ def _move(
     connection: Connection, queries: Queries, locked: LockedPartition, *, upto: int, done: Sequence[Event]
 ) -> None:
     first = done[0].id if done else None
-    advance(connection, queries, locked.key, after=locked.offset, upto=upto, first=first, consumed=len(done))
+    advance(
+        connection, queries, locked.key,
+        after=locked.offset, upto=upto, first=first, consumed=len(done), transaction=locked.transaction,
+    )  # fmt: skip
 
 
 def advance(
@@ -246,12 +294,19 @@ def advance(
     upto: int,
     first: int | None,
     consumed: int,
+    transaction: str | None = None,
 ) -> None:
-    """Move an offset from `after` to `upto`. Raises `ClaimLostError` when it is not at `after` any more."""
-    cursor = connection.execute(
-        queries("advance"), {**key.parameters(), "after": after, "upto": upto, "first": first, "consumed": consumed}
-    )
+    """Move an offset from `after` to `upto`.
+
+    Raises `ClaimLostError` when it is not at `after` any more, and `psycopg.ProgrammingError` where this is not the
+    `transaction` that locked the partition.
+    """
+    values = {"after": after, "upto": upto, "first": first, "consumed": consumed, "transaction": transaction}
+    cursor = connection.execute(queries("advance"), {**key.parameters(), **values})
     if cursor.rowcount != 1:
+        current = connection.execute("SELECT pg_current_xact_id()::text").fetchone()
+        if transaction is not None and current != (transaction,):
+            raise psycopg.ProgrammingError(_ENDED)
         raise ClaimLostError(f"{key} is not at offset {after} any more: another consumption moved it")
 
 

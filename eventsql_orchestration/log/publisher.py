@@ -9,9 +9,9 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import Final, TypeAlias
 
 import sqlalchemy
@@ -36,6 +36,7 @@ STRAIGHT_BYTES: Final = 16 * 1024 * 1024
 """A larger batch would hold the topic, and memory, for too long."""
 
 _CHUNK_BYTES: Final = 256 * 1024
+_CHUNK_EVENTS: Final = 500
 
 Encoded: TypeAlias = tuple[str, bytes]
 """An event's topic and the rest of its row."""
@@ -110,16 +111,16 @@ class Publisher:
         or one of them cannot be published, none is; a transaction of the caller's must be rolled back then. Raises
         `RedefinitionError` when a topic was redefined meanwhile: publish again. Otherwise as `publish`.
         """
+        if connection is None and self._writer is not None:
+            first, rest = _begin(publications)
+            if not rest and len(first) >= STRAIGHT_LEAST and len({publication.topic for publication in first}) == 1:
+                topic = self._registry.cached_topic(first[0].topic)
+                if self._append(self._writer, topic, first):
+                    return len(first)
+            publications = chain(first, rest)
         # One definition for the whole batch: what is checked in the end is what its partitions were chosen by.
         topics: dict[str, Topic] = {}
         encoded = self._encoded(publications, topics)
-        if connection is None and self._writer is not None:
-            first, whole = _begin(encoded)
-            if whole and len(topics) == 1 and len(first) >= STRAIGHT_LEAST:
-                topic = next(iter(topics.values()))
-                if self._append(self._writer, topic, first):
-                    return len(first)
-            encoded = chain(first, encoded)
         published = 0
         with (
             self._transaction(connection) as psycopg_connection,
@@ -134,11 +135,15 @@ class Publisher:
             self._on_published()
         return published
 
-    def _append(self, writer: LogWriter, topic: Topic, events: list[Encoded]) -> bool:
+    def _append(self, writer: LogWriter, topic: Topic, publications: list[Publication]) -> bool:
         """Take the straight path; False, and nothing done, when the events must go to the buffer."""
+        # Nothing of the caller's may fail, or take its time, while the topic is held. The hash of a key cannot fail.
+        partitions: Iterable[int] = (self._partition(publication, topic) for publication in publications)
+        if self._partitioner is not default_partition or any(each.partition is not None for each in publications):
+            partitions = list(partitions)
         self._database.ensure_schema()
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
-            appended = mine and writer.append(topic, [event for _, event in events])
+            appended = mine and writer.append(topic, _chunks(publications, partitions))
         if appended:
             self._on_appended(topic.name)
         return appended
@@ -212,16 +217,24 @@ def _redefined(topics: list[str]) -> RedefinitionError:
     return RedefinitionError(f"topic {', '.join(topics)} was redefined meanwhile: nothing was published, publish again")
 
 
-def _begin(encoded: Iterator[Encoded]) -> tuple[list[Encoded], bool]:
-    """As many of the first events as the straight path takes, and whether they are all."""
-    first: list[Encoded] = []
+def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | tuple[()]]:
+    """As many of the first events as the straight path takes and one more, and the others, if there may be any."""
+    first: list[Publication] = []
     size = 0
-    for event in encoded:
-        first.append(event)
-        size += len(event[1])
+    source = iter(publications)
+    for publication in source:
+        first.append(publication)
+        size += len(publication.value)
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
-            return first, False
-    return first, True
+            return first, source
+    return first, ()
+
+
+def _chunks(publications: Sequence[Publication], partitions: Iterable[int]) -> Iterator[list[bytes]]:
+    """The rows of events, in parts: while the server stores one, the next is encoded."""
+    rows = map(encoding.encode, publications, partitions)
+    while chunk := list(islice(rows, _CHUNK_EVENTS)):
+        yield chunk
 
 
 def _buffer_rows(encoded: Iterable[Encoded]) -> Iterator[tuple[int, bytes]]:

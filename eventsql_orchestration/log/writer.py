@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -244,8 +244,10 @@ class LogWriter:
             factor = 2 if seconds < BATCH_SECONDS / 2 else 0.5 if seconds > BATCH_SECONDS else 1
             self._batch = max(LEAST_BATCH, min(MOST_BATCH, int(self._batch * factor)))
 
-    def append(self, topic: Topic, events: Sequence[bytes]) -> bool:
+    def append(self, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
         """Append encoded events to the topic's log, after what lies in its buffer, in a transaction of its own.
+
+        They come in parts, which are asked for one by one while the topic is held: encoding them must not fail.
 
         False, and nothing done, where they must go to the buffer instead: another transaction keeps the topic for too
         long, too much lies in the buffer, the topic is not defined like `topic` any more, or its log has times without
@@ -265,7 +267,7 @@ class LogWriter:
             self._low_water.moved(topic.name, MAX_OFFSET)
         return appended
 
-    def _append(self, connection: Connection, topic: Topic, events: Sequence[bytes]) -> bool:
+    def _append(self, connection: Connection, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
         if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
             return False
         # After the lock: what its last holder did is seen, and the topic cannot be redefined any more.
@@ -289,8 +291,11 @@ class LogWriter:
             self._move(connection, topic.name, upto)
         prefix = encoding.log_prefix((now - _POSTGRESQL_EPOCH) // timedelta(microseconds=1))
         with connection.cursor().copy(self._queries("append", topic=topic.name)) as copy:
-            copy.write(encoding.HEADER + prefix + prefix.join(events) + encoding.TRAILER)
-        self._room[topic.name] -= len(events)
+            copy.write(encoding.HEADER)
+            for part in events:
+                copy.write(prefix + prefix.join(part))
+                self._room[topic.name] -= len(part)
+            copy.write(encoding.TRAILER)
         return True
 
     def _make_room(self, connection: Connection, topic: str) -> None:

@@ -130,8 +130,7 @@ def _text(query: Any) -> str:
 
 def _stop(connection: psycopg.Connection[Any], step: str) -> None:
     actor: Actor | None = getattr(_here, "actor", None)
-    # The pool looks with ";" whether a connection is alive.
-    if actor is not None and step != ";":
+    if actor is not None:
         actor.stop_before(step, connection)
 
 

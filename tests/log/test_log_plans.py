@@ -33,6 +33,7 @@ VALUES: dict[str, Any] = {
     "wanted": None,
     "first": 1,
     "consumed": 1_000,
+    "transaction": None,
     "event": 1,
     "attempts": 1,
     "failure": "ValueError: no",

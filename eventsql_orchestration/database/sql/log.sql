@@ -195,7 +195,7 @@ GROUP BY eql_topic, eql_partition;
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
        eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
        eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter,
-       clock_timestamp()
+       clock_timestamp(), pg_current_xact_id()::text
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 FOR UPDATE SKIP LOCKED;
@@ -204,7 +204,7 @@ FOR UPDATE SKIP LOCKED;
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
        eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
        eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter,
-       clock_timestamp()
+       clock_timestamp(), pg_current_xact_id()::text
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 FOR UPDATE;
@@ -215,7 +215,8 @@ SELECT EXISTS (
     WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 );
 
--- advance -- Move the offset of a locked consumer partition, if it is still where the consumption began.
+-- advance -- Move the offset of a locked consumer partition, if it is still where the consumption began, and this still
+-- the transaction that locked it: a handler may have ended that.
 UPDATE {schema}.consumer
 SET eql_last_event_id = %(upto)s,
     eql_first_event_id = coalesce(eql_first_event_id, %(first)s),
@@ -226,7 +227,8 @@ SET eql_last_event_id = %(upto)s,
     eql_failure = NULL,
     eql_retry_at = NULL
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
-  AND coalesce(eql_last_event_id, 0) = %(after)s;
+  AND coalesce(eql_last_event_id, 0) = %(after)s
+  AND pg_current_xact_id() = coalesce(%(transaction)s::xid8, pg_current_xact_id());
 
 -- record_failure -- Note that an event failed again and when it is due next.
 UPDATE {schema}.consumer
