@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import BigInteger, Column, DateTime, Integer, MetaData, Table, Text
+from sqlalchemy import BigInteger, Column, Date, DateTime, Integer, MetaData, Table, Text, text
 from sqlalchemy.schema import CreateSchema
 
 from eventsql_orchestration.database import Database
@@ -34,8 +34,21 @@ zone_fares = Table(
     metadata,
     Column("zone", Text, primary_key=True),
     Column("quarter_hour", DateTime(timezone=True), primary_key=True),
+    Column("orders", BigInteger, nullable=False, server_default="0"),
     Column("rides", BigInteger, nullable=False),
     Column("fares_cents", BigInteger, nullable=False),
+    schema=RIDES,
+)
+
+driver_utilisation = Table(
+    "driver_utilisation",
+    metadata,
+    Column("driver", Text, primary_key=True),
+    Column("day", Date, primary_key=True),
+    Column("accepted", BigInteger, nullable=False),
+    Column("ended", BigInteger, nullable=False),
+    Column("completed", BigInteger, nullable=False),
+    Column("busy_micros", BigInteger, nullable=False, comment="the time driven where all accepted rides have ended"),
     schema=RIDES,
 )
 
@@ -53,8 +66,12 @@ directory_churn = Table(
 
 
 def create(database: Database) -> None:
-    """Create the tables that are missing."""
+    """Create the tables, and the columns, that are missing."""
     with database.core() as connection:
         for schema in (RIDES, CHURN):
             connection.execute(CreateSchema(schema, if_not_exists=True))
         metadata.create_all(connection)
+        # Tables of an earlier version of this location have no demand yet.
+        connection.execute(
+            text("ALTER TABLE rides.zone_fares ADD COLUMN IF NOT EXISTS orders bigint NOT NULL DEFAULT 0")
+        )

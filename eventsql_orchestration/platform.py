@@ -24,7 +24,7 @@ from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.log.retention import Retainer
 from eventsql_orchestration.log.seek import Seeker
 from eventsql_orchestration.log.transfer import Transfer
-from eventsql_orchestration.settings import DEFAULT_SCHEMA
+from eventsql_orchestration.rules import DEFAULT_SCHEMA
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,9 @@ from typing import Any, Final
 
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
 
+DEFAULT_SCHEMA: Final = "eventsql"
+"""The schema that holds the platform's tables, where nobody says otherwise."""
+
 MAX_NAME_LENGTH: Final = 200
 
 MAX_VALUE_BYTES: Final = 64 * 1024 * 1024

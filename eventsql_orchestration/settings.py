@@ -12,8 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import check_schema_name
-
-DEFAULT_SCHEMA = "eventsql"
+from eventsql_orchestration.rules import DEFAULT_SCHEMA
 
 
 class Settings(BaseSettings):

@@ -10,6 +10,7 @@ import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 from pyspark.sql import functions as f
 
+from assets.churn import sums
 from assets.churn.counting import count, differing, stored
 from assets.churn.git_history import file_changes as history
 from eventsql_orchestration import Event, Publication, Topic
@@ -21,6 +22,7 @@ from eventsql_orchestration.dagster import (
     consumer_asset,
     publish_dataframe,
     range_asset,
+    spark_progress,
     topic_key,
 )
 from eventsql_orchestration.database import Connection
@@ -31,9 +33,6 @@ FILE_CHANGES = Topic("file_changes", partitions=4)
 
 DIRECTORY_CHURN = Topic("directory_churn", partitions=2)
 """What a range of file changes adds to a directory's month; keyed by directory."""
-
-CHANGE_SCHEMA = "repo string, commit string, committed_at string, path string, added long, deleted long"
-
 
 LAST_COMMIT = "last commit"
 
@@ -106,33 +105,16 @@ def directory_churn(
 ) -> Mapping[str, Any]:
     """Sum up the claimed range and publish the sums, together with the consumer's offset."""
     events = eventsql.read_range(spark.spark_session, claim.remaining)
-    churn = (
-        events.select(f.from_json(f.col("value").cast("string"), CHANGE_SCHEMA).alias("change"))
-        .select(
-            "change.repo",
-            # Everything before the last slash; files at the top belong to ".".
-            f.when(f.contains("change.path", f.lit("/")), f.regexp_replace("change.path", "/[^/]*$", ""))
-            .otherwise(".")
-            .alias("directory"),
-            # The month as the commit says it, in its author's own time zone.
-            f.substring("change.committed_at", 1, 7).alias("month"),
-            "change.added",
-            "change.deleted",
+    churn = sums.churn(sums.changes_of(events))
+    with spark_progress(context, spark.spark_session) as progress:
+        published = publish_dataframe(
+            context,
+            churn.select(f.col("directory").alias("key"), f.to_json(f.struct(*churn.columns)).alias("value")),
+            eventsql=eventsql,
+            topic=DIRECTORY_CHURN.name,
+            claim=claim,
         )
-        .groupBy("repo", "directory", "month")
-        .agg(
-            f.count("*").alias("changes"),
-            f.coalesce(f.sum("added"), f.lit(0)).alias("added"),
-            f.coalesce(f.sum("deleted"), f.lit(0)).alias("deleted"),
-        )
-    )
-    return publish_dataframe(
-        context,
-        churn.select(f.col("directory").alias("key"), f.to_json(f.struct(*churn.columns)).alias("value")),
-        eventsql=eventsql,
-        topic=DIRECTORY_CHURN.name,
-        claim=claim,
-    )
+    return {**published, **progress.metadata()}
 
 
 _ADD = """

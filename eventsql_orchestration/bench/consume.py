@@ -14,16 +14,16 @@ from eventsql_orchestration.bench.session import Session, limit_of
 class ConsumeSize:
     """How much is consumed, how often by each, and in how many processes the partitions are."""
 
-    events: int = 1_000_000
+    events: int = 3_000_000
     partitions: int = 10
-    processes: int = 1
+    processes: int = 2
     max_events: int = 5_000
     rounds: int = 2
 
 
 FULL: Final = ConsumeSize()
 
-QUICK: Final = ConsumeSize(events=20_000, rounds=1)
+QUICK: Final = ConsumeSize(events=20_000, processes=1, rounds=1)
 
 
 def measure(session: Session, size: ConsumeSize) -> list[Figure]:

@@ -122,9 +122,9 @@ def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connect
 
 
 ASKED_AFTER: Final = 10.0
-"""Seconds without use after which a pooled connection is asked whether it is alive: a proxy may drop one silently. Sooner,
-a look at its socket is enough, which says when the server has ended the session or died. To ask each time is a round
-trip. Measured: a third of the time of publishing one event."""
+"""Seconds without use after which a pooled connection is asked whether it is alive: a proxy may drop one silently.
+Sooner, a look at its socket is enough, which says when the server has ended the session or died. To ask each time is a
+round trip. Measured: a third of the time of publishing one event."""
 
 
 def _check_at_checkout(engine: sqlalchemy.Engine) -> None:

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from psycopg import sql
 from psycopg.pq import TransactionStatus
-from psycopg.rows import TupleRow, tuple_row
+from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import (
@@ -30,7 +30,7 @@ from eventsql_orchestration.log import consumption
 from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, Failure, LockedPartition
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.reader import fetch
-from eventsql_orchestration.model import NOT_PARTITIONED, Event, OffsetRange
+from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,16 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """What a look at a partition finds: whether events wait, whether a lease goes on, and its live claim, if any."""
+
+    partition: int
+    waiting: bool
+    leased: bool
+    claim: Claim | None
+
+
+@dataclass(frozen=True, slots=True)
 class NoClaim:
     """Why nothing was claimed, as one sentence.
 
@@ -95,6 +105,7 @@ class Claims:
         self._database = database
         self._dead_letters = dead_letters
         self._queries = Queries("log", database.schema)
+        self._looks = Queries("claims", database.schema)
 
     def claim(
         self,
@@ -206,6 +217,22 @@ class Claims:
         with self._database.connection() as connection:
             row = connection.execute(self._queries("live_claim"), key.parameters()).fetchone()
         return None if row is None else _claim(row)
+
+    def standings(self, consumer: Consumer) -> list[Standing]:
+        """All partitions of a consumer in their order, looked at with one statement that locks nothing.
+
+        Empty where there is no such consumer. Raises `TopicNotFoundError`.
+        """
+        name = "standings" if consumer.partitioned else "standings_topic"
+        with self._database.connection() as connection:
+            rows = connection.execute(
+                self._looks(name, topic=consumer.topic),
+                {"topic": consumer.topic, "consumer": consumer.name}, prepare=False,
+            ).fetchall()  # fmt: skip
+        return [
+            Standing(partition, waiting, leased, None if claim[0] is None else _claim(claim))
+            for partition, waiting, leased, *claim in rows
+        ]
 
     def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0) -> Claim:
         """Take a claim over, for a run that starts or is retried; its position is where the offset is now.
@@ -467,6 +494,6 @@ def _holder(claim: Claim) -> dict[str, object]:
     return {**claim.key.parameters(), "claim": claim.id, "epoch": claim.epoch, "owner": claim.owner}
 
 
-def _claim(row: TupleRow) -> Claim:
+def _claim(row: Sequence[Any]) -> Claim:
     claim_id, topic, consumer, partition, after, upto, events, epoch, owner, _state = row
     return Claim(claim_id, consumer, OffsetRange(topic, partition, after, upto), events, epoch, owner, after)

@@ -1,4 +1,4 @@
-"""A range of a topic's log as Arrow record batches, read with COPY by ADBC.
+"""Ranges of topics' logs as Arrow record batches, read with COPY by ADBC.
 
 Runs in Spark's tasks, so it imports neither pyspark nor the database floor, which take longer to load than a small
 range takes to read.
@@ -7,8 +7,10 @@ range takes to read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -18,9 +20,12 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_postgresql import StatementOptions, dbapi  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
 
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.values import ValueDecoder
+
+logger = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
 """What a record batch should hold; bounds a task's memory, whatever its range. Measured with 200-byte events on two
@@ -46,59 +51,147 @@ _EXPRESSIONS: Final = {
     "value": sql.SQL("eql_value"),
     "partition": sql.SQL("eql_partition"),
     "offset": sql.SQL("eql_id"),
-    "timestamp": sql.SQL("eql_buffered_at"),
+    "timestamp": sql.SQL("eql_buffered_at::timestamptz"),
     # As JSON it would come as an extension type.
     "headers": sql.SQL("eql_metadata::text"),
 }
 
 
-def read_batches(source: Source, offsets: OffsetRange, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The events of a range in their order, with exactly these columns of `TYPES`, all nullable.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range that a task reads, and its first event when the read was planned.
 
-    Raises `DatabaseUnavailableError` when the server goes away, also in mid-read, and `DatabaseError` when it refuses.
+    Of its events, those are given that meet all of `rows`, which are SQL.
     """
-    schema = pa.schema([pa.field(name, TYPES[name]) for name in columns])
-    fetched = [name for name in columns if name in _EXPRESSIONS]
-    with (
-        _errors(source, offsets),
-        dbapi.connect(source.dsn, autocommit=True) as connection,
-        connection.cursor() as cursor,
-    ):
-        cursor.adbc_statement.set_options(**{StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
-        cursor.execute(_query(source, offsets, fetched))
-        for batch in cursor.fetch_record_batch():
-            if batch.num_rows:
-                found = dict(zip(fetched, batch.columns, strict=False))
-                arrays = [_column(name, found.get(name), offsets.topic, batch.num_rows) for name in columns]
-                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    offsets: OffsetRange
+    first: int
+    rows: Sequence[str] = ()
 
 
-def _query(source: Source, offsets: OffsetRange, fetched: Sequence[str]) -> str:
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """What is read of each event: these columns of `TYPES`.
+
+    `value` is decoded where there is a decoder. Events that are gone are an error, unless `fail_on_data_loss` is false.
+    """
+
+    columns: Sequence[str]
+    decoder: ValueDecoder | None = None
+    fail_on_data_loss: bool = True
+
+    @property
+    def fetched(self) -> list[str]:
+        """The columns that come from the log."""
+        names = [name for name in self.columns if name in _EXPRESSIONS]
+        if self.decoder is not None and self.decoder.fail_fast and "offset" not in names:
+            # An error names the event.
+            names.append("offset")
+        return names or ["offset"]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All nullable, as Spark has them."""
+        types = dict(TYPES)
+        if self.decoder is not None:
+            types["value"] = self.decoder.type
+        return pa.schema([pa.field(name, types[name]) for name in self.columns])
+
+
+def read_batches(source: Source, pieces: Iterable[Piece], wanted: Projection) -> Iterator[pa.RecordBatch]:
+    """The events of ranges, those of each in their order.
+
+    Raises `DatabaseUnavailableError` when the server goes away, also in mid-read, and `DatabaseError` when it refuses;
+    `EventSQLError` where retention has dropped events since the read was planned; `ValidationError` for a value that
+    cannot be decoded.
+    """
+    with ExitStack() as opened:
+        cursor = None
+        for piece in pieces:
+            with _errors(source, piece.offsets):
+                if cursor is None:
+                    connection = opened.enter_context(dbapi.connect(source.dsn, autocommit=True))
+                    cursor = opened.enter_context(connection.cursor())
+                    cursor.adbc_statement.set_options(
+                        **{StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)}
+                    )
+                yield from _read_piece(cursor, source, piece, wanted)
+
+
+def _read_piece(cursor: Any, source: Source, piece: Piece, wanted: Projection) -> Iterator[pa.RecordBatch]:
+    fetched, schema, topic = wanted.fetched, wanted.schema, piece.offsets.topic
+    # One snapshot: a segment that is being detached could otherwise be there for the first statement alone.
+    cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    # Times without a zone, of a topic that EventSQL's Java library made, are in UTC.
+    cursor.execute("SET LOCAL TIME ZONE 'UTC'")
+    cursor.execute(_first_query(source, piece))
+    if not cursor.fetchall():
+        # From here on its segment cannot be dropped, and neither can a later one.
+        report_loss(
+            f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "
+            f"{piece.offsets} was planned",
+            fail=wanted.fail_on_data_loss,
+        )
+    cursor.execute(_query(source, piece, fetched))
+    for batch in cursor.fetch_record_batch():
+        if batch.num_rows:
+            found = dict(zip(fetched, batch.columns, strict=True))
+            if wanted.decoder is not None and "value" in found:
+                offsets = found["offset"].to_pylist() if wanted.decoder.fail_fast else None
+                found["value"] = wanted.decoder.decode(found["value"], topic, offsets)
+            arrays = [
+                _column(name, found.get(name), schema.field(name).type, topic, batch.num_rows)
+                for name in wanted.columns
+            ]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+    cursor.execute("COMMIT")
+
+
+def report_loss(what: str, *, fail: bool) -> None:
+    """Raises `EventSQLError`, or logs a warning where a loss is no failure."""
+    if fail:
+        raise EventSQLError(f"{what}; set failOnDataLoss to false to go on with what is left")
+    logger.warning("%s; the read goes on with what is left", what)
+
+
+def _first_query(source: Source, piece: Piece) -> str:
+    return (
+        sql.SQL("SELECT eql_id FROM {} WHERE eql_id = {}").format(_log(source, piece.offsets), piece.first).as_string()
+    )
+
+
+def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
+    offsets = piece.offsets
     # ADBC uses COPY only for queries without parameters, so the numbers are written into it.
-    expressions = [_EXPRESSIONS[name] for name in fetched or ("offset",)]
-    conditions = [
+    conditions: list[sql.Composable] = [
         sql.SQL("eql_id > {}").format(offsets.after),
         sql.SQL("eql_id <= {}").format(offsets.upto),
     ]
     if offsets.partition != NOT_PARTITIONED:
         conditions.append(sql.SQL("eql_partition = {}").format(offsets.partition))
+    # Their values are literals already (filters.py).
+    conditions += [sql.SQL(f"({row})") for row in piece.rows]
     return (
         sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
         .format(
-            sql.SQL(", ").join(expressions),
-            sql.Identifier(source.schema, f"{offsets.topic}_event"),
+            sql.SQL(", ").join(_EXPRESSIONS[name] for name in fetched),
+            _log(source, offsets),
             sql.SQL(" AND ").join(conditions),
         )
         .as_string()
     )
 
 
-def _column(name: str, found: Any, topic: str, rows: int) -> pa.Array:
+def _log(source: Source, offsets: OffsetRange) -> sql.Identifier:
+    return sql.Identifier(source.schema, f"{offsets.topic}_event")
+
+
+def _column(name: str, found: Any, kind: pa.DataType, topic: str, rows: int) -> pa.Array:
     if name == "topic":
-        return pa.repeat(pa.scalar(topic, TYPES[name]), rows)
+        return pa.repeat(pa.scalar(topic, kind), rows)
     if name == "headers":
         return _maps(found)
-    return found.cast(TYPES[name])
+    return found if found.type == kind else found.cast(kind)
 
 
 def _maps(texts: pa.Array) -> pa.Array:

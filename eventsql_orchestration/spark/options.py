@@ -1,35 +1,21 @@
-"""The options of a read and of a write, checked: every error names the option."""
+"""Options as Spark hands them over, and those of a write, checked: every error names the option."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, overload
 
 from eventsql_orchestration.errors import ConfigurationError, InvalidPublicationError, ValidationError
-from eventsql_orchestration.model import NOT_PARTITIONED, Publication, check_topic_name
+from eventsql_orchestration.model import Publication, check_topic_name
 
-_MAX_BIGINT: Final = 2**63 - 1
-_MAX_TASKS: Final = 100_000
+MAX_BIGINT: Final = 2**63 - 1
 
-_DATABASE: Final = ("dsn", "schema")
-_READ: Final = (
-    *_DATABASE,
-    "subscribe",
-    "startingOffsets",
-    "endingOffsets",
-    "partition",
-    "numPartitions",
-    "maxOffsetsPerTrigger",
-    "includeHeaders",
-)
-_WRITE: Final = (*_DATABASE, "topic", "headers", "writerId", "batchId", "claim")
+DATABASE: Final = ("dsn", "schema")
+_WRITE: Final = (*DATABASE, "topic", "headers", "writerId", "batchId", "claim")
 _HEADER: Final = "header."
-
-EARLIEST: Final = 1
-"""The first offset that any topic can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,56 +28,6 @@ class Source:
     dsn: str = field(repr=False)
     schema: str
     label: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """What to read.
-
-    `starting` and `ending` are offsets as the options have them, inclusive and exclusive; None is the log's end.
-    `partition` is -1 for all of them; `tasks` and `max_events` are None where nothing was asked for.
-    """
-
-    source: Source
-    topic: str
-    starting: int | None
-    ending: int | None
-    partition: int
-    tasks: int | None
-    max_events: int | None
-    headers: bool
-
-    @staticmethod
-    def wants_headers(options: Mapping[str, str]) -> bool:
-        """The one option that a schema depends on."""
-        return _Given(options, _READ).flag("includeHeaders")
-
-    @classmethod
-    def parse(cls, options: Mapping[str, str], *, streaming: bool) -> ReadOptions:
-        """Raises `ConfigurationError` or `ValidationError`."""
-        given = _Given(options, _READ)
-        if streaming:
-            given.refuse("endingOffsets", "a stream has no end")
-            starting = given.offset("startingOffsets", {"earliest": EARLIEST, "latest": None}, default=None)
-        else:
-            given.refuse("maxOffsetsPerTrigger", "it is for streams, endingOffsets ends a batch")
-            starting = given.offset("startingOffsets", {"earliest": EARLIEST}, default=EARLIEST)
-        ending = given.offset("endingOffsets", {"latest": None}, default=None)
-        if starting is not None and ending is not None and ending < starting:
-            raise ValidationError(f"option endingOffsets: {ending} lies before startingOffsets, {starting}")
-        topic = given.topic("subscribe")
-        if topic is None:
-            raise ConfigurationError("option subscribe is missing: it names the topic to read")
-        return cls(
-            source=given.source(),
-            topic=topic,
-            starting=starting,
-            ending=ending,
-            partition=given.number("partition", NOT_PARTITIONED, _MAX_BIGINT, default=NOT_PARTITIONED),
-            tasks=given.number("numPartitions", 1, _MAX_TASKS),
-            max_events=given.number("maxOffsetsPerTrigger", 1, _MAX_BIGINT),
-            headers=given.flag("includeHeaders"),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +48,11 @@ class WriteOptions:
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
         """Raises `ConfigurationError` or `ValidationError`."""
-        given = _Given(options, _WRITE, prefix=_HEADER)
+        given = Given(options, _WRITE, prefix=_HEADER)
         if streaming:
             given.refuse("batchId", "a stream numbers its batches itself")
             given.refuse("claim", "a stream keeps its progress in its checkpoint")
-        claim = given.number("claim", 1, _MAX_BIGINT)
+        claim = given.number("claim", 1, MAX_BIGINT)
         writer = given.text("writerId")
         if writer is None and claim is not None:
             writer = f"claim-{claim}"
@@ -125,12 +61,12 @@ class WriteOptions:
             topic=given.topic("topic"),
             headers=given.headers("headers"),
             writer=writer,
-            batch=given.number("batchId", 0, _MAX_BIGINT, default=0),
+            batch=given.number("batchId", 0, MAX_BIGINT, default=0),
             claim=claim,
         )
 
 
-class _Given:
+class Given:
     """The options as Spark hands them over: strings under names whose case does not matter."""
 
     def __init__(self, options: Mapping[str, str], known: tuple[str, ...], *, prefix: str | None = None) -> None:
@@ -186,23 +122,8 @@ class _Given:
             raise ValidationError(f"option {name}: {number} is out of range, {least} to {most}")
         return number
 
-    def offset(self, name: str, words: Mapping[str, int | None], *, default: int | None) -> int | None:
-        value = self.text(name)
-        if value is None:
-            return default
-        if value.lower() in words:
-            return words[value.lower()]
-        try:
-            offset = int(value)
-        except ValueError:
-            allowed = " or ".join(("an offset", *words))
-            raise ValidationError(f"option {name}: {value!r} is not a number: take {allowed}") from None
-        if not 0 <= offset <= _MAX_BIGINT:
-            raise ValidationError(f"option {name}: {offset} is out of range: offsets begin with {EARLIEST}")
-        return offset
-
-    def flag(self, name: str) -> bool:
-        value = (self.text(name) or "false").lower()
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = (self.text(name) or str(default)).lower()
         if value not in ("true", "false"):
             raise ValidationError(f"option {name}: {value!r} is neither true nor false")
         return value == "true"
@@ -224,3 +145,15 @@ class _Given:
     def refuse(self, name: str, reason: str) -> None:
         if self.text(name) is not None:
             raise ConfigurationError(f"option {name} cannot be used here: {reason}")
+
+    def exclusive(self, name: str, other: str) -> None:
+        """Raises `ConfigurationError` where both are given."""
+        if self.text(name) is not None:
+            self.refuse(other, f"{name} is given")
+
+    def word(self, name: str, words: Sequence[str]) -> str:
+        """One of `words`, in lower case; the first where nothing is given."""
+        value = (self.text(name) or words[0]).lower()
+        if value not in words:
+            raise ValidationError(f"option {name}: {value!r} is not known: take {' or '.join(words)}")
+        return value

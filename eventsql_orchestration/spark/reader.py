@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
     BinaryType,
     DataType,
@@ -22,13 +23,15 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from eventsql_orchestration.errors import EventSQLError, ValidationError
-from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.spark.batches import read_batches
-from eventsql_orchestration.spark.options import EARLIEST, ReadOptions
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+from eventsql_orchestration.spark.batches import Piece, Projection, read_batches
+from eventsql_orchestration.spark.filters import Conditions, push
+from eventsql_orchestration.spark.read_options import ReadOptions, SchemaOptions
+from eventsql_orchestration.spark.values import ValueDecoder, check_type
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.spark.planning import TopicLog
+    from eventsql_orchestration.spark.planning import Extent, Lane, Logs
 
 COLUMNS: Final[dict[str, DataType]] = {
     "key": StringType(),
@@ -40,13 +43,31 @@ COLUMNS: Final[dict[str, DataType]] = {
     "headers": MapType(StringType(), StringType()),
 }
 
-_SHARD: Final = "0"
-"""A stream's offsets are {topic: {shard: offset}}, so that a checkpoint outlives a second shard."""
-
 
 def read_schema(*, headers: bool) -> StructType:
     """The columns of a read, all nullable."""
     return StructType([StructField(name, kind) for name, kind in COLUMNS.items() if headers or name != "headers"])
+
+
+def declared_schema(options: SchemaOptions) -> StructType | str:
+    """The columns of a read nobody named any for; as DDL where values are decoded, since only Spark itself parses that.
+
+    Raises `ValidationError` for a `valueSchema` that reaches beyond itself.
+    """
+    schema = read_schema(headers=options.headers)
+    if options.value is None:
+        return schema
+    ddl, depth = options.value.strip(), 0
+    for character in ddl:
+        depth += (character in "<(") - (character in ">)")
+        if depth < 0:
+            break
+    if depth or ddl.startswith("{"):
+        raise ValidationError("option valueSchema is no list of columns: take one such as 'id BIGINT, price DOUBLE'")
+    return ", ".join(
+        f"`{field.name}` STRUCT<{ddl}>" if field.name == "value" else f"`{field.name}` {field.dataType.simpleString()}"
+        for field in schema.fields
+    )
 
 
 def check_schema(schema: StructType) -> None:
@@ -57,120 +78,110 @@ def check_schema(schema: StructType) -> None:
         expected = COLUMNS.get(column.name)
         if expected is None:
             raise ValidationError(f"schema: there is no column {column.name!r}, there are {', '.join(COLUMNS)}")
-        if column.dataType != expected:
+        decoded = column.name == "value" and isinstance(column.dataType, StructType)
+        if column.dataType != expected and not decoded:
+            also = " (or a struct, which values are decoded to)" if column.name == "value" else ""
             raise ValidationError(
-                f"schema: column {column.name!r} is {expected.simpleString()}, not {column.dataType.simpleString()}"
+                f"schema: column {column.name!r} is {expected.simpleString()}{also}, "
+                f"not {column.dataType.simpleString()}"
             )
         if not column.nullable:
             raise ValidationError(f"schema: column {column.name!r} is nullable: leave NOT NULL out")
 
 
 class Split(InputPartition):
-    """The range that one task reads."""
+    """What one task reads."""
 
-    def __init__(self, offsets: OffsetRange) -> None:
-        super().__init__(offsets)
-        self.offsets = offsets
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        super().__init__(pieces)
+        self.pieces = pieces
 
 
-class _Reading:
+class Reading:
     """What a batch and a stream have in common; pickled into the tasks."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         check_schema(schema)
         self._options = options
-        self._columns = schema.fieldNames()
+        self._projection = Projection(
+            schema.fieldNames(), _decoder(schema, fail_fast=options.fail_fast), options.fail_on_data_loss
+        )
 
-    def _log(self) -> TopicLog:
+    def logs(self) -> Logs:
         # Not for the tasks, which import this module too: the database floor loads longer than a small range.
-        from eventsql_orchestration.spark.planning import TopicLog  # noqa: PLC0415
+        from eventsql_orchestration.spark.planning import Logs  # noqa: PLC0415
 
-        return TopicLog(self._options)
+        return Logs(self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         # Spark makes up a partition of its own where there is none.
         if not isinstance(partition, Split):
             return iter(())
-        return read_batches(self._options.source, partition.offsets, self._columns)
+        return read_batches(self._options.source, partition.pieces, self._projection)
 
 
-class BatchReader(_Reading, DataSourceReader):
-    """Reads one range. Unless its end is given, that is the newest offset at the time the query is planned."""
-
-    def partitions(self) -> Sequence[InputPartition]:
-        options = self._options
-        with self._log() as log:
-            end = log.end()
-            starting = EARLIEST if options.starting is None else max(EARLIEST, options.starting)
-            ending = end + 1 if options.ending is None else max(EARLIEST, options.ending)
-            for name, offset in (("startingOffsets", starting), ("endingOffsets", ending)):
-                _check_offset(name, offset, options.topic, end)
-            return [Split(offsets) for offsets in log.splits(starting - 1, ending - 1)]
+def _decoder(schema: StructType, *, fail_fast: bool) -> ValueDecoder | None:
+    if "value" not in schema.fieldNames() or not isinstance(schema["value"].dataType, StructType):
+        return None
+    kind = to_arrow_schema(StructType([schema["value"]]), timezone="UTC").field("value").type
+    check_type(kind)
+    return ValueDecoder(kind, fail_fast)
 
 
-class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads a topic as it grows. A stream's offset is the next one to read, as in the option."""
+class BatchReader(Reading, DataSourceReader):
+    """Reads ranges. Unless an end is given, it is the newest offset at the time the query is planned.
+
+    A log only grows at its end, in the order of its offsets: what all tasks read is one snapshot of it.
+    """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         super().__init__(options, schema)
-        self._opened: TopicLog | None = None
-        self._last: int | None = None
+        self._conditions = Conditions()
 
-    def initialOffset(self) -> dict[str, Any]:
-        options, end = self._options, self._open().end()
-        if options.starting is None:
-            return self._offset(end + 1)
-        starting = max(EARLIEST, options.starting)
-        _check_offset("startingOffsets", starting, options.topic, end)
-        return self._offset(starting)
+    def partitions(self) -> Sequence[InputPartition]:
+        conditions = self._conditions
+        with self.logs() as logs:
+            if self._options.claim is not None:
+                claimed = logs.claimed(self._options.claim)
+                conditions, ranges = conditions.with_consumer(claimed.filter), [claimed.offsets]
+            else:
+                extents = {topic: logs.extent(topic) for topic in self._options.topics}
+                ranges = [self._range(logs, lane, extents[lane.topic]) for lane in logs.lanes]
+            wanted = [narrow for each in ranges for narrow in _narrowed(each, conditions, logs)]
+            rows = {offsets.topic: conditions.rows for offsets in wanted}
+            return [Split(pieces) for pieces in logs.tasks(wanted, rows)]
 
-    def getDefaultReadLimit(self) -> ReadLimit:
-        return ReadAllAvailable() if self._options.max_events is None else ReadMaxRows(self._options.max_events)
-
-    def prepareForTriggerAvailableNow(self) -> None:
-        self._last = self._open().end()
-
-    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        log, starting = self._open(), self._next(start)
-        end = log.end() if self._last is None else self._last
-        if end and end + 1 < starting:
-            raise EventSQLError(
-                f"topic {self._options.topic!r} ends at offset {end}, and this stream has read on to {starting}: "
-                "the topic was made anew or restored, begin with a new checkpoint"
-            )
-        upto = max(end, starting - 1)
-        if isinstance(limit, ReadMaxRows):
-            upto = log.offset_of_nth(starting - 1, upto, limit.max_rows) or upto
-        return self._offset(upto + 1)
-
-    def reportLatestOffset(self) -> dict[str, Any]:
-        return self._offset(self._open().end() + 1)
-
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        # A batch that is replayed after a restart is asked for here before anything else.
-        return [Split(offsets) for offsets in self._open().splits(self._next(start) - 1, self._next(end) - 1)]
-
-    def stop(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-
-    def _open(self) -> TopicLog:
-        if self._opened is None:
-            self._opened = self._log()
-        return self._opened
-
-    def _offset(self, following: int) -> dict[str, Any]:
-        return {self._options.topic: {_SHARD: following}}
-
-    def _next(self, offset: dict[str, Any]) -> int:
-        try:
-            return int(offset[self._options.topic][_SHARD])
-        except (KeyError, TypeError, ValueError):
+    def _range(self, logs: Logs, lane: Lane, extent: Extent) -> OffsetRange:
+        options = self._options
+        start, end = logs.start(options.starting, lane, extent), logs.end(options.ending, lane, extent)
+        if end < start and options.starting.given and options.ending.given:
             raise ValidationError(
-                f"option subscribe: the checkpoint is one of {', '.join(offset)}, not of {self._options.topic}"
-            ) from None
+                f"option {options.ending.option}: {end} lies before {options.starting.option}, {start}, of {lane}"
+            )
+        return OffsetRange(lane.topic, lane.partition, start - 1, max(end, start) - 1)
 
 
-def _check_offset(option: str, offset: int, topic: str, end: int) -> None:
-    if offset > end + 1:
-        raise ValidationError(f"option {option}: {offset} is out of range: topic {topic!r} ends at offset {end}")
+class FilteringReader(BatchReader):
+    """Reads only what meets the filters that Spark pushes down."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        self._conditions, left = push(filters)
+        return left
+
+
+def _narrowed(offsets: OffsetRange, conditions: Conditions, logs: Logs) -> list[OffsetRange]:
+    """The part of a range that can meet the conditions, by partitions where they name some."""
+    if conditions.topics is not None and offsets.topic not in conditions.topics:
+        return []
+    after = max(offsets.after, conditions.after)
+    narrow = replace(offsets, after=after, upto=max(after, min(offsets.upto, conditions.upto)))
+    if conditions.partitions is None:
+        return [narrow]
+    if offsets.partition != NOT_PARTITIONED:
+        return [narrow] if offsets.partition in conditions.partitions else []
+    topic = logs.registry.cached_topic(offsets.topic)
+    if not topic.partitioned:
+        return [narrow]
+    return [
+        replace(narrow, partition=partition) for partition in topic.all_partitions if partition in conditions.partitions
+    ]

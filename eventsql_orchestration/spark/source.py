@@ -4,13 +4,21 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Final
+
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from eventsql_orchestration.spark import FORMAT
-from eventsql_orchestration.spark.options import ReadOptions, WriteOptions
-from eventsql_orchestration.spark.reader import BatchReader, StreamReader, read_schema
+from eventsql_orchestration.spark.options import WriteOptions
+from eventsql_orchestration.spark.read_options import ReadOptions, SchemaOptions
+from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, declared_schema
+from eventsql_orchestration.spark.stream import StreamReader
 from eventsql_orchestration.spark.writer import BatchWriter, StreamWriter
+
+_PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
+"""The program in which Spark asks for a reader that it pushes filters to."""
 
 
 class EventSQLDataSource(DataSource):
@@ -20,11 +28,14 @@ class EventSQLDataSource(DataSource):
     def name(cls) -> str:
         return FORMAT
 
-    def schema(self) -> StructType:
-        return read_schema(headers=ReadOptions.wants_headers(self.options))
+    def schema(self) -> StructType | str:
+        return declared_schema(SchemaOptions.parse(self.options))
 
     def reader(self, schema: StructType) -> BatchReader:
-        return BatchReader(ReadOptions.parse(self.options, streaming=False), schema)
+        # Where filters are not to be pushed down, Spark refuses every reader that could take them, and nothing else
+        # than the program that asks says whether they are.
+        kind = FilteringReader if pushes_filters() else BatchReader
+        return kind(ReadOptions.parse(self.options, streaming=False), schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:
         return StreamReader(ReadOptions.parse(self.options, streaming=True), schema)
@@ -34,3 +45,9 @@ class EventSQLDataSource(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
         return StreamWriter(WriteOptions.parse(self.options, streaming=True), schema, overwrite=overwrite)
+
+
+def pushes_filters() -> bool:
+    """Whether this process is one of those in which Spark pushes filters down."""
+    started = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return _PUSHING in sys.modules or getattr(started, "name", None) == _PUSHING

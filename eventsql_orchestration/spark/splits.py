@@ -1,21 +1,56 @@
-"""Divides a range of offsets into ranges that hold about as many events each, without counting them."""
+"""Cutting ranges of offsets into tasks of the same number of events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 PROBES: Final = 256
-"""Parts of a range in which the first and the last event are looked up: 512 steps down an index in one query. Measured
-over a million events: 5 to 10 ms. A gap that is wider than a part is always seen, a smaller one may be."""
+"""Parts of a range in which events are looked for: a gap that is wider than a part is always seen. Measured over a
+million events: 5 to 10 ms."""
 
-EVENTS_PER_SPLIT: Final = 250_000
-"""Events of a task when nobody asked for a number of tasks: less than a second of reading, and several times what Spark
-needs to start one."""
+SAMPLE: Final = 32
+"""Events of each part that are read in the index, to know how dense its offsets are."""
+
+EVENTS_PER_TASK: Final = 250_000
+"""Events of a task when nobody asked for anything: less than a second of reading, and several times what Spark needs to
+start one."""
 
 Bounds = tuple[int, int]
 """`after` exclusive, `upto` inclusive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Offsets from the first to the last event of a part of a log, and how many events are about there."""
+
+    first: int
+    last: int
+    events: int
+
+    @classmethod
+    def estimate(cls, first: int, last: int, sampled: int, upto: int) -> Stretch:
+        """Of a part whose first `sampled` events reach from `first` to `upto`."""
+        return cls(first, last, max(1, (last - first + 1) * sampled // (upto - first + 1)))
+
+    def offset_of(self, event: int) -> int:
+        """The offset before the one at which the stretch has `event` events, which are taken to lie evenly in it."""
+        return self.first - 1 + (self.last - self.first + 1) * event // self.events
+
+
+@dataclass(frozen=True, slots=True)
+class Occupied:
+    """A range of one log, and its stretches that hold events, in order."""
+
+    after: int
+    upto: int
+    stretches: Sequence[Stretch]
+
+    @property
+    def events(self) -> int:
+        return sum(stretch.events for stretch in self.stretches)
 
 
 def equal_parts(after: int, upto: int, parts: int) -> list[Bounds]:
@@ -25,23 +60,47 @@ def equal_parts(after: int, upto: int, parts: int) -> list[Bounds]:
     return list(pairwise(edges))
 
 
-def even_splits(after: int, upto: int, occupied: Sequence[Bounds], splits: int | None) -> list[Bounds]:
-    """A range of offsets in consecutive parts that together are the whole range; none where it holds no event.
+def even_tasks(ranges: Sequence[Occupied], tasks: int) -> list[list[tuple[int, Bounds]]]:
+    """Ranges in at most `tasks` tasks with the same number of events; each has parts of ranges, by their index.
 
-    `occupied` gives the first and last offset of each stretch that holds events, in order; events are taken to lie
-    evenly within one. `splits` is the number of parts wanted, None for one for each `EVENTS_PER_SPLIT` offsets.
+    Together the parts of a range are the whole of it; a range that holds no event has none.
     """
-    total = sum(last - first + 1 for first, last in occupied)
-    if not total:
-        return []
-    splits = min(splits or -(-total // EVENTS_PER_SPLIT), total)
-    edges = [after]
-    passed, stretch = 0, iter(occupied)
-    first, last = next(stretch)
-    for split in range(1, splits):
-        wanted = total * split // splits
-        while passed + last - first + 1 < wanted:
-            passed += last - first + 1
-            first, last = next(stretch)
-        edges.append(first + wanted - passed - 1)
-    return list(zip(edges, [*edges[1:], upto], strict=True))
+    total = sum(each.events for each in ranges)
+    tasks = min(tasks, total)
+    found: list[list[tuple[int, Bounds]]] = [[] for _ in range(tasks)]
+    task = before = 0
+    for index, each in enumerate(ranges):
+        if not each.events:
+            continue
+        while total * (task + 1) // tasks <= before:
+            task += 1
+        start, shares = task, []
+        while (share := total * (task + 1) // tasks - before) < each.events:
+            shares.append(share)
+            task += 1
+        for number, bounds in enumerate(pairwise([each.after, *_edges(each, shares), each.upto]), start):
+            found[number].append((index, bounds))
+        before += each.events
+    return [parts for parts in found if parts]
+
+
+def _edges(occupied: Occupied, wanted: Sequence[int]) -> Iterator[int]:
+    """The offsets up to which a range holds each of the growing numbers of events."""
+    passed, stretches = 0, iter(occupied.stretches)
+    stretch = next(stretches)
+    for events in wanted:
+        while passed + stretch.events < events:
+            passed += stretch.events
+            stretch = next(stretches)
+        yield stretch.offset_of(events - passed)
+
+
+def shares(waiting: Sequence[int], most: int) -> list[int]:
+    """How many of so many waiting events each gets, at most `most` together: nobody more than another that has more."""
+    given = [0] * len(waiting)
+    left = most
+    order = sorted(range(len(waiting)), key=waiting.__getitem__)
+    for place, index in enumerate(order):
+        given[index] = min(waiting[index], left // (len(order) - place))
+        left -= given[index]
+    return given

@@ -90,9 +90,10 @@ class _Writing:
         query = None if context is None else context.getLocalProperty(_QUERY_ID)
         return Staged(stage(self._options.source, self._encoder, iterator), query)
 
-    def _publish(self, writer: str, batch: int, messages: Sequence[Staged]) -> None:
+    def _publish(self, writer: str, batch: int, messages: Sequence[Staged], *, replayed: bool = False) -> None:
+        attempts = [message.attempt for message in messages]
         with self._publications() as publications:
-            publications.publish(writer, batch, [message.attempt for message in messages], self._claim)
+            publications.publish(writer, batch, attempts, self._claim, replayed=replayed)
 
     def _discard(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         with self._publications() as publications:
@@ -121,7 +122,7 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         staged = _staged(messages)
         writer = self._options.writer or next((message.query for message in staged if message.query), None)
         if writer is not None:
-            self._publish(writer, batchId, staged)
+            self._publish(writer, batchId, staged, replayed=True)
         elif any(message.attempt.events for message in staged):
             raise ConfigurationError("option writerId is missing: Spark does not say which streaming query this is")
 

@@ -116,6 +116,10 @@ def test_a_role_without_rights_on_the_database_migrates_a_schema_that_was_made_f
             connection.execute("DROP ROLE tenant")
 
 
+def test_the_newest_revision_is_the_one_that_the_package_names() -> None:
+    assert migrations.scripts().get_heads() == [migrations.HEAD]
+
+
 def test_only_revisions_of_this_package_are_known() -> None:
     assert migrations.known(migrations.head())
     assert not migrations.known("9999")

@@ -6,6 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+_SERVICE = """
+import sys
+from eventsql_orchestration import EventSQL
+with EventSQL(sys.argv[1]) as platform:
+    platform.registry.topics()
+slow = {"alembic", "mako", "pydantic", "pydantic_settings"}
+loaded = sorted(slow & {name.partition(".")[0] for name in sys.modules})
+assert not loaded, loaded
+print("clean")
+"""
+
 _REPORT = """
 import sys, threading
 before = threading.active_count()
@@ -18,15 +29,29 @@ print("clean")
 """
 
 
+REPOSITORY = Path(__file__).parents[2]
+
+
 def test_the_package_loads_neither_spark_nor_dagster_and_starts_nothing(tmp_path: Path) -> None:
-    repository = Path(__file__).parents[2]
     (tmp_path / "eventsql.toml").write_text("not toml")
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"import sys; sys.path.insert(0, {str(repository)!r})\n{_REPORT}"],
-        cwd=tmp_path,
+    ended = _run(tmp_path, _REPORT)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "clean\n", "")
+
+
+def test_a_service_on_a_schema_that_is_current_loads_no_migrations_and_no_settings(tmp_path: Path, dsn: str) -> None:
+    ended = _run(tmp_path, _SERVICE, dsn)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "clean\n", "")
+
+
+def _run(directory: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            sys.executable, "-W", "error", "-c",
+            f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n{program}", *arguments,
+        ],
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "clean\n", "")
+    )  # fmt: skip

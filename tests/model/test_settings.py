@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.settings import DEFAULT_SCHEMA, Settings
+from eventsql_orchestration.rules import DEFAULT_SCHEMA
+from eventsql_orchestration.settings import Settings
 
 
 @pytest.fixture(autouse=True)

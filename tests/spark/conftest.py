@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
 
@@ -28,6 +29,33 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session.sparkContext.setLogLevel("OFF")
     yield session
     session.stop()
+
+
+@pytest.fixture
+def publish(platform: EventSQL) -> Callable[..., None]:
+    """Publishes events, some without key or metadata: `publish(5, first=10)`, to another topic with `topic=`."""
+
+    def some(events: int, *, topic: str = "orders", first: int = 0) -> None:
+        platform.publisher.publish_all(
+            Publication(
+                topic,
+                f"válue {number}".encode() + bytes([number % 256]),
+                key=None if number % 5 == 0 else f"kéy-{number % 7}",
+                metadata={} if number % 3 == 0 else {"source": "wéb", "number": str(number), "": '\\"{}'},
+            )
+            for number in range(first, first + events)
+        )
+        platform.transfer.run_once()
+
+    return some
+
+
+@pytest.fixture
+def orders(platform: EventSQL, publish: Callable[..., None]) -> str:
+    """A topic of 1,000 events over 4 partitions."""
+    platform.registry.register_topic(Topic("orders", partitions=4))
+    publish(1_000)
+    return "orders"
 
 
 @pytest.fixture

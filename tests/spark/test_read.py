@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -17,11 +15,13 @@ from hypothesis import strategies as st
 from psycopg import sql
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql.datasource import InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.errors import (
+    ClaimLostError,
     ConfigurationError,
     DatabaseError,
     DatabaseUnavailableError,
@@ -31,37 +31,16 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.spark import FORMAT, eventsql_error, range_options
-from eventsql_orchestration.spark.batches import TYPES, read_batches
+from eventsql_orchestration.spark import eventsql_error, range_options
+from eventsql_orchestration.spark.batches import TYPES, Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.reader import COLUMNS, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
-from eventsql_orchestration.spark.splits import EVENTS_PER_SPLIT, equal_parts, even_splits
+from eventsql_orchestration.spark.splits import Occupied, Stretch, equal_parts, even_tasks, shares
 
 Read = Callable[..., DataFrame]
 
 ALL = read_schema(headers=True)
-
-
-@pytest.fixture
-def orders(platform: EventSQL) -> str:
-    """A topic of 1,000 events over 4 partitions, some without key or metadata."""
-    platform.registry.register_topic(Topic("orders", partitions=4))
-    publish(platform, 1_000)
-    return "orders"
-
-
-def publish(platform: EventSQL, events: int, *, topic: str = "orders", first: int = 0) -> None:
-    platform.publisher.publish_all(
-        Publication(
-            topic,
-            f"válue {number}".encode() + bytes([number % 256]),
-            key=None if number % 5 == 0 else f"kéy-{number % 7}",
-            metadata={} if number % 3 == 0 else {"source": "wéb", "number": str(number), "": '\\"{}'},
-        )
-        for number in range(first, first + events)
-    )
-    platform.transfer.run_once()
 
 
 def rows_of(platform: EventSQL, topic: str, **wanted: Any) -> list[Row]:
@@ -86,9 +65,12 @@ def in_order(frame: DataFrame) -> list[Row]:
 
 def splits_of(dsn: str, topic: str, **options: object) -> list[OffsetRange]:
     given = {"dsn": dsn, "subscribe": topic, **{name: str(value) for name, value in options.items()}}
-    splits = EventSQLDataSource(given).reader(ALL).partitions()
-    assert all(isinstance(split, Split) for split in splits)
-    return [split.offsets for split in splits if isinstance(split, Split)]
+    return ranges_of(EventSQLDataSource(given).reader(ALL).partitions())
+
+
+def ranges_of(splits: Sequence[InputPartition]) -> list[OffsetRange]:
+    """The range of each split; of one of several, each."""
+    return [piece.offsets for split in splits if isinstance(split, Split) for piece in split.pieces]
 
 
 # Batches
@@ -144,13 +126,13 @@ def test_only_the_columns_asked_for_are_fetched(dsn: str, orders: str) -> None:
                 "eventsql",
                 "the database",
             )
-            wanted = OffsetRange(orders, NOT_PARTITIONED, 0, 10)
+            wanted = [Piece(OffsetRange(orders, NOT_PARTITIONED, 0, 10), 1)]
             for columns in (["key", "offset"], ["topic"], ["offset", "topic"]):
-                (batch,) = read_batches(limited, wanted, columns)
+                (batch,) = read_batches(limited, wanted, Projection(columns))
                 assert batch.schema.names == columns
                 assert batch.num_rows == 10
             with pytest.raises(DatabaseError, match="permission denied"):
-                list(read_batches(limited, wanted, ["key", "value"]))
+                list(read_batches(limited, wanted, Projection(["key", "value"])))
         finally:
             connection.execute(sql.SQL("DROP OWNED BY {}").format(role))
             connection.execute(sql.SQL("DROP ROLE {}").format(role))
@@ -163,19 +145,36 @@ def test_arrow_types_are_those_that_spark_insists_on() -> None:
 
 
 def test_events_that_come_while_a_query_is_planned_belong_to_the_next(
-    platform: EventSQL, dsn: str, orders: str
+    publish: Callable[..., None], dsn: str, orders: str
 ) -> None:
     splits = splits_of(dsn, orders, numPartitions=4)
-    publish(platform, 10, first=1_000)
+    publish(10, first=1_000)
     assert splits[-1].upto == 1_000
     assert splits_of(dsn, orders)[-1].upto == 1_010
 
 
-def test_splits_are_even_over_events_and_not_over_offsets(platform: EventSQL, dsn: str, orders: str) -> None:
+def test_splits_are_even_where_offsets_are_rare(
+    platform: EventSQL, publish: Callable[..., None], dsn: str, orders: str
+) -> None:
+    # Every id of the second half is followed by 99 that were given out in vain.
+    with platform.database.connection() as connection:
+        connection.execute("ALTER SEQUENCE eventsql.orders_event_eql_id_seq INCREMENT BY 100")
+    publish(1_000, first=1_000)
+    counts = [
+        platform.reader.count(orders, after=split.after, upto=split.upto)
+        for split in splits_of(dsn, orders, numPartitions=8)
+    ]
+    assert sum(counts) == 2_000
+    assert max(counts) <= 2_000 / 8 * 1.1
+
+
+def test_splits_are_even_over_events_and_not_over_offsets(
+    platform: EventSQL, publish: Callable[..., None], dsn: str, orders: str
+) -> None:
     # A third of the events after a gap that is far wider than all of them.
     with platform.database.connection() as connection:
         connection.execute("ALTER SEQUENCE eventsql.orders_event_eql_id_seq RESTART WITH 5000000000")
-    publish(platform, 500, first=1_000)
+    publish(500, first=1_000)
     splits = splits_of(dsn, orders, numPartitions=6)
     assert [split.after for split in splits[1:]] == [split.upto for split in splits[:-1]]
     assert (splits[0].after, splits[-1].upto) == (0, platform.reader.end(orders))
@@ -188,20 +187,37 @@ occupied_stretches = st.lists(st.integers(min_value=1, max_value=10**7), unique=
 )
 
 
-@given(occupied=occupied_stretches, splits=st.one_of(st.none(), st.integers(1, 50)), slack=st.integers(0, 1_000))
-def test_splits_cover_a_range_exactly(occupied: list[tuple[int, int]], splits: int | None, slack: int) -> None:
-    upto = (occupied[-1][1] if occupied else 0) + slack
-    parts = even_splits(0, upto, occupied, splits)
-    if not occupied:
-        assert parts == []
-        return
-    assert parts[0][0] == 0
-    assert parts[-1][1] == upto
-    assert all(before[1] == after[0] for before, after in pairwise(parts))
-    events = sum(last - first + 1 for first, last in occupied)
-    held = [sum(max(0, min(last, high) - max(first, low + 1) + 1) for first, last in occupied) for low, high in parts]
-    assert len(parts) == min(splits or -(-events // EVENTS_PER_SPLIT), events)
-    assert max(held) - min(held) <= 1
+@given(ranges=st.lists(occupied_stretches, max_size=4), tasks=st.integers(1, 50), slack=st.integers(0, 1_000))
+def test_tasks_cover_ranges_exactly_and_evenly(ranges: list[list[tuple[int, int]]], tasks: int, slack: int) -> None:
+    occupied = [
+        Occupied(0, (found[-1][1] if found else 0) + slack, [Stretch(low, high, high - low + 1) for low, high in found])
+        for found in ranges
+    ]
+    cut = even_tasks(occupied, tasks)
+    for index, (each, found) in enumerate(zip(occupied, ranges, strict=True)):
+        parts = [bounds for task in cut for number, bounds in task if number == index]
+        assert bool(parts) == bool(found)
+        if parts:
+            assert (parts[0][0], parts[-1][1]) == (0, each.upto)
+            assert all(before[1] == after[0] for before, after in pairwise(parts))
+    held = [
+        sum(
+            max(0, min(last, high) - max(first, low + 1) + 1)
+            for index, (low, high) in task
+            for first, last in ranges[index]
+        )
+        for task in cut
+    ]
+    assert len(cut) == min(tasks, sum(each.events for each in occupied))
+    assert not held or max(held) - min(held) <= 1
+
+
+@given(waiting=st.lists(st.integers(0, 1_000), min_size=1, max_size=20), most=st.integers(20, 5_000))
+def test_a_limit_is_shared_and_never_exceeded(waiting: list[int], most: int) -> None:
+    given_to = shares(waiting, most)
+    assert sum(given_to) == min(most, sum(waiting))
+    assert all(part <= there for part, there in zip(given_to, waiting, strict=True))
+    assert all(part > 0 for part, there in zip(given_to, waiting, strict=True) if there)
 
 
 @given(after=st.integers(0, 1_000), width=st.integers(0, 1_000), parts=st.integers(1, 300))
@@ -217,6 +233,27 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"assign": '{"orders": [0]}'}, ConfigurationError, "option assign cannot be used here: subscribe is given"),
+        ({"subscribe": None, "assign": '{"orders": 0}'}, ValidationError, "option assign: .* list of partitions"),
+        ({"subscribe": None, "assign": '{"orders": [7]}'}, PartitionOutOfRangeError, "partitions 0 to 3"),
+        ({"subscribe": None, "assign": "orders"}, ValidationError, "option assign is not a JSON object"),
+        ({"startingOffsets": '{"rides": 5}'}, ValidationError, "option startingOffsets: topic 'rides' is not read"),
+        ({"startingOffsets": '{"orders": {"0": 5}}'}, ValidationError, "startingOffsets: .* lacks partition 1, 2, 3"),
+        ({"startingOffsets": "1", "startingTimestamp": "5"}, ConfigurationError, "option startingTimestamp cannot"),
+        ({"startingTimestamp": "yesterday"}, ValidationError, "option startingTimestamp: 'yesterday' is no time"),
+        ({"startingTimestamp": "2026-01-01T00:00:00"}, ValidationError, "option startingTimestamp: .* is no time"),
+        (
+            {"startingTimestamp": "9999999999999"},
+            ValidationError,
+            "option startingTimestamp: topic 'orders' has no event",
+        ),
+        ({"endingOffsetsByTimestamp": "7"}, ValidationError, "option endingOffsetsByTimestamp is not a JSON object"),
+        ({"failOnDataLoss": "perhaps"}, ValidationError, "option failOnDataLoss: 'perhaps'"),
+        ({"mode": "DROPMALFORMED"}, ValidationError, "option mode: 'dropmalformed' is not known"),
+        ({"consumer": "mailer"}, ConfigurationError, "option consumer cannot be used here: it is for streams"),
+        ({"numPartitions": "2", "minPartitions": "2"}, ConfigurationError, "option numPartitions cannot be used here"),
+        ({"claim": "1"}, ConfigurationError, "option subscribe cannot be used here: the claim says"),
+        ({"subscribe": None, "claim": "1"}, ClaimLostError, "option claim: there is no claim 1"),
         ({"dsn": None}, ConfigurationError, "option dsn is missing"),
         ({"dsn": "mysql://host/db"}, ConfigurationError, "must be PostgreSQL"),
         ({"schema": "No Schema"}, ConfigurationError, "schema"),
@@ -225,7 +262,7 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"subscribe": "nothing"}, TopicNotFoundError, "'nothing' does not exist"),
         ({"startingOffset": "5"}, ConfigurationError, "startingoffset is not known: is startingOffsets meant"),
         ({"startingOffsets": "five"}, ValidationError, "option startingOffsets: 'five' is not a number"),
-        ({"startingOffsets": "latest"}, ValidationError, "option startingOffsets: 'latest'"),
+        ({"startingOffsets": "latest"}, ValidationError, "option startingOffsets: 'latest' is for streams"),
         ({"startingOffsets": "-2"}, ValidationError, "option startingOffsets: -2 is out of range"),
         ({"startingOffsets": "1002"}, ValidationError, "option startingOffsets: 1002 is out of range.*at offset 1000"),
         ({"endingOffsets": "earliest"}, ValidationError, "option endingOffsets: 'earliest'"),
@@ -270,7 +307,7 @@ def test_the_options_can_be_had_without_loading_spark() -> None:
     ("schema", "message"),
     [
         (StructType([StructField("id", LongType())]), "no column 'id', there are key, value"),
-        (StructType([StructField("value", StringType())]), "column 'value' is binary, not string"),
+        (StructType([StructField("value", StringType())]), r"column 'value' is binary \(or a struct, .*\), not string"),
         (StructType([StructField("offset", LongType(), nullable=False)]), "column 'offset' is nullable"),
         (StructType([]), "ask for at least one of the columns"),
     ],
@@ -285,7 +322,7 @@ def test_the_error_of_this_package_can_be_had_from_spark_s(orders: str, read: Re
         read(orders, startingOffsets="five").collect()
     error = eventsql_error(failure.value)
     assert isinstance(error, ValidationError)
-    assert error.message == "option startingOffsets: 'five' is not a number: take an offset or earliest"
+    assert error.message == "option startingOffsets: 'five' is not a number: take an offset, earliest or latest"
     assert eventsql_error(RuntimeError("of another kind")) is None
 
 
@@ -294,7 +331,7 @@ def test_a_server_that_goes_away_in_mid_read_is_said_to(platform: EventSQL, dsn:
     platform.publisher.publish_all(Publication("wide", bytes(1_000_000)) for _ in range(50))
     platform.transfer.run_once()
     source = Source(dsn, "eventsql", "the database")
-    batches = read_batches(source, OffsetRange("wide", NOT_PARTITIONED, 0, 50), ["value"])
+    batches = read_batches(source, [Piece(OffsetRange("wide", NOT_PARTITIONED, 0, 50), 1)], Projection(["value"]))
     next(batches)
     with platform.database.connection() as connection:
         connection.execute(
@@ -311,117 +348,3 @@ def test_no_plan_shows_the_password(dsn: str, orders: str, read: Read, spark: Sp
     frame = read(orders)
     assert password not in frame._jdf.queryExecution().toString()
     assert password not in repr(EventSQLDataSource({"dsn": dsn, "subscribe": orders}).reader(ALL).__dict__)
-
-
-# Streams
-
-
-def drain(frame: DataFrame, checkpoint: Path, sink: Path) -> list[dict[str, Any]]:
-    """Run a stream until it has read all there is; gives the progress of its batches."""
-    query = (
-        frame.writeStream.format("json")
-        .option("path", str(sink))
-        .option("checkpointLocation", str(checkpoint))
-        .trigger(availableNow=True)
-        .start()
-    )
-    try:
-        assert query.awaitTermination(200)
-        return [json.loads(progress.json) for progress in query.recentProgress if progress.numInputRows]
-    finally:
-        query.stop()
-
-
-def stream_of(spark: SparkSession, dsn: str, topic: str, **options: object) -> DataFrame:
-    given = {"dsn": dsn, "subscribe": topic, **{name: str(value) for name, value in options.items()}}
-    return spark.readStream.format(FORMAT).schema("offset long, partition int").options(**given).load()
-
-
-def offsets_in(spark: SparkSession, sink: Path) -> list[int]:
-    return sorted(row.offset for row in spark.read.schema("offset long").json(str(sink)).collect())
-
-
-def test_a_stream_that_restarts_reads_exactly_what_is_missing(
-    *, spark: SparkSession, platform: EventSQL, dsn: str, orders: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    sink = tmp_path / "sink"
-    frame = stream_of(spark, dsn, orders, startingOffsets=101, maxOffsetsPerTrigger=400, numPartitions=2)
-    assert [batch["numInputRows"] for batch in drain(frame, checkpoint, sink)] == [400, 400, 100]
-    publish(platform, 50, first=1_000)
-    (batch,) = drain(stream_of(spark, dsn, orders, numPartitions=2), checkpoint, sink)
-    assert batch["sources"][0]["startOffset"] == {orders: {"0": 1_001}}
-    assert batch["sources"][0]["endOffset"] == {orders: {"0": 1_051}}
-    assert offsets_in(spark, sink) == list(range(101, 1_051))
-
-
-def test_a_stream_of_one_partition_counts_its_events_alone(platform: EventSQL, dsn: str, orders: str) -> None:
-    given = {"dsn": dsn, "subscribe": orders, "partition": "1", "startingOffsets": "earliest"}
-    reader = EventSQLDataSource({**given, "maxOffsetsPerTrigger": "30"}).streamReader(ALL)
-    start = reader.initialOffset()
-    end = reader.latestOffset(start, reader.getDefaultReadLimit())
-    splits = [split.offsets for split in reader.partitions(start, end) if isinstance(split, Split)]
-    assert start == {orders: {"0": 1}}
-    assert sum(platform.reader.count(orders, after=s.after, upto=s.upto, partition=1) for s in splits) == 30
-    assert {split.partition for split in splits} == {1}
-    reader.stop()
-
-
-def test_a_stream_starts_at_the_end_unless_told_otherwise(platform: EventSQL, dsn: str, orders: str) -> None:
-    reader = EventSQLDataSource({"dsn": dsn, "subscribe": orders}).streamReader(ALL)
-    start = reader.initialOffset()
-    assert start == {orders: {"0": 1_001}}
-    assert reader.latestOffset(start, reader.getDefaultReadLimit()) == start
-    assert reader.partitions(start, start) == []
-    publish(platform, 3, first=1_000)
-    assert reader.latestOffset(start, reader.getDefaultReadLimit()) == {orders: {"0": 1_004}}
-    assert reader.reportLatestOffset() == {orders: {"0": 1_004}}
-    reader.stop()
-
-
-def test_a_stream_to_now_stops_at_what_was_there_when_it_began(platform: EventSQL, dsn: str, orders: str) -> None:
-    reader = EventSQLDataSource({"dsn": dsn, "subscribe": orders, "startingOffsets": "earliest"}).streamReader(ALL)
-    start = reader.initialOffset()
-    reader.prepareForTriggerAvailableNow()
-    publish(platform, 3, first=1_000)
-    assert reader.latestOffset(start, reader.getDefaultReadLimit()) == {orders: {"0": 1_001}}
-    reader.stop()
-
-
-def test_a_stream_whose_topic_was_made_anew_stops(platform: EventSQL, dsn: str, orders: str) -> None:
-    reader = EventSQLDataSource({"dsn": dsn, "subscribe": orders}).streamReader(ALL)
-    start = reader.initialOffset()
-    platform.registry.unregister_topic(orders, force=True)
-    platform.registry.register_topic(Topic(orders, partitions=4))
-    publish(platform, 3)
-    with pytest.raises(EventSQLError, match="ends at offset 3, and this stream has read on to 1001"):
-        reader.latestOffset(start, reader.getDefaultReadLimit())
-    reader.stop()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"endingOffsets": "5"}, ConfigurationError, "option endingOffsets cannot be used here"),
-        ({"startingOffsets": "2000"}, ValidationError, "option startingOffsets: 2000 is out of range"),
-        ({"maxOffsetsPerTrigger": "0"}, ValidationError, "option maxOffsetsPerTrigger: 0 is out of range"),
-    ],
-)
-def test_a_bad_option_of_a_stream_is_named(
-    dsn: str, orders: str, options: dict[str, str], error: type[EventSQLError], message: str
-) -> None:
-    def first_offset() -> None:
-        reader = EventSQLDataSource({"dsn": dsn, "subscribe": orders, **options}).streamReader(ALL)
-        try:
-            reader.initialOffset()
-        finally:
-            reader.stop()
-
-    with pytest.raises(error, match=message):
-        first_offset()
-
-
-def test_a_checkpoint_of_another_topic_is_refused(dsn: str, orders: str) -> None:
-    reader = EventSQLDataSource({"dsn": dsn, "subscribe": orders}).streamReader(ALL)
-    with pytest.raises(ValidationError, match="the checkpoint is one of rides, not of orders"):
-        reader.partitions({"rides": {"0": 1}}, {"rides": {"0": 2}})
-    reader.stop()

@@ -4,40 +4,49 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType, _parse_datatype_string
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConfigurationError,
+    DatabaseBusyError,
     DatabaseError,
     EventSQLError,
     InvalidNameError,
     InvalidPublicationError,
     PartitionOutOfRangeError,
+    RedefinitionError,
     TopicNotFoundError,
     ValidationError,
 )
+from eventsql_orchestration.log import encoding
 from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.partitioner import partition_of_key
+from eventsql_orchestration.log.partitioner import default_partition, partition_of_key
 from eventsql_orchestration.spark import FORMAT, eventsql_error, range_options
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.publication import ORPHANED_AFTER_HOURS, Publications
 from eventsql_orchestration.spark.source import EventSQLDataSource
-from eventsql_orchestration.spark.staging import Attempt, Encoder, stage
+from eventsql_orchestration.spark.staging import BLOCK_BYTES, Attempt, Encoder, stage, unpack
 
 Read = Callable[..., DataFrame]
 Write = Callable[..., None]
@@ -141,12 +150,60 @@ def test_keys_choose_the_partition_that_the_publisher_chooses(
     assert all(len(partitions) == 1 for partitions in of_key.values())
 
 
-def test_events_without_a_key_are_spread(platform: EventSQL) -> None:
-    encoder = Encoder({"orders": 4}, "orders", {})
-    staged, counts = encoder.encode(pa.record_batch({"value": [b""] * 400}), uuid.uuid4(), 0)
-    assert counts == {"orders": 400}
-    assert all(count > 40 for count in Counter(staged.column("eql_partition").to_pylist()).values())
-    assert set(staged.column("eql_partition").to_pylist()) == {0, 1, 2, 3}
+def test_events_without_a_key_are_spread(platform: EventSQL, source: Source) -> None:
+    attempt = stage(source, Encoder({"orders": 4}, "orders", {}), [pa.record_batch({"value": [b""] * 400})])
+    assert attempt.events == {"orders": 400}
+    with Publications(source) as publications:
+        publications.publish("writer", 0, [attempt])
+    platform.transfer.run_once()
+    counts = Counter(event.partition for event in platform.reader.read("orders"))
+    assert set(counts) == {0, 1, 2, 3}
+    assert all(count > 40 for count in counts.values())
+
+
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from(["orders", "plain"]),
+            st.binary(max_size=40),
+            st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
+            st.dictionaries(st.text("ab", max_size=2), st.text('cé"', max_size=3), max_size=2),
+        ),
+        max_size=20,
+    ),
+    skipped=st.integers(0, 3),
+)
+def test_a_block_is_encoded_as_the_publisher_encodes_events(
+    rows: list[tuple[str, bytes, str | None, dict[str, str]]], skipped: int
+) -> None:
+    partitions = {"orders": 4, "plain": -1}
+    columns = {
+        "topic": pa.array([topic for topic, *_ in rows], pa.string()),
+        "value": pa.array([value for _, value, *_ in rows], pa.binary()),
+        # A partition is given where the publisher would draw one.
+        "partition": pa.array(
+            [1 if key is None and topic == "orders" else None for topic, _, key, _ in rows], pa.int32()
+        ),
+        "key": pa.array([key for _, _, key, _ in rows], pa.string()),
+        "headers": pa.array([list(headers.items()) for *_, headers in rows], pa.map_(pa.string(), pa.string())),
+    }
+    block = Encoder(partitions, None, {"run": "7"}).encode(pa.record_batch(columns).slice(skipped))
+    expected = b""
+    for topic, value, key, headers in rows[skipped:]:
+        event = Publication(topic, value, key=key, metadata={**headers, "run": "7"})
+        partition = 1 if key is None and topic == "orders" else default_partition(event, partitions[topic])
+        expected += encoding.buffer_prefix(topic) + encoding.encode(event, partition)
+    assert block.rows == expected
+    assert unpack(block.pack()) == expected
+    assert block.events.total() == len(rows[skipped:])
+
+
+def test_a_batch_that_is_large_becomes_several_blocks() -> None:
+    value = random.randbytes(BLOCK_BYTES // 10)
+    blocks = list(Encoder({"plain": -1}, "plain", {}).blocks(pa.record_batch({"value": [value] * 25})))
+    assert len(blocks) == 3
+    assert sum(block.events.total() for block in blocks) == 25
+    assert all(len(block.rows) < BLOCK_BYTES * 1.2 for block in blocks)
 
 
 # Once
@@ -234,7 +291,7 @@ def test_a_publication_that_lacks_staged_events_fails_whole(platform: EventSQL, 
     encoder = Encoder({"orders": 4}, "orders", {})
     whole, lost = stage(source, encoder, [events(3)]), Attempt(uuid.uuid4(), {"orders": 2})
     with Publications(source) as publications:
-        with pytest.raises(DatabaseError, match="staged 2 events and 0 are there"):
+        with pytest.raises(DatabaseError, match="staged 2 events, and they are not all there"):
             publications.publish("writer", 0, [whole, lost])
         assert values_in(platform, "orders") == []
         assert publications_in(platform) == []
@@ -248,6 +305,55 @@ def test_a_topic_that_is_deleted_meanwhile_stops_the_publication(platform: Event
     with Publications(source) as publications, pytest.raises(TopicNotFoundError, match="'fares' was deleted"):
         publications.publish("writer", 0, [attempt])
     assert publications_in(platform) == []
+
+
+def test_a_topic_that_is_redefined_meanwhile_stops_the_publication(platform: EventSQL, source: Source) -> None:
+    attempt = stage(source, Encoder({"fares": 3}, "fares", {}), [events(200)])
+    platform.registry.register_topic(Topic("fares", partitions=7))
+    with Publications(source) as publications:
+        with pytest.raises(RedefinitionError, match="'fares' was redefined"):
+            publications.publish("writer", 0, [attempt])
+        publications.discard([attempt])
+    assert publications_in(platform) == []
+    assert values_in(platform, "fares") == []
+
+
+def test_a_publication_under_way_keeps_its_topics_as_they_are(platform: EventSQL, source: Source) -> None:
+    attempt = stage(source, Encoder({"fares": 3}, "fares", {}), [events(200)])
+    with Publications(source) as publications:
+        check, redefined = publications._check_topics, threading.Event()
+
+        def redefine_after_the_check(connection: Connection, attempts: Sequence[Attempt]) -> None:
+            check(connection, attempts)
+            other.start()
+            with platform.database.connection() as watching:
+                await_a_waiting_lock(watching)
+            assert not redefined.is_set()
+
+        def redefine() -> None:
+            with EventSQL(source.dsn, transfer=False) as another, suppress(RedefinitionError, DatabaseBusyError):
+                another.registry.register_topic(Topic("fares", partitions=7))
+                redefined.set()
+
+        other = threading.Thread(target=redefine)
+        publications._check_topics = redefine_after_the_check  # type: ignore[method-assign]
+        assert publications.publish("writer", 0, [attempt])
+        other.join()
+    platform.transfer.run_once()
+    assert {event.partition for event in platform.reader.read("fares")} == {0, 1, 2}
+    assert platform.registry.topic("fares").partitions == 3
+
+
+def await_a_waiting_lock(connection: Connection) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        row = connection.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        ).fetchone()
+        if row is not None and row[0]:
+            return
+        time.sleep(0.01)
+    raise AssertionError("nobody waits for a lock")
 
 
 # Claims: consume, transform, publish
@@ -497,3 +603,23 @@ def test_a_writer_with_a_name_outlives_its_checkpoint(
         run(spark, dsn, tmp_path / checkpoint, writerId="copy")
     assert in_numbers(values_in(platform, "fares")) == list(range(40))
     assert publications_in(platform) == [("copy", 0, 40)]
+
+
+def test_a_checkpoint_that_plans_other_batches_is_refused_instead_of_losing_events(
+    spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
+) -> None:
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(30))
+    platform.transfer.run_once()
+    run(spark, dsn, tmp_path / "first", writerId="copy")
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(30, 35))
+    platform.transfer.run_once()
+    # Without its checkpoint the stream's batch 0 has the new events too, and they were published by nobody.
+    with pytest.raises(PySparkException) as failure:
+        run(spark, dsn, tmp_path / "second", writerId="copy")
+    error = eventsql_error(failure.value)
+    assert isinstance(error, ConfigurationError)
+    assert "was published before with 30 events, and has 35 now" in error.message
+    assert publications_in(platform) == [("copy", 0, 30)]
+    assert staged_in(platform) == 0
+    run(spark, dsn, tmp_path / "first", writerId="copy")
+    assert in_numbers(values_in(platform, "fares")) == list(range(35))

@@ -1,73 +1,29 @@
--- offset_of_nth -- The offset of the n-th event after an offset, if there are as many; `skip` is n - 1.
-SELECT eql_id
-FROM {schema}.{event_table}
-WHERE eql_id > %(after)s AND eql_id <= %(upto)s
-ORDER BY eql_id
-OFFSET %(skip)s
-LIMIT 1;
-
--- offset_of_nth_in_partition -- The same in one partition.
-SELECT eql_id
-FROM {schema}.{event_table}
-WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
-ORDER BY eql_id
-OFFSET %(skip)s
-LIMIT 1;
-
--- occupied -- The first and the last offset within each of the given ranges that holds an event.
-SELECT first.eql_id, last.eql_id
-FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) AS wanted (after, upto)
-CROSS JOIN LATERAL (
-    SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_id > wanted.after AND eql_id <= wanted.upto
-    ORDER BY eql_id
-    LIMIT 1
-) first
-CROSS JOIN LATERAL (
-    SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_id > wanted.after AND eql_id <= wanted.upto
-    ORDER BY eql_id DESC
-    LIMIT 1
-) last
-ORDER BY first.eql_id;
-
--- occupied_in_partition -- The same in one partition.
-SELECT first.eql_id, last.eql_id
-FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) AS wanted (after, upto)
-CROSS JOIN LATERAL (
-    SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > wanted.after AND eql_id <= wanted.upto
-    ORDER BY eql_id
-    LIMIT 1
-) first
-CROSS JOIN LATERAL (
-    SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > wanted.after AND eql_id <= wanted.upto
-    ORDER BY eql_id DESC
-    LIMIT 1
-) last
-ORDER BY first.eql_id;
-
 -- record_publication -- Becomes the one publication of a writer's batch, or finds that there was one.
 INSERT INTO {schema}.spark_publication (eql_writer, eql_batch, eql_events)
 VALUES (%(writer)s, %(batch)s, %(events)s)
 ON CONFLICT DO NOTHING;
 
+-- published -- How many events a writer published as a batch.
+SELECT eql_events FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
+
 -- known_topics -- Those of the given topics that exist.
 SELECT eql_name FROM {schema}.topic WHERE eql_name = ANY (%(topics)s);
 
--- publish_attempt -- The staged events of one attempt into the buffer, in their order.
-INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
-SELECT eql_topic, eql_partition, eql_key, eql_value, eql_metadata
+-- staged_blocks -- The blocks of one attempt in their order: the position of the first event, and their number.
+SELECT eql_position, (eql_metadata->>'events')::bigint
 FROM {schema}.spark_staged_event
 WHERE eql_attempt = %(attempt)s
 ORDER BY eql_position;
 
--- delete_attempts -- The staged events of attempts that were published or given up.
+-- staged_block -- One block.
+SELECT eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;
+
+-- delete_attempts -- The staged blocks of attempts that were published or given up.
 DELETE FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s);
 
--- delete_orphans -- The staged events of attempts that nobody published or gave up.
--- By the newest event of each: an attempt that takes longer than that goes on staging. A concurrent sweep that has them
+-- delete_orphans -- The staged blocks of attempts that nobody published or gave up.
+-- Reads the table without its values, one row for some megabytes of events.
+-- By the newest block of each: an attempt that takes longer than that goes on staging. A concurrent sweep that has them
 -- already is left alone.
 DELETE FROM {schema}.spark_staged_event
 WHERE (eql_attempt, eql_position) IN (

@@ -1,0 +1,102 @@
+"""Driver utilisation: Spark sums up how long each driver drove on each day, and publishes the sums as events."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dagster as dg
+from dagster_pyspark import LazyPySparkResource
+from pyspark.sql import functions as f
+
+from assets.rides import sums
+from assets.rides.counting import count_utilisation
+from assets.rides.order import RIDE_ORDERS
+from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.dagster import (
+    EventSQLResource,
+    consumer_asset,
+    publish_dataframe,
+    range_asset,
+    spark_progress,
+)
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.log.claims import Claim
+
+DRIVER_UTILISATION = Topic("driver_utilisation", partitions=2)
+"""What rides add to a driver's day; keyed by driver."""
+
+
+@range_asset(
+    topic=RIDE_ORDERS,
+    consumer="driver_utilisation",
+    publishes=DRIVER_UTILISATION,
+    max_events=50_000,
+    max_wait=5.0,
+    group_name="rides",
+    description="Rides and time driven per driver and day, as Spark sums up a range of ride_orders.",
+)
+def driver_utilisation(
+    context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
+) -> Mapping[str, Any]:
+    """Sum up the claimed range and publish the sums, together with the consumer's offset."""
+    events = eventsql.read_range(spark.spark_session, claim.remaining)
+    driven = sums.utilisation(sums.orders_of(events))
+    with spark_progress(context, spark.spark_session) as progress:
+        published = publish_dataframe(
+            context,
+            driven.select(f.col("driver").alias("key"), f.to_json(f.struct(*driven.columns)).alias("value")),
+            eventsql=eventsql,
+            topic=DRIVER_UTILISATION.name,
+            claim=claim,
+        )
+    return {**published, **progress.metadata()}
+
+
+_ADD = """
+INSERT INTO rides.driver_utilisation (driver, day, accepted, ended, completed, busy_micros)
+VALUES (%(driver)s, %(day)s, %(accepted)s, %(ended)s, %(completed)s, %(busy_micros)s)
+ON CONFLICT (driver, day) DO UPDATE
+SET accepted = driver_utilisation.accepted + excluded.accepted,
+    ended = driver_utilisation.ended + excluded.ended,
+    completed = driver_utilisation.completed + excluded.completed,
+    busy_micros = driver_utilisation.busy_micros + excluded.busy_micros
+"""
+
+
+@consumer_asset(
+    topic=DRIVER_UTILISATION,
+    consumer="driver_utilisation_table",
+    partitioned=True,
+    max_wait=2.0,
+    group_name="rides",
+    description="Table rides.driver_utilisation: all rides and the time driven per driver and day.",
+)
+def driver_utilisation_table(events: Sequence[Event], connection: Connection) -> None:
+    """Add the events' sums to the table."""
+    with connection.cursor() as cursor:
+        cursor.executemany(_ADD, [json.loads(event.value) for event in events])
+
+
+@dg.asset_check(
+    asset=driver_utilisation_table.key,
+    description="The table holds what plain Python sums up over the whole log of ride_orders.",
+)
+def driver_utilisation_table_matches_log(eventsql: EventSQLResource) -> dg.AssetCheckResult:
+    """Compute the sums without Spark and compare row by row."""
+    platform = eventsql.platform
+    batches = platform.reader.stream(RIDE_ORDERS.name)
+    expected = count_utilisation(json.loads(event.value) for batch in batches for event in batch)
+    with platform.database.transaction() as connection:
+        rows = connection.execute(
+            "SELECT driver, day, accepted, ended, completed, busy_micros FROM rides.driver_utilisation"
+        )
+        found = {(driver, day): tuple(counts) for driver, day, *counts in rows}
+    differing = sum(found.get(key) != wanted for key, wanted in expected.items())
+    return dg.AssetCheckResult(
+        passed=found == expected,
+        metadata={
+            "rows": len(expected),
+            "rows that differ": differing,
+            "rows beyond the log": len(found.keys() - expected.keys()),
+        },
+    )

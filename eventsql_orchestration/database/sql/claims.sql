@@ -1,0 +1,37 @@
+-- standings -- Every partition of a consumer: whether events wait after its offset, whether it is leased, its live claim.
+-- As in consumers.sql, the row comparison leaves no index but that of partition and id: one step in it for each
+-- partition.
+SELECT c.eql_partition, waiting.some IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
+       l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
+       l.eql_owner, l.eql_state
+FROM {schema}.consumer c
+LEFT JOIN {schema}.consumer_claim l
+  ON l.eql_topic = c.eql_topic AND l.eql_consumer = c.eql_name AND l.eql_partition = c.eql_partition
+ AND l.eql_state = 'claimed'
+LEFT JOIN LATERAL (
+    SELECT true AS some FROM {schema}.{event_table} e
+    WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
+      AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
+      AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+    ORDER BY e.eql_partition, e.eql_id
+    LIMIT 1
+) waiting ON true
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
+ORDER BY c.eql_partition;
+
+-- standings_topic -- The same of a consumer of the whole topic.
+SELECT c.eql_partition, waiting.some IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
+       l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
+       l.eql_owner, l.eql_state
+FROM {schema}.consumer c
+LEFT JOIN {schema}.consumer_claim l
+  ON l.eql_topic = c.eql_topic AND l.eql_consumer = c.eql_name AND l.eql_partition = c.eql_partition
+ AND l.eql_state = 'claimed'
+LEFT JOIN LATERAL (
+    SELECT true AS some FROM {schema}.{event_table} e
+    WHERE e.eql_id > coalesce(c.eql_last_event_id, 0)
+    ORDER BY e.eql_id
+    LIMIT 1
+) waiting ON true
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
+ORDER BY c.eql_partition;

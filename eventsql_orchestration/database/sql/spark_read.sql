@@ -1,0 +1,118 @@
+-- count_upto -- How many events a range of offsets holds, at most `most`.
+SELECT count(*) FROM (
+    SELECT FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s LIMIT %(most)s
+) found;
+
+-- count_upto_in_partition -- The same in one partition.
+SELECT count(*) FROM (
+    SELECT FROM {schema}.{event_table}
+    WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
+    LIMIT %(most)s
+) found;
+
+-- offset_of_nth -- The offset of the n-th event after an offset, if there are as many; `skip` is n - 1.
+SELECT eql_id
+FROM {schema}.{event_table}
+WHERE eql_id > %(after)s AND eql_id <= %(upto)s
+ORDER BY eql_id
+OFFSET %(skip)s
+LIMIT 1;
+
+-- offset_of_nth_in_partition -- The same in one partition.
+SELECT eql_id
+FROM {schema}.{event_table}
+WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
+ORDER BY eql_id
+OFFSET %(skip)s
+LIMIT 1;
+
+-- occupied -- Within each of the given ranges that holds an event: the first and the last offset, and how many events
+-- there are from the first to which offset, as far as `sample` of them.
+SELECT sampled.first, last.eql_id, sampled.events, sampled.upto
+FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) AS wanted (after, upto)
+CROSS JOIN LATERAL (
+    SELECT min(eql_id) AS first, max(eql_id) AS upto, count(*) AS events
+    FROM (
+        SELECT eql_id FROM {schema}.{event_table}
+        WHERE eql_id > wanted.after AND eql_id <= wanted.upto
+        ORDER BY eql_id
+        LIMIT %(sample)s
+    ) found
+) sampled
+CROSS JOIN LATERAL (
+    SELECT eql_id FROM {schema}.{event_table}
+    WHERE eql_id > wanted.after AND eql_id <= wanted.upto
+    ORDER BY eql_id DESC
+    LIMIT 1
+) last
+ORDER BY sampled.first;
+
+-- occupied_in_partition -- The same in one partition.
+SELECT sampled.first, last.eql_id, sampled.events, sampled.upto
+FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) AS wanted (after, upto)
+CROSS JOIN LATERAL (
+    SELECT min(eql_id) AS first, max(eql_id) AS upto, count(*) AS events
+    FROM (
+        SELECT eql_id FROM {schema}.{event_table}
+        WHERE eql_partition = %(partition)s AND eql_id > wanted.after AND eql_id <= wanted.upto
+        ORDER BY eql_id
+        LIMIT %(sample)s
+    ) found
+) sampled
+CROSS JOIN LATERAL (
+    SELECT eql_id FROM {schema}.{event_table}
+    WHERE eql_partition = %(partition)s AND eql_id > wanted.after AND eql_id <= wanted.upto
+    ORDER BY eql_id DESC
+    LIMIT 1
+) last
+ORDER BY sampled.first;
+
+-- firsts -- The first offset within each of the given ranges, in their order, NULL for one that holds no event.
+SELECT (
+    SELECT eql_id FROM {schema}.{event_table}
+    WHERE eql_id > wanted.after AND eql_id <= wanted.upto
+    ORDER BY eql_id
+    LIMIT 1
+)
+FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) WITH ORDINALITY AS wanted (after, upto, number)
+ORDER BY wanted.number;
+
+-- firsts_in_partition -- The same in one partition.
+SELECT (
+    SELECT eql_id FROM {schema}.{event_table}
+    WHERE eql_partition = %(partition)s AND eql_id > wanted.after AND eql_id <= wanted.upto
+    ORDER BY eql_id
+    LIMIT 1
+)
+FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) WITH ORDINALITY AS wanted (after, upto, number)
+ORDER BY wanted.number;
+
+-- claim -- A claim's consumer and range, whether it is live, its partition's offset, and the consumer's filter.
+SELECT claim.eql_topic, claim.eql_consumer, claim.eql_partition, claim.eql_after, claim.eql_upto,
+       claim.eql_state = 'claimed', coalesce(consumer.eql_last_event_id, 0), consumer.eql_filter
+FROM {schema}.consumer_claim claim
+JOIN {schema}.consumer consumer
+  ON consumer.eql_topic = claim.eql_topic AND consumer.eql_name = claim.eql_consumer
+ AND consumer.eql_partition = claim.eql_partition
+WHERE claim.eql_id = %(claim)s;
+
+-- lock_partitions -- Take partitions of a consumer, in their order, after whoever has them: who leases them, and where
+-- they are.
+SELECT eql_partition, coalesce(eql_last_event_id, 0),
+       CASE WHEN eql_lease_expires_at > clock_timestamp() THEN eql_lease_owner END
+FROM {schema}.consumer
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = ANY (%(partitions)s::smallint[])
+ORDER BY eql_partition
+FOR UPDATE;
+
+-- advance -- Move the offset of a locked partition of a consumer forward over what a stream has processed.
+UPDATE {schema}.consumer
+SET eql_last_event_id = %(upto)s,
+    eql_first_event_id = coalesce(eql_first_event_id, %(first)s),
+    eql_consumed_events = eql_consumed_events + %(events)s,
+    eql_last_consumption_at = clock_timestamp(),
+    eql_failed_event_id = NULL,
+    eql_attempts = 0,
+    eql_failure = NULL,
+    eql_retry_at = NULL
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;

@@ -1,0 +1,184 @@
+"""Conditions on the events of a read: filters that Spark pushes down, and the filter of a consumer.
+
+Every condition is SQL over the columns of a log, exact to the row; what is known of offsets, partitions and topics also
+narrows what is read at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Final
+
+from psycopg import sql
+from pyspark.sql.datasource import (
+    EqualNullSafe,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    IsNotNull,
+    IsNull,
+    LessThan,
+    LessThanOrEqual,
+    Not,
+    StringContains,
+    StringEndsWith,
+    StringStartsWith,
+)
+
+from eventsql_orchestration.model import EventFilter
+from eventsql_orchestration.spark.options import MAX_BIGINT
+
+_COLUMNS: Final[Mapping[str, tuple[str, type]]] = {
+    "offset": ("eql_id", int),
+    "partition": ("eql_partition", int),
+    # Spark compares texts by their bytes.
+    "key": ('eql_key COLLATE "C"', str),
+    "timestamp": ("eql_buffered_at::timestamptz", datetime),
+}
+
+_COMPARISONS: Final[Mapping[type[Filter], str]] = {
+    EqualTo: "{} = {}",
+    EqualNullSafe: "{} IS NOT DISTINCT FROM {}",
+    GreaterThan: "{} > {}",
+    GreaterThanOrEqual: "{} >= {}",
+    LessThan: "{} < {}",
+    LessThanOrEqual: "{} <= {}",
+}
+
+_NULL_CHECKS: Final[Mapping[type[Filter], str]] = {IsNull: "{} IS NULL", IsNotNull: "{} IS NOT NULL"}
+
+_TEXT_MATCHES: Final[Mapping[type[Filter], str]] = {
+    StringStartsWith: "starts_with({}, {})",
+    StringEndsWith: "right({}, length({})) = {}",
+    StringContains: "strpos({}, {}) > 0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What of a read is wanted: offsets with `after < offset <= upto`, of `topics` and `partitions` where they are
+    given, and rows that meet all of `rows`, which are SQL.
+    """
+
+    after: int = 0
+    upto: int = MAX_BIGINT
+    topics: frozenset[str] | None = None
+    partitions: frozenset[int] | None = None
+    rows: tuple[str, ...] = ()
+
+    def with_filter(self, condition: Filter) -> Conditions | None:
+        """Also those of a filter of Spark's; None for one that is left to Spark."""
+        column = _column_of(condition)
+        if column == "topic":
+            wanted = _values_of(condition)
+            if wanted is None or not all(isinstance(value, str) for value in wanted):
+                return None
+            return replace(self, topics=_both(self.topics, wanted))
+        row = _as_sql(condition)
+        if row is None:
+            return None
+        narrowed = replace(self, rows=(*self.rows, row))
+        if column == "offset":
+            return _narrow_offsets(narrowed, condition)
+        if column == "partition" and (wanted := _values_of(condition)) is not None:
+            return replace(narrowed, partitions=_both(self.partitions, wanted))
+        return narrowed
+
+    def with_consumer(self, chosen: EventFilter | None) -> Conditions:
+        """Also those of a consumer's filter."""
+        if chosen is None:
+            return self
+        rows: list[str] = []
+        if chosen.keys is not None:
+            rows.append(_format("eql_key = ANY ({})", sorted(chosen.keys)))
+        if chosen.key_prefix is not None:
+            rows.append(_format("starts_with(eql_key, {})", chosen.key_prefix))
+        if chosen.metadata:
+            rows.append(_format("eql_metadata::jsonb @> {}::jsonb", json.dumps(dict(chosen.metadata))))
+        return replace(self, rows=(*self.rows, *rows))
+
+
+def push(filters: Iterable[Filter]) -> tuple[Conditions, list[Filter]]:
+    """The conditions of a conjunction of filters, and those of them that are left to Spark."""
+    conditions, left = Conditions(), []
+    for each in filters:
+        narrowed = conditions.with_filter(each)
+        if narrowed is None:
+            left.append(each)
+        else:
+            conditions = narrowed
+    return conditions, left
+
+
+def _column_of(condition: Filter) -> str | None:
+    inner = condition.child if isinstance(condition, Not) else condition
+    path: tuple[str, ...] = getattr(inner, "attribute", ())
+    return path[0] if len(path) == 1 else None
+
+
+def _values_of(condition: Filter) -> Collection[Any] | None:
+    """The only values that a column may have, where a filter says them."""
+    match condition:
+        case EqualTo() | EqualNullSafe():
+            return (condition.value,)
+        case In():
+            return tuple(condition.value)
+    return None
+
+
+def _both(known: frozenset[Any] | None, wanted: Collection[Any]) -> frozenset[Any]:
+    return frozenset(wanted) if known is None else known & frozenset(wanted)
+
+
+def _narrow_offsets(conditions: Conditions, condition: Filter) -> Conditions:
+    after, upto = conditions.after, conditions.upto
+    match condition:
+        case GreaterThan():
+            after = max(after, condition.value)
+        case GreaterThanOrEqual():
+            after = max(after, condition.value - 1)
+        case LessThan():
+            upto = min(upto, condition.value - 1)
+        case LessThanOrEqual():
+            upto = min(upto, condition.value)
+        case EqualTo() | EqualNullSafe() | In():
+            wanted = _values_of(condition) or (0,)
+            after, upto = max(after, min(wanted) - 1), min(upto, max(wanted))
+    return replace(conditions, after=after, upto=upto)
+
+
+def _as_sql(condition: Filter) -> str | None:
+    if isinstance(condition, Not):
+        inner = _as_sql(condition.child)
+        return None if inner is None else f"NOT ({inner})"
+    column, kind = _COLUMNS.get(_column_of(condition) or "", (None, None))
+    if column is None or kind is None:
+        return None
+    if template := _NULL_CHECKS.get(type(condition)):
+        return template.format(column)
+    values = tuple(condition.value) if isinstance(condition, In) else (getattr(condition, "value", None),)
+    if not values or not all(_fits(value, kind) for value in values):
+        return None
+    literals = [_format("{}", value) for value in values]
+    if isinstance(condition, In):
+        return f"{column} IN ({', '.join(literals)})"
+    template = _COMPARISONS.get(type(condition)) or (_TEXT_MATCHES.get(type(condition)) if kind is str else None)
+    return None if template is None else template.format(column, *literals * 2)
+
+
+def _fits(value: object, kind: type) -> bool:
+    """Whether PostgreSQL compares the value as Spark does."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    if isinstance(value, str):
+        return "\x00" not in value
+    return not isinstance(value, datetime) or value.tzinfo is not None
+
+
+def _format(template: str, value: Any) -> str:
+    return sql.SQL(template).format(sql.Literal(value)).as_string()

@@ -1,0 +1,209 @@
+"""Values that are JSON, decoded to the struct that a read asks for, as `from_json` would decode them.
+
+Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from decimal import Decimal, InvalidOperation
+from functools import partial
+from typing import Any, Final
+
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+
+from eventsql_orchestration.errors import ValidationError
+
+_Converter = Callable[[Any], Any]
+
+_NOT_FINITE: Final = frozenset({"NaN", "Infinity", "+Infinity", "-Infinity", "INF", "+INF", "-INF"})
+
+
+class _MismatchError(Exception):
+    """Internal: a JSON value that is not of the type asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDecoder:
+    """Decodes values to `type`, an Arrow struct.
+
+    Without `fail_fast` a value that is no JSON object has all of its fields null, and a field of another type is null.
+    """
+
+    type: pa.StructType
+    fail_fast: bool
+
+    def decode(self, values: pa.Array, topic: str, offsets: Sequence[int] | None) -> pa.Array:
+        """Raises `ValidationError` that names the event, with `fail_fast`, which needs the offsets."""
+        convert = _struct(self.type, fail_fast=self.fail_fast)
+        decoded: list[Any] = []
+        for number, value in enumerate(values.to_pylist()):
+            try:
+                decoded.append(_object(value, convert))
+            except _MismatchError as error:
+                if self.fail_fast:
+                    at = "" if offsets is None else f" {offsets[number]}"
+                    raise ValidationError(f"column 'value': event{at} of topic {topic!r} {error}") from None
+                decoded.append({})
+        return pa.array(decoded, type=self.type)
+
+
+def check_type(kind: pa.DataType, name: str = "value") -> None:
+    """Raises `ValidationError` that names the field whose type no JSON is decoded to."""
+    if pa.types.is_struct(kind):
+        for field in kind:
+            check_type(field.type, f"{name}.{field.name}")
+    elif pa.types.is_list(kind):
+        check_type(kind.value_type, f"{name}[]")
+    elif pa.types.is_map(kind):
+        if not pa.types.is_string(kind.key_type):
+            raise ValidationError(f"schema: the keys of {name!r} must be strings, as JSON has them")
+        check_type(kind.item_type, f"{name}{{}}")
+    elif _simple(kind) is None:
+        raise ValidationError(f"schema: {name!r} cannot be decoded from JSON to {kind}: ask for it as a string")
+
+
+def _object(value: bytes, convert: _Converter) -> Any:
+    try:
+        parsed = json.loads(value, parse_float=_Number)
+    except (ValueError, RecursionError) as error:
+        raise _MismatchError(f"is not JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise _MismatchError("is not a JSON object")
+    return convert(parsed)
+
+
+class _Number(float):
+    """A JSON number that is not whole, with the text that it was written as."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+
+def _converter(kind: pa.DataType, *, fail_fast: bool) -> _Converter:
+    if pa.types.is_struct(kind):
+        return _struct(kind, fail_fast=fail_fast)
+    if pa.types.is_list(kind):
+        item = _nullable(_converter(kind.value_type, fail_fast=fail_fast), fail_fast=fail_fast)
+        return lambda value: [item(each) for each in _of(list, value)]
+    if pa.types.is_map(kind):
+        item = _nullable(_converter(kind.item_type, fail_fast=fail_fast), fail_fast=fail_fast)
+        return lambda value: [(name, item(each)) for name, each in _of(dict, value).items()]
+    simple = _simple(kind)
+    assert simple is not None, "check_type has refused it"
+    return simple
+
+
+def _struct(kind: pa.StructType, *, fail_fast: bool) -> _Converter:
+    fields = [
+        (field.name, _nullable(_converter(field.type, fail_fast=fail_fast), fail_fast=fail_fast, name=field.name))
+        for field in kind
+    ]
+
+    def convert(value: Any) -> dict[str, Any]:
+        given = _of(dict, value)
+        return {name: field(given.get(name)) for name, field in fields}
+
+    return convert
+
+
+def _nullable(convert: _Converter, *, fail_fast: bool, name: str | None = None) -> _Converter:
+    def converted(value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            return convert(value)
+        except _MismatchError as error:
+            if not fail_fast:
+                return None
+            raise _MismatchError(f"has another {name!r}: {error}" if name is not None else str(error)) from None
+
+    return converted
+
+
+def _of(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise _MismatchError(f"{_text(value)[:80]} is no {'object' if kind is dict else 'array'}")
+    return value
+
+
+def _simple(kind: pa.DataType) -> _Converter | None:
+    for is_kind, converter in _SIMPLE:
+        if is_kind(kind):
+            return converter(kind)
+    return None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _MismatchError(f"{_text(value)[:80]} is neither true nor false")
+    return value
+
+
+def _whole(value: Any, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -most - 1 <= value <= most:
+        raise _MismatchError(f"{_text(value)[:80]} is no whole number up to {most}")
+    return value
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return float(value.replace("INF", "inf"))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _MismatchError(f"{_text(value)[:80]} is no number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise _MismatchError("a number is too large") from None
+
+
+def _decimal(value: Any, precision: int, scale: int) -> Decimal:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _MismatchError(f"{_text(value)[:80]} is no number")
+    try:
+        number = Decimal(value.text if isinstance(value, _Number) else str(value))
+        rounded = round(number, scale)
+    except InvalidOperation:
+        raise _MismatchError(f"{value} is no number with {precision} digits") from None
+    if not rounded.is_finite() or rounded.adjusted() >= precision - scale:
+        raise _MismatchError(f"{value} is no number with {precision} digits, {scale} of them after the point")
+    return rounded
+
+
+def _date(value: Any) -> date:
+    try:
+        return date.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise _MismatchError(f"{_text(value)[:80]} is no date") from None
+
+
+def _timestamp(value: Any, *, zoned: bool) -> datetime:
+    try:
+        time = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise _MismatchError(f"{_text(value)[:80]} is no time") from None
+    if zoned:
+        return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    return time.replace(tzinfo=None)
+
+
+_SIMPLE: Final[Sequence[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType], _Converter]]]] = (
+    (pa.types.is_string, lambda _: _text),
+    (pa.types.is_boolean, lambda _: _boolean),
+    (pa.types.is_signed_integer, lambda kind: partial(_whole, most=2 ** (kind.bit_width - 1) - 1)),
+    (pa.types.is_floating, lambda _: _float),
+    (pa.types.is_decimal, lambda kind: partial(_decimal, precision=kind.precision, scale=kind.scale)),
+    (pa.types.is_date32, lambda _: _date),
+    (pa.types.is_timestamp, lambda kind: partial(_timestamp, zoned=kind.tz is not None)),
+)
+"""How each type without parts is made from JSON."""

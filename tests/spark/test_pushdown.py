@@ -1,0 +1,174 @@
+"""Filters that Spark pushes down, and those that it keeps: the rows are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import (
+    EqualTo,
+    Filter,
+    GreaterThan,
+    In,
+    IsNotNull,
+    LessThanOrEqual,
+    Not,
+    StringContains,
+    StringStartsWith,
+)
+
+from eventsql_orchestration import Consumer, EventSQL, OffsetRange, Topic
+from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.model import EventFilter
+from eventsql_orchestration.spark.filters import push
+from eventsql_orchestration.spark.read_options import ReadOptions
+from eventsql_orchestration.spark.reader import FilteringReader, Split, read_schema
+from eventsql_orchestration.spark.source import EventSQLDataSource
+
+Read = Callable[..., DataFrame]
+
+CONDITIONS = [
+    "offset > 990 OR offset < 3",
+    "offset > 500 AND offset <= 510",
+    "offset IN (1, 77, 5000)",
+    "NOT offset IN (1, 77) AND offset < 80",
+    "partition = 2",
+    "partition IN (0, 3) AND offset >= 900",
+    "partition <> 1 AND offset BETWEEN 10 AND 30",
+    "key = 'kéy-1'",
+    "key <> 'kéy-1' AND offset < 50",
+    "key IS NULL AND offset < 50",
+    "key <=> NULL AND offset < 50",
+    "key LIKE 'kéy-_' AND key LIKE '%3'",
+    "key LIKE 'k%' AND key LIKE '%é%' AND offset < 20",
+    "key > 'kéy-4'",
+    "key = 'it''s \\\\ {0} %s'",
+    "topic = 'orders' AND offset < 9",
+    "topic IN ('rides', 'none')",
+    "timestamp < '2001-01-01' OR offset = 7",
+    "timestamp >= '2001-01-01' AND offset = 7",
+    "headers['source'] = 'wéb' AND offset < 20",
+    "length(value) > 10 AND offset > 0 AND partition >= 1",
+]
+
+
+@pytest.fixture
+def pushing(spark: SparkSession) -> Iterator[None]:
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    yield
+    spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+def offsets_of(frame: DataFrame) -> list[int]:
+    return sorted(row.offset for row in frame.select("offset").collect())
+
+
+def test_a_query_gives_the_same_rows_whoever_filters(spark: SparkSession, orders: str, read: Read) -> None:
+    frame = read(orders, includeHeaders=True)
+    everything = [frame.where(condition) for condition in CONDITIONS]
+    kept = [offsets_of(each) for each in everything]
+    assert sum(map(bool, kept)) == len(CONDITIONS) - 2
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        pushed = [offsets_of(read(orders, includeHeaders=True).where(condition)) for condition in CONDITIONS]
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+    assert pushed == kept
+
+
+def test_pushed_filters_are_not_applied_by_spark_again(pushing: None, orders: str, read: Read) -> None:
+    frame = read(orders).where("key = 'kéy-1' AND partition = 2 AND offset > 10 AND length(value) > 3")
+    plan = frame._jdf.queryExecution().executedPlan().toString()
+    (remaining,) = [line for line in plan.splitlines() if "Filter" in line and "BatchScan" not in line]
+    assert "length(value" in remaining
+    assert "partition" not in remaining
+    assert "offset" not in remaining
+
+
+def test_a_reader_without_filters_works_while_they_are_pushed(pushing: None, orders: str, read: Read) -> None:
+    assert read(orders).count() == 1_000
+
+
+def filtering(dsn: str, *filters: Filter, **options: str) -> tuple[FilteringReader, list[Filter]]:
+    given = {"dsn": dsn, "subscribe": "orders", **options}
+    reader = FilteringReader(ReadOptions.parse(given, streaming=False), read_schema(headers=True))
+    return reader, list(reader.pushFilters(list(filters)))
+
+
+def ranges_of(reader: FilteringReader) -> list[OffsetRange]:
+    return [piece.offsets for split in reader.partitions() if isinstance(split, Split) for piece in split.pieces]
+
+
+def test_filters_narrow_what_is_planned(platform: EventSQL, dsn: str, orders: str) -> None:
+    platform.registry.register_topic(Topic("rides"))
+    reader, left = filtering(
+        dsn,
+        IsNotNull(("topic",)),
+        In(("topic",), ("orders", "none")),
+        GreaterThan(("offset",), 100),
+        LessThanOrEqual(("offset",), 200),
+        In(("partition",), (1, 3, 9)),
+        subscribe="orders,rides",
+    )
+    assert left == [IsNotNull(("topic",))]
+    assert ranges_of(reader) == [OffsetRange("orders", 1, 100, 200), OffsetRange("orders", 3, 100, 200)]
+
+
+def test_what_postgresql_would_judge_otherwise_is_left_to_spark() -> None:
+    left_to_spark = [
+        EqualTo(("key",), "a\x00b"),
+        EqualTo(("value",), b"abc"),
+        EqualTo(("headers", "source"), "web"),
+        GreaterThan(("offset",), 1.5),
+        In(("key",), ("a", None)),
+        StringContains(("topic",), "a"),
+        Not(EqualTo(("topic",), "orders")),
+    ]
+    conditions, left = push([*left_to_spark, StringStartsWith(("key",), "a")])
+    assert left == left_to_spark
+    assert len(conditions.rows) == 1
+
+
+# Claims
+
+
+@pytest.fixture
+def claim(platform: EventSQL, orders: str) -> Claim:
+    platform.registry.register_consumer(
+        Consumer(orders, "mailer", partitioned=True),
+        filter=EventFilter(key_prefix="kéy-", metadata={"source": "wéb", "number": "37"}),
+    )
+    claim = platform.claims.claim(orders, "mailer", 1, owner="a run", max_events=200)
+    assert isinstance(claim, Claim)
+    return claim
+
+
+def test_a_claim_is_read_through_its_consumer_s_filter(
+    spark: SparkSession, platform: EventSQL, dsn: str, claim: Claim
+) -> None:
+    platform.registry.register_consumer(
+        Consumer("orders", "mailer", partitioned=True), filter=EventFilter(metadata={"source": "wéb"})
+    )
+    frame = spark.read.format("eventsql").options(dsn=dsn, claim=str(claim.id)).load()
+    wanted = platform.reader.read("orders", partition=1, after=claim.range.after, upto=claim.range.upto)
+    assert offsets_of(frame) == [event.id for event in wanted if event.metadata.get("source") == "wéb"]
+    assert 0 < frame.count() < len(wanted)
+
+
+def test_a_claim_that_is_over_is_not_read(platform: EventSQL, dsn: str, claim: Claim) -> None:
+    platform.claims.release(claim)
+    reader = EventSQLDataSource({"dsn": dsn, "claim": str(claim.id)}).reader(read_schema(headers=False))
+    with pytest.raises(ClaimLostError, match=f"option claim: claim {claim.id} .* is committed or released"):
+        reader.partitions()
+
+
+def test_a_filter_on_timestamps_is_exact(platform: EventSQL, dsn: str, orders: str, read: Read) -> None:
+    middle = platform.reader.read(orders)[500].buffered_at
+    reader, left = filtering(dsn, GreaterThan(("timestamp",), middle - timedelta(microseconds=1)))
+    assert left == []
+    read_back = [batch for split in reader.partitions() for batch in reader.read(split)]
+    wanted = [event.id for event in platform.reader.read(orders) if event.buffered_at >= middle]
+    assert [offset for batch in read_back for offset in batch["offset"].to_pylist()] == wanted

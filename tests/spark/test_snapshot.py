@@ -1,0 +1,190 @@
+"""What a batch reads: several topics, by offsets and by times, one snapshot, and what retention leaves of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from eventsql_orchestration import EventSQL, OffsetRange, Topic
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.model import Retention
+from eventsql_orchestration.spark.reader import BatchReader, Split, read_schema
+from eventsql_orchestration.spark.source import EventSQLDataSource
+
+Publish = Callable[..., None]
+Read = Callable[..., DataFrame]
+
+
+@pytest.fixture
+def rides(platform: EventSQL, publish: Publish) -> str:
+    platform.registry.register_topic(Topic("rides"))
+    publish(300, topic="rides")
+    return "rides"
+
+
+def reader_of(dsn: str, **options: object) -> BatchReader:
+    given = {"dsn": dsn, **{name: str(value) for name, value in options.items()}}
+    return EventSQLDataSource(given).reader(read_schema(headers=False))
+
+
+def ranges_of(reader: BatchReader) -> list[OffsetRange]:
+    return [piece.offsets for split in reader.partitions() if isinstance(split, Split) for piece in split.pieces]
+
+
+def offsets_read(reader: BatchReader) -> list[int]:
+    batches = [batch for split in reader.partitions() for batch in reader.read(split)]
+    return sorted(offset for batch in batches for offset in batch["offset"].to_pylist())
+
+
+# Topics and partitions
+
+
+def test_several_topics_are_one_table(orders: str, rides: str, read: Read) -> None:
+    frame = read("orders, rides", schema="topic string, offset bigint")
+    assert {row.topic: row["count"] for row in frame.groupBy("topic").count().collect()} == {orders: 1_000, rides: 300}
+
+
+def test_tasks_are_even_over_topics(dsn: str, orders: str, rides: str) -> None:
+    reader = reader_of(dsn, subscribe="orders,rides", minPartitions=13)
+    splits = [split for split in reader.partitions() if isinstance(split, Split)]
+    events = [sum(piece.offsets.upto - piece.offsets.after for piece in split.pieces) for split in splits]
+    assert events == [100] * 13
+
+
+def test_a_task_reads_about_as_many_events_as_it_is_told(dsn: str, orders: str) -> None:
+    assert len(ranges_of(reader_of(dsn, subscribe=orders, maxRecordsPerPartition=250))) == 4
+    assert len(ranges_of(reader_of(dsn, subscribe=orders, maxRecordsPerPartition=250, minPartitions=5))) == 5
+    assert len(ranges_of(reader_of(dsn, subscribe=orders, minPartitions=1))) == 1
+
+
+def test_assigned_partitions_are_read_alone(platform: EventSQL, dsn: str, orders: str, rides: str) -> None:
+    reader = reader_of(dsn, assign='{"orders": [0, 2], "rides": [-1]}')
+    wanted = [event.id for event in platform.reader.read(orders) if event.partition in (0, 2)]
+    assert offsets_read(reader) == sorted([*wanted, *range(1, 301)])
+
+
+def test_topics_and_partitions_may_have_bounds_of_their_own(dsn: str, orders: str, rides: str) -> None:
+    starting = {"orders": {"0": 10, "1": -2, "2": "earliest", "3": 999}, "rides": 290}
+    ending = {"orders": 1_000, "rides": "latest"}
+    reader = reader_of(
+        dsn,
+        subscribe="orders,rides",
+        startingOffsets=json.dumps(starting),
+        endingOffsets=json.dumps(ending),
+        numPartitions=1,
+    )
+    assert ranges_of(reader) == [
+        OffsetRange("orders", 0, 9, 999),
+        OffsetRange("orders", 1, 0, 999),
+        OffsetRange("orders", 2, 0, 999),
+        *([OffsetRange("orders", 3, 998, 999)] if _partition_holds(reader, 999, 3) else []),
+        OffsetRange("rides", -1, 289, 300),
+    ]
+
+
+def _partition_holds(reader: BatchReader, offset: int, partition: int) -> bool:
+    with reader.logs() as logs, logs.database.connection() as connection:
+        row = connection.execute(f"SELECT eql_partition FROM eventsql.orders_event WHERE eql_id = {offset}").fetchone()
+        return row is not None and row[0] == partition
+
+
+# Times
+
+
+def test_a_range_of_times_is_read(platform: EventSQL, publish: Publish, dsn: str, orders: str) -> None:
+    middle = datetime.now(UTC)
+    publish(10, first=1_000)
+    later = datetime.now(UTC)
+    publish(10, first=1_010)
+    bounds = {"startingTimestamp": middle.isoformat(), "endingTimestamp": later.isoformat()}
+    assert offsets_read(reader_of(dsn, subscribe=orders, **bounds)) == list(range(1_001, 1_011))
+    assert offsets_read(reader_of(dsn, subscribe=orders, startingTimestamp=later.isoformat())) == list(
+        range(1_011, 1_021)
+    )
+    milliseconds = int((middle - timedelta(days=1)).timestamp() * 1_000)
+    by_topic = json.dumps({"orders": milliseconds})
+    assert len(offsets_read(reader_of(dsn, subscribe=orders, startingOffsetsByTimestamp=by_topic))) == 1_020
+    assert offsets_read(reader_of(dsn, subscribe=orders, endingOffsetsByTimestamp=by_topic)) == []
+
+
+def test_times_without_a_zone_are_in_utc(
+    platform: EventSQL, dsn: str, orders: str, read: Read, spark: SparkSession
+) -> None:
+    wanted = {event.id: event.buffered_at.replace(tzinfo=None) for event in platform.reader.read(orders)}
+    with platform.database.connection() as connection:
+        # As EventSQL's library for Java makes its tables, on a server that lives elsewhere.
+        connection.execute("SET TIME ZONE 'UTC'")
+        connection.execute("ALTER TABLE eventsql.orders_event ALTER eql_buffered_at TYPE timestamp")
+        name = connection.execute("SELECT current_database()").fetchone()
+        assert name is not None
+        connection.execute(f"ALTER DATABASE {name[0]} SET timezone TO 'Asia/Tokyo'")
+    found = {row.offset: row.timestamp for row in read(orders, schema="timestamp timestamp, offset bigint").collect()}
+    assert found == wanted
+
+
+# Retention
+
+
+def drop_the_first_events(platform: EventSQL, publish: Publish, topic: str) -> int:
+    """Let retention drop all there is; gives the first offset of what comes next."""
+    platform.registry.set_retention(topic, Retention(events=10))
+    platform.retention.run_once()
+    publish(20, first=1_000)
+    platform.retention.run_once()
+    return platform.reader.read(topic)[0].id
+
+
+def test_events_that_retention_drops_before_a_task_reads_are_missed(
+    platform: EventSQL, publish: Publish, dsn: str, orders: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    strict, lenient = (reader_of(dsn, subscribe=orders, failOnDataLoss=fail) for fail in (True, False))
+    planned = strict.partitions()
+    drop_the_first_events(platform, publish, orders)
+    with pytest.raises(EventSQLError, match=r"events from offset 1 on of topic 'orders' were dropped after the read"):
+        list(strict.read(planned[0]))
+    with caplog.at_level(logging.WARNING):
+        assert [batch.num_rows for batch in lenient.read(planned[0])] == []
+    assert "the read goes on with what is left" in caplog.text
+
+
+def test_offsets_that_retention_has_dropped_are_missed(
+    platform: EventSQL, publish: Publish, dsn: str, orders: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = drop_the_first_events(platform, publish, orders)
+    with pytest.raises(EventSQLError, match=rf"offsets 5 to {first - 1} of topic 'orders' are not in the log any more"):
+        reader_of(dsn, subscribe=orders, startingOffsets=5).partitions()
+    with caplog.at_level(logging.WARNING):
+        assert len(offsets_read(reader_of(dsn, subscribe=orders, startingOffsets=5, failOnDataLoss=False))) == 20
+    assert "the read goes on" in caplog.text
+    assert len(offsets_read(reader_of(dsn, subscribe=orders))) == 20
+
+
+def test_retention_does_not_take_what_a_task_is_reading(
+    platform: EventSQL, publish: Publish, dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = reader_of(dsn, subscribe=orders)
+    (split,) = reader.partitions()
+    batches = reader.read(split)
+    first = next(batches)
+    monkeypatch.setattr("eventsql_orchestration.log.retention.WAIT_SECONDS", 1)
+    with pytest.raises(EventSQLError, match="still read by an open transaction"):
+        drop_the_first_events(platform, publish, orders)
+    assert first.num_rows + sum(batch.num_rows for batch in batches) == 1_000
+
+
+# SQL
+
+
+def test_a_topic_is_a_view_in_sql(spark: SparkSession, dsn: str, orders: str) -> None:
+    spark.sql(
+        f"CREATE TEMPORARY VIEW recent USING eventsql OPTIONS (dsn '{dsn}', subscribe 'orders', startingOffsets '991')"
+    )
+    try:
+        assert spark.sql("SELECT count(*), min(offset) FROM recent WHERE topic = 'orders'").collect() == [(10, 991)]
+    finally:
+        spark.catalog.dropTempView("recent")
