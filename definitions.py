@@ -6,19 +6,21 @@ import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 
 from assets.churn import pipeline as churn
-from assets.rides import fares, projections, simulation
+from assets.rides import fares, projections, simulation, utilisation
 from assets.rides.order import RIDE_ORDERS
 from assets.setup import build_setup_job
-from eventsql_orchestration.dagster import EventSQLResource, TopicResource, build_lag_check
+from eventsql_orchestration.dagster import EventSQLResource, TopicResource, build_delivered_check, build_lag_check
 from eventsql_orchestration.spark import spark_config
-from sensors import consumer_sensors, housekeeping, lag_sensor, transfer
+from sensors import alert_sensor, consumer_sensors, housekeeping, lag_sensor, transfer
 
-TOPICS = [RIDE_ORDERS, fares.ZONE_FARES, churn.FILE_CHANGES, churn.DIRECTORY_CHURN]
+TOPICS = [RIDE_ORDERS, fares.ZONE_FARES, utilisation.DRIVER_UTILISATION, churn.FILE_CHANGES, churn.DIRECTORY_CHURN]
 
 CONSUMERS = [
     projections.order_status,
     fares.zone_fares,
     fares.zone_fares_table,
+    utilisation.driver_utilisation,
+    utilisation.driver_utilisation_table,
     churn.directory_churn,
     churn.directory_churn_table,
 ]
@@ -28,29 +30,38 @@ SOURCES = [simulation.ride_orders, churn.file_changes]
 CHECKS = [
     projections.order_status_matches_log,
     fares.zone_fares_table_matches_log,
+    utilisation.driver_utilisation_table_matches_log,
     churn.directory_churn_table_matches_log,
 ]
 
 eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"), db_schema=os.environ.get("EVENTSQL_SCHEMA", "eventsql"))
 
-LAG_CHECKS = [build_lag_check(consumer, max_events=100_000, max_seconds=300.0) for consumer in CONSUMERS]
+# The lag sensor evaluates these by itself.
+CONSUMER_CHECKS = [
+    *(build_lag_check(consumer, max_events=100_000, max_seconds=300.0, grace=60.0) for consumer in CONSUMERS),
+    *(build_delivered_check(consumer) for consumer in CONSUMERS),
+]
 
 defs = dg.Definitions(
     assets=[*SOURCES, *(consumer.asset for consumer in CONSUMERS)],
-    asset_checks=[*CHECKS, *LAG_CHECKS],
+    asset_checks=[*CHECKS, *(check.definition for check in CONSUMER_CHECKS)],
     jobs=[
         build_setup_job(topics=TOPICS, consumers=CONSUMERS),
         # In process: each step of its own process would take longer to start than to work.
         dg.define_asset_job("simulation", selection=SOURCES, executor_def=dg.in_process_executor),
         dg.define_asset_job(
             "verification",
-            selection=dg.AssetSelection.checks(*CHECKS, *LAG_CHECKS),
+            selection=dg.AssetSelection.checks(*CHECKS, *(check.key for check in CONSUMER_CHECKS)),
             executor_def=dg.in_process_executor,
         ),
         *(consumer.job for consumer in CONSUMERS),
     ],
-    sensors=[*consumer_sensors(CONSUMERS), lag_sensor(CONSUMERS)],
-    schedules=[transfer, housekeeping],
+    sensors=[
+        *consumer_sensors(CONSUMERS),
+        lag_sensor(CONSUMERS, CONSUMER_CHECKS),
+        alert_sensor([*CONSUMER_CHECKS, *CHECKS]),
+    ],
+    schedules=[transfer, housekeeping(CONSUMER_CHECKS)],
     resources={
         "eventsql": eventsql,
         "spark": LazyPySparkResource(spark_config=spark_config()),

@@ -1,13 +1,17 @@
-"""What drives the reference location: consumer sensors, the transfer, lag and housekeeping."""
+"""What drives the reference location: consumer sensors, the transfer, lag with its checks, alerts and housekeeping."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import dagster as dg
 
 from eventsql_orchestration.dagster import (
+    CheckAlert,
+    ConsumerCheck,
     ConsumerDefinition,
+    build_alert_sensor,
     build_housekeeping_schedule,
     build_lag_sensor,
     build_transfer_schedule,
@@ -19,10 +23,24 @@ def consumer_sensors(consumers: Sequence[ConsumerDefinition]) -> list[dg.SensorD
     return [sensor for consumer in consumers for sensor in consumer.sensors]
 
 
-def lag_sensor(consumers: Sequence[ConsumerDefinition]) -> dg.SensorDefinition:
-    """Observes every consumer's lag."""
-    return build_lag_sensor(consumers)
+def lag_sensor(consumers: Sequence[ConsumerDefinition], checks: Sequence[ConsumerCheck]) -> dg.SensorDefinition:
+    """Observes every consumer's lag, and evaluates the checks of consumers."""
+    return build_lag_sensor(consumers, checks=checks)
+
+
+def alert_sensor(checks: Sequence[ConsumerCheck | dg.AssetChecksDefinition]) -> dg.SensorDefinition:
+    """Tells when a check turns red, and when it is green again."""
+    return build_alert_sensor(checks, notify)
+
+
+def notify(alert: CheckAlert) -> None:
+    """Where a team calls its pager or its chat; here it is a line in the daemon's log."""
+    logging.getLogger("eventsql.alerts").log(logging.INFO if alert.passed else logging.ERROR, "%s", alert)
 
 
 transfer = build_transfer_schedule()
-housekeeping = build_housekeeping_schedule()
+
+
+def housekeeping(checks: Sequence[ConsumerCheck]) -> dg.ScheduleDefinition:
+    """Keeps topics to their retention, and Dagster's history in bounds."""
+    return build_housekeeping_schedule(checks=checks)

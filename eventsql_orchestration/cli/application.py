@@ -239,3 +239,9 @@ def main(ctx: click.Context, dsn: str | None, schema: str | None, home: Path | N
 main.add_command(_LoadedWhenCalled("dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine."))
 for _command in (migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt, bench):
     main.add_command(_command)
+main.add_command(_LoadedWhenCalled("trace", f"{_PACKAGE}.cli.trace", short_help="Show where an event comes from."))
+main.add_command(
+    _LoadedWhenCalled(
+        "backfill", f"{_PACKAGE}.cli.backfill", short_help="Replay a range of a topic through a consumer."
+    )
+)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -23,12 +24,14 @@ from eventsql_orchestration.bench import (
     latency,
     publish,
     retention,
+    spark,
     stream,
     table,
     transfer,
 )
 from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.session import Report, Session
+from eventsql_orchestration.cli import bench_dagster
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import say, show, show_fields, stderr_is_terminal, write_json
 from eventsql_orchestration.cli.parameters import json_option
@@ -234,6 +237,40 @@ def retention_command(context: CliContext, *, quick: bool, as_json: bool, **give
     """Fill a topic, and time how long it takes to lose its oldest half."""
     size = _sized(retention.QUICK if quick else retention.FULL, given)
     _run(context, retention.measure, size, None, quick=quick, as_json=as_json, stored=size.events)
+
+
+@bench.command("spark", short_help="Read and write with Spark, beside its JDBC source.")
+@_events_option(spark.FULL.events, spark.QUICK.events)
+@click.option("--tasks", type=_PROCESSES, metavar="N", help="Of Spark, for each way  [default: 8; --quick: 2].")
+@click.option("--rounds", type=click.IntRange(1, 100), metavar="N", help="How often each  [default: 1].")
+@click.option("--jdbc-jar", metavar="FILE", help=f"PostgreSQL's JDBC driver  [default: {spark.JDBC_JAR}].")
+@_ends_with(_raw_option)
+def spark_command(context: CliContext, *, quick: bool, as_json: bool, raw_events: int | None, **given: Any) -> None:
+    """Read all columns, read two, and write, with the data source `eventsql` and with Spark's own JDBC source.
+
+    Both in one session on two cores, warm, with the same columns and as many tasks. What is written with `eventsql` is
+    published exactly once; JDBC appends rows to a plain table.
+    """
+    size = _sized(spark.QUICK if quick else spark.FULL, given)
+    measure = partial(spark.measure, home=context.settings.home)
+    _run(context, measure, size, raw_events, quick=quick, as_json=as_json)
+
+
+@bench.command("dagster", short_help="Time Dagster from publish to run.")
+@click.option("--cold", type=_COUNT, metavar="N", help="Runs from rest  [default: 12; --quick: 1].")
+@click.option("--drained", type=_COUNT, metavar="N", help="Events for a run that drains  [default: 150; --quick: 5].")
+@click.option("--seconds", type=_SECONDS, metavar="SECONDS", help="Each number of sensors  [default: 30; --quick: 6].")
+@click.option("--runs", type=_COUNT, metavar="N", help="At once  [default: 20; --quick: 2].")
+@_quick_option
+@json_option
+@pass_context
+def dagster_command(context: CliContext, /, *, quick: bool, as_json: bool, **given: Any) -> None:
+    """Start a daemon of its own and time it: publish to first step, to a run that drains, ticks and runs.
+
+    Its storage is a schema of its own in this database, which is dropped at the end. Some 6 minutes.
+    """
+    size = _sized(bench_dagster.QUICK if quick else bench_dagster.FULL, given)
+    _run(context, bench_dagster.measure, size, None, quick=quick, as_json=as_json)
 
 
 @bench.command("all", short_help="Measure the whole table.")

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from eventsql_orchestration.dagster.development import UNDER_WAY, LocalDagster, 
 from eventsql_orchestration.dagster.instance import instance_directory, write_instance
 from eventsql_orchestration.dagster.rounds import Counts, TopicRound, account, published_by
 from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
+from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import RoundError
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark.java import ensure_java
@@ -61,16 +62,26 @@ SIMULATION_SECONDS = 60.0
     default="definitions.py",
     show_default=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The code location to run; it has the jobs `setup`, `simulation` (whose asset topic/ride_orders takes the "
-    "config `orders`) and `verification`.",
+    help="The code location to run; it has the jobs `setup`, `simulation` and `verification`.",
+)
+@click.option(
+    "--simulates",
+    default="ride_orders",
+    show_default=True,
+    metavar="TOPIC",
+    help="The topic whose asset, in the job `simulation`, takes the config `orders`.",
 )
 @pass_context
-def dev(context: CliContext, *, once: bool, orders: int, port: int, timeout: float, definitions: Path) -> None:
+def dev(
+    context: CliContext, *, once: bool, orders: int, port: int, timeout: float, definitions: Path, simulates: str
+) -> None:
     """Run the whole system here: database, Dagster's webserver and daemon, the code location, a ride simulation.
 
     Without a database URL it is the embedded PostgreSQL of this directory, which stops when this command ends; its data
-    stays. Ctrl-C ends everything.
+    stays. Dagster's own tables are in schema dagster_dev of the database: give each checkout its own database, since
+    two that share one end each other's runs. Ctrl-C ends everything.
     """
+    simulation = {"ops": {topic_key(simulates).to_python_identifier(): {"config": {"orders": orders}}}}
     if not definitions.exists():
         raise click.UsageError(
             f"{definitions} does not exist here: run this in a checkout of the reference location, or name its file "
@@ -104,9 +115,9 @@ def dev(context: CliContext, *, once: bool, orders: int, port: int, timeout: flo
                 _run(dagster, instance, progress, SETUP_JOB, timeout=timeout)
                 if not once:
                     progress.stop()
-                    _serve(console, dagster, instance, platform, orders=orders)
+                    _serve(console, dagster, instance, platform, simulation=simulation)
                     return
-                faults = _round(dagster, instance, platform, progress, orders=orders, timeout=timeout)
+                faults = _round(dagster, instance, platform, progress, simulation=simulation, timeout=timeout)
                 runs = instance.get_runs(dg.RunsFilter(created_after=started))
                 topics = account(before, Counts.take(platform), published=published_by(instance, runs), runs=runs)
     failed = [run for run in runs if run.status is dg.DagsterRunStatus.FAILURE]
@@ -150,16 +161,12 @@ def _run(
     job: str,
     *,
     timeout: float,
-    run_config: dict[str, object] | None = None,
+    run_config: Mapping[str, object] | None = None,
 ) -> dg.DagsterRun:
     task = progress.add_task(f"Job {job}", total=1)
     run = dagster.wait(instance, dagster.launch(job, run_config=run_config), timeout=timeout)
     progress.update(task, completed=1)
     return run
-
-
-def _simulation(orders: int) -> dict[str, object]:
-    return {"ops": {"topic__ride_orders": {"config": {"orders": orders}}}}
 
 
 def _round(
@@ -168,12 +175,12 @@ def _round(
     platform: EventSQL,
     progress: Progress,
     *,
-    orders: int,
+    simulation: Mapping[str, object],
     timeout: float,
 ) -> list[str]:
     """Simulate, wait until all is consumed, verify; gives what the checks found at fault."""
     deadline = time.monotonic() + timeout
-    _run(dagster, instance, progress, SIMULATION_JOB, run_config=_simulation(orders), timeout=timeout)
+    _run(dagster, instance, progress, SIMULATION_JOB, run_config=simulation, timeout=timeout)
     task = progress.add_task("Consuming", total=None)
     settled: Counts | None = None
     while True:
@@ -222,7 +229,12 @@ def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str
 
 
 def _serve(
-    console: Console, dagster: LocalDagster, instance: dg.DagsterInstance, platform: EventSQL, *, orders: int
+    console: Console,
+    dagster: LocalDagster,
+    instance: dg.DagsterInstance,
+    platform: EventSQL,
+    *,
+    simulation: Mapping[str, object],
 ) -> None:
     """Simulate a round every minute and show lag, until the user ends it."""
     console.print(f"The Dagster UI is at {dagster.url} - Ctrl-C ends everything", highlight=False)
@@ -232,7 +244,7 @@ def _serve(
             dagster.require_running()
             # One at a time: two would place the same orders.
             if time.monotonic() >= due and (simulating is None or _ended(instance, simulating)):
-                simulating = dagster.launch(SIMULATION_JOB, run_config=_simulation(orders))
+                simulating = dagster.launch(SIMULATION_JOB, run_config=simulation)
                 due = time.monotonic() + SIMULATION_SECONDS
             live.update(lag_table(platform.lag()))
             time.sleep(1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import dagster as dg
 
@@ -11,28 +11,42 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.definition import (
     DEFAULT_MAX_ATTEMPTS,
     ClaimConfig,
+    Computation,
     ConsumerDefinition,
     Limits,
 )
-from eventsql_orchestration.dagster.draining import BatchConsumer, Consume, Consumed, Drained, Draining, owner_of_run
+from eventsql_orchestration.dagster.draining import (
+    BatchConsumer,
+    Consume,
+    Consumed,
+    Drained,
+    Draining,
+    ReplayError,
+    owner_of_run,
+)
 from eventsql_orchestration.dagster.functions import UserFunction
-from eventsql_orchestration.dagster.publishing import add_up, leave_out
+from eventsql_orchestration.dagster.publishing import add_up
+from eventsql_orchestration.dagster.reporting import metadata_of, name_of, report
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
-from eventsql_orchestration.dagster.sensors import build_partition_sensor
+from eventsql_orchestration.dagster.sensors import build_consumer_sensor, build_partition_sensor
 from eventsql_orchestration.dagster.tags import (
     CONSUMER_TAG,
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_TAG,
+    REPLAY_TAG,
     SPARK_TAG,
     TOPIC_TAG,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.errors import ClaimLostError, DatabaseError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseError, ValidationError
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.consumption import Failure
 
 Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
 SPARK_KIND: Final = "pyspark"
+
+SensorPer: TypeAlias = Literal["partition", "consumer"]
+"""What has a sensor of its own."""
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], ConsumerDefinition]
 
@@ -57,6 +71,7 @@ def consumer_asset(
     description: str | None = None,
     owners: Sequence[str] = (),
     tags: Mapping[str, str] | None = None,
+    sensor: SensorPer = "partition",
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> Decorator:
     """Make a consumer of a function `f(events, connection)` over a batch of events.
@@ -70,6 +85,10 @@ def consumer_asset(
     has at most `max_events`. The run hands them over `batch` at a time and then goes on with what has come meanwhile:
     for `drain_seconds`, up to `drain_events`, until nothing has come for `drain_idle` seconds. `lease` is how many
     seconds after the death of a run's process its partition is consumed again, where Dagster does not see it sooner.
+
+    `sensor` says how ticks are shared out: a sensor for each `"partition"`, which can be looked at and stopped by
+    itself, or one for the whole `"consumer"`, which looks at all partitions with one statement: Dagster takes some 7
+    sensors a second on two cores, so take the latter from some 30 partitions on (docs/dagster.md).
 
     The asset is called `name` (the function's name by default), the job `consume_<name>`. `tags` go to its runs.
 
@@ -92,7 +111,7 @@ def consumer_asset(
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
             limits=limits, max_attempts=max_attempts, publishes=(), deps=deps, group_name=group_name,
             description=description or function.__doc__, owners=owners, tags=tags or {},
-            kinds=KINDS, default_status=default_status,
+            kinds=KINDS, sensor=sensor, default_status=default_status,
         )  # fmt: skip
 
     return decorate
@@ -119,6 +138,7 @@ def range_asset(
     owners: Sequence[str] = (),
     kinds: Collection[str] = (SPARK_KIND,),
     tags: Mapping[str, str] | None = None,
+    sensor: SensorPer = "partition",
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> Decorator:
     """Make a consumer of a function `f(context, claim)` over a whole range of offsets, such as a Spark job.
@@ -127,7 +147,8 @@ def range_asset(
     `publish_dataframe(…, claim=claim)`, or `claims.check` and `claims.commit` in its transaction. It may also take
     resources, as parameters annotated with their types. What it returns, a mapping or None, is the run's metadata. When
     it raises, or ends without a commit, the run fails and its range is tried again after a pause, up to `max_attempts`
-    times; then the partition stops there, since no one event is known to be at fault.
+    times; then the partition stops there, since no one event is known to be at fault. Where topic `<topic>_dlt` exists
+    it does not stop, and is tried once a minute.
 
     The topics that it `publishes` to become assets of the same run. Runs of kind `pyspark` carry the tag
     `eventsql/spark`, by which a run queue can limit them. Otherwise as `consumer_asset`.
@@ -159,7 +180,7 @@ def range_asset(
             limits=limits, max_attempts=max_attempts, publishes=published, deps=deps, group_name=group_name,
             description=description or function.__doc__, owners=owners,
             tags={**({SPARK_TAG: "true"} if SPARK_KIND in kinds else {}), **(tags or {})},
-            kinds=(*KINDS, *kinds), default_status=default_status,
+            kinds=(*KINDS, *kinds), sensor=sensor, default_status=default_status,
         )  # fmt: skip
 
     return decorate
@@ -186,7 +207,8 @@ def _give_up(context: dg.AssetExecutionContext, platform: EventSQL, claim: Claim
     """Give a range back whose function failed, to be tried again after a pause, up to the consumer's attempts."""
     failure = platform.claims.fail(claim, error)
     if failure is not None:
-        blocked = failure.outcome == Failure.BLOCKED
+        # Where something takes dead letters, a partition waits for no one to resume it.
+        blocked = failure.outcome == Failure.BLOCKED and not platform.dead_letters.accepts(claim.range.topic)
         context.log.error(
             "%s failed, attempt %d: %s",
             claim,
@@ -216,8 +238,11 @@ def _define(
     owners: Sequence[str],
     kinds: Iterable[str],
     tags: Mapping[str, str],
+    sensor: SensorPer,
     default_status: dg.DefaultSensorStatus,
 ) -> ConsumerDefinition:
+    if sensor not in get_args(SensorPer):
+        raise ValidationError(f"sensor is one of {', '.join(map(repr, get_args(SensorPer)))}, not {sensor!r}")
     key = dg.AssetKey([name])
     partitions = topic.all_partitions if consumer.partitioned else (NOT_PARTITIONED,)
     spec = dg.AssetSpec(
@@ -244,7 +269,7 @@ def _define(
 
     def results(drained: Drained) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
         topics = {each.key.path[-1] for each in published}
-        yield key, _metadata(consumer, drained, without=topics)
+        yield key, metadata_of(consumer, drained, without=topics)
         for each in published:
             yield each.key, add_up(drained.said, each.key.path[-1])
 
@@ -256,7 +281,7 @@ def _define(
         )
         try:
             _drain(context, draining, config, consumer, partitions)
-            _report(context, key, consumer, draining.drained)
+            report(context, key, consumer, draining.drained, platform.dead_letters)
         except BaseException:
             # What a failing run has consumed is committed, and belongs to the history of its assets as any other.
             if draining.drained.events:
@@ -280,14 +305,19 @@ def _define(
             **tags,
         },
     )
-    sensors = tuple(
-        build_partition_sensor(
-            topic=topic, consumer=consumer, partition=partition, job=job, op_name=name, limits=limits,
-            default_status=default_status,
-        )
-        for partition in partitions
+    watched: Any = {
+        "topic": topic, "consumer": consumer, "job": job, "op_name": name, "limits": limits,
+        "default_status": default_status,
+    }  # fmt: skip
+    sensors: tuple[dg.SensorDefinition, ...]
+    if sensor == "consumer":
+        sensors = (build_consumer_sensor(partitions=partitions, **watched),)
+    else:
+        sensors = tuple(build_partition_sensor(partition=partition, **watched) for partition in partitions)
+    return ConsumerDefinition(
+        topic, consumer, asset, job, sensors, key, limits, max_attempts,
+        computation=Computation(user, make_consume, tuple(each.key for each in published)),
     )  # fmt: skip
-    return ConsumerDefinition(topic, consumer, asset, job, sensors, key, limits, max_attempts)
 
 
 def _drain(
@@ -298,6 +328,8 @@ def _drain(
     partitions: Sequence[int],
 ) -> None:
     if config.claim is not None:
+        if _replays(context, config) and _replay(context, draining, config):
+            return
         claim = draining.take_over(config.claim)
         if claim is not None:
             context.log.info("%s is taken over by this run", claim)
@@ -308,86 +340,37 @@ def _drain(
         if isinstance(found, Claim):
             draining.run(found)
         else:
-            context.log.info("nothing to consume of %s: %s", _name(consumer, partition), found)
+            context.log.info("nothing to consume of %s: %s", name_of(consumer, partition), found)
         if draining.drained.failure is not None:
             return
 
 
-def _name(consumer: Consumer, partition: int) -> str:
-    return f"topic {consumer.topic}" if partition == NOT_PARTITIONED else f"topic {consumer.topic}[{partition}]"
+def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:
+    """Whether a run is to consume its range once more, if that was committed.
+
+    Dagster tries failed runs again by itself, and so do people who only want them to have run: neither may repeat what
+    was committed. Somebody who executes a run again that had succeeded wants nothing else.
+    """
+    if config.replay is not None:
+        return config.replay
+    if context.run.parent_run_id is None:
+        return False
+    parent = context.instance.get_run_by_id(context.run.parent_run_id)
+    return parent is not None and parent.status is dg.DagsterRunStatus.SUCCESS
 
 
-def _report(context: dg.AssetExecutionContext, key: dg.AssetKey, consumer: Consumer, drained: Drained) -> None:
-    """Say what did not go as planned; raises `dagster.Failure` for an event that holds its partition up."""
-    if drained.lost is not None:
-        context.log.info("the run ends: %s", drained.lost)
-    for letter in drained.dead_letters:
-        context.log.warning(
-            "event %d of topic %s is a dead letter now: %s", letter.event_id, consumer.topic, letter.error
+def _replay(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> bool:
+    """Consume a run's range once more; False where it was never committed and nobody asked for a replay."""
+    assert config.claim is not None, "a replay is that of a claim"
+    claim = draining.committed(config.claim)
+    if claim is None:
+        if config.replay is None:
+            return False
+        raise ReplayError(
+            f"claim {config.claim} was not committed, so there is nothing to replay: its events are consumed, if they "
+            "were not yet, by the next run that the consumer's sensor requests"
         )
-    if drained.dead_letters:
-        context.log_event(
-            dg.AssetObservation(
-                asset_key=key,
-                description=f"{len(drained.dead_letters)} events became dead letters",
-                metadata={"dead letters": len(drained.dead_letters), "events given up": _dead_letters(drained)},
-            )
-        )
-    if drained.failure is not None:
-        raise _failure(consumer, *drained.failure)
-
-
-def _failure(consumer: Consumer, claim: Claim, failure: Failure) -> dg.Failure:
-    topic, event = consumer.topic, failure.event
-    if failure.outcome == Failure.BLOCKED:
-        advice = (
-            f"the partition stops here: mend the consumer and run `eventsql consumer resume {topic} {consumer.name}`, "
-            f"or create topic {topic}_dlt, where such events go"
-        )
-    else:
-        advice = f"it is tried again after a pause; with topic {topic}_dlt it goes there when its attempts are spent"
-    return dg.Failure(
-        f"event {event.id} of {_name(consumer, claim.range.partition)} failed {failure.attempts} times in consumer "
-        f"{consumer.name} ({failure.error}): {advice}",
-        metadata={
-            "topic": topic,
-            "consumer": consumer.name,
-            "partition": event.partition,
-            "event": event.id,
-            "attempts": failure.attempts,
-            "error": failure.error,
-            "outcome": failure.outcome,
-            "advice": advice,
-        },
-        # Its claim is given back: the next tick claims the range anew, when the event is due.
-        allow_retries=False,
-    )
-
-
-def _dead_letters(drained: Drained) -> dg.MetadataValue:
-    return dg.MetadataValue.json(
-        [
-            {"event": letter.event_id, "partition": letter.partition, "error": letter.error}
-            for letter in drained.dead_letters
-        ]
-    )
-
-
-def _metadata(consumer: Consumer, drained: Drained, *, without: Collection[str]) -> dict[str, Any]:
-    """The metadata of a run's asset; what it says of publishing to the topics of `without` is theirs."""
-    partitions = sorted({claim.range.partition for claim, _ in drained.claims})
-    metadata: dict[str, Any] = {
-        **{name: value for said in drained.said for name, value in leave_out(said, without).items()},
-        "topic": consumer.topic,
-        "consumer": consumer.name,
-        **({"partition": partitions[0]} if len(partitions) == 1 else {}),
-        "events": drained.events,
-        "claims": len(drained.claims),
-        "ranges": dg.MetadataValue.json(drained.ranges()),
-    }
-    if drained.dead_letters:
-        metadata["dead letters"] = len(drained.dead_letters)
-        metadata["events given up"] = _dead_letters(drained)
-    if drained.lost is not None:
-        metadata["note"] = drained.lost
-    return metadata
+    context.instance.add_run_tags(context.run.run_id, {REPLAY_TAG: "true"})
+    context.log.info("%s was committed and is replayed: its effects happen again, the offset stays", claim)
+    draining.replay(claim)
+    return True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
+from eventsql_orchestration.dagster.functions import UserFunction
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.log.claims import Claim
 
 DEFAULT_MAX_ATTEMPTS: Final = 5
 
@@ -48,10 +51,28 @@ class ClaimConfig(dg.Config):
 
     Without a claim, as when the asset is materialized by hand, the run claims for itself what waits, of `partition` or
     of every partition.
+
+    With `replay`, a range that was committed is handed to the function once more: its effects happen again, and the
+    offset stays where it is. Where it is not given, a run that somebody executes again after it had succeeded replays
+    its range, and no other run does, whoever tries it again.
     """
 
     claim: int | None = None
     partition: int | None = None
+    replay: bool | None = None
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a consumer's function gets its events, whoever claims them: its own runs and those of a backfill.
+
+    `consume(context, platform, resources)` gives what consumes a claim, as a `Consumed`; `publishes` are the assets of
+    the topics that the function publishes to.
+    """
+
+    user: UserFunction
+    consume: Callable[[dg.AssetExecutionContext, EventSQL, Mapping[str, Any]], Callable[[Claim], Any]]
+    publishes: tuple[dg.AssetKey, ...]
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,7 @@ class ConsumerDefinition:
     key: dg.AssetKey
     limits: Limits
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    computation: Computation = field(kw_only=True, repr=False)
 
     @property
     def partitions(self) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ HOST: Final = "127.0.0.1"
 _DIRECT: Final = {"no_proxy": HOST}
 """For requests: the proxy that an environment names does not reach this machine's loopback."""
 
+_URL_FILE: Final = "dagster.url"
 _OWNER_LOCK: Final = "dev.lock"
 _PROCESSES_LOCK: Final = "processes.lock"
 
@@ -53,6 +54,15 @@ def free_port(preferred: int) -> int:
                 probe.bind((HOST, port))
                 return int(probe.getsockname()[1])
     raise LocalDagsterError("no TCP port is free on 127.0.0.1")
+
+
+def running_url(instance_home: Path) -> str | None:
+    """Where the Dagster of an `eventsql dev` on this instance answers; None where none does."""
+    with contextlib.suppress(OSError, requests.RequestException):
+        url = (instance_home / _URL_FILE).read_text(encoding="utf-8")
+        requests.get(f"{url}/server_info", timeout=10, proxies=_DIRECT).raise_for_status()
+        return url
+    return None
 
 
 @contextlib.contextmanager
@@ -178,6 +188,7 @@ class LocalDagster:
         while True:
             waiting_for = self._not_ready()
             if waiting_for is None:
+                (self.instance_home / _URL_FILE).write_text(self.url, encoding="utf-8")
                 return
             self.require_running()
             if time.monotonic() > deadline:
@@ -267,6 +278,7 @@ class LocalDagster:
     def stop(self, *, timeout: float = 30.0) -> None:
         """End the runs under way, then the processes; those that do not end in `timeout` seconds are killed."""
         if self._process is not None:
+            (self.instance_home / _URL_FILE).unlink(missing_ok=True)
             self._stop(self._process, timeout)
             self._process = None
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from eventsql_orchestration import Event, EventSQL
+import dagster as dg
+
+from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError
@@ -120,6 +122,23 @@ class Draining:
             self.drained.lost = str(error)
             return None
 
+    def committed(self, claim_id: int) -> Claim | None:
+        """The claim, where it was committed; None in any other state. Raises `ClaimLostError` for an unknown one."""
+        claim, state = self._platform.claims.get(claim_id)
+        return claim if state == "committed" else None
+
+    def replay(self, claim: Claim) -> None:
+        """Hand a committed claim's range to the function once more, without a lease; the offset stays where it is.
+
+        Raises `ReplayError` where the function cannot be handed a range twice, or events of it are gone.
+        """
+        if not isinstance(self._consume, BatchConsumer):
+            raise ReplayError(
+                f"{claim} cannot be replayed: its function commits the claim itself, and it is committed. "
+                f"Replay the range as a consumer of its own, or move the offset with `eventsql seek`"
+            )
+        self.drained.claims.append((claim, self._consume.replay(claim)))
+
     def claim(self, topic: str, consumer: str, partition: int) -> Claim | str:
         """Claim what waits, however little it is; a sentence where nothing can be claimed."""
         found = self._platform.claims.claim(
@@ -166,6 +185,13 @@ class Draining:
         return None
 
 
+class ReplayError(dg.Failure):
+    """A range cannot be consumed once more, and nothing of it was."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description, allow_retries=False)
+
+
 BatchFunction: TypeAlias = Callable[[Sequence[Event], Connection], object]
 
 
@@ -191,12 +217,41 @@ class BatchConsumer:
             self._failed.pop(failure.event.id, None)
         return Consumed(processed.consumed, failure, tuple(self._dead_letters(claim)))
 
+    def replay(self, claim: Claim) -> Consumed:
+        """Hand the events of a range to the function, in transactions that move no offset and take no lease.
+
+        What the consumer's filter passes over is passed over here too. A batch that fails ends it with what its
+        function raised; the batches before it stay. Raises `ReplayError` where retention has taken events.
+        """
+        offsets = claim.range
+        partition = None if offsets.partition == NOT_PARTITIONED else offsets.partition
+        left = self._platform.reader.count(offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition)
+        if left != claim.events:
+            raise ReplayError(
+                f"{claim} cannot be replayed: {left} of its {claim.events} events are left, retention took the others"
+            )
+        conditions = self._platform.registry.consumer(offsets.topic, claim.consumer)[0].filter
+        handed = 0
+        for events in self._platform.reader.stream(
+            offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition, batch=self._limits.batch
+        ):
+            chosen = events if conditions is None else [event for event in events if conditions.matches(event)]
+            if chosen:
+                with self._platform.database.transaction() as connection:
+                    self._bound(connection)
+                    self._function(chosen, connection)
+                handed += len(chosen)
+        return Consumed(handed, metadata={"replayed": True})
+
+    def _bound(self, connection: Connection) -> None:
+        connection.execute(
+            "SELECT set_config('idle_in_transaction_session_timeout', %s, true)",
+            (str(round(max(self._limits.lease, STALLED_AFTER) * 1000)),),
+        )
+
     def _watch(self, events: Sequence[Event], connection: Connection) -> None:
         try:
-            connection.execute(
-                "SELECT set_config('idle_in_transaction_session_timeout', %s, true)",
-                (str(round(max(self._limits.lease, STALLED_AFTER) * 1000)),),
-            )
+            self._bound(connection)
             self._function(events, connection)
         except Exception as error:
             if len(events) == 1:

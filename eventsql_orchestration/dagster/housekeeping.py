@@ -6,6 +6,8 @@ from typing import Final
 
 import dagster as dg
 
+from eventsql_orchestration.dagster.checks import ConsumerCheck
+from eventsql_orchestration.dagster.history import EventHistory
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import (
     FINISHED,
@@ -23,17 +25,22 @@ def build_housekeeping_schedule(
     name: str = "housekeeping",
     keep_hours: float = 24.0,
     keep_consumer_hours: float = 168.0,
+    keep_observation_hours: float = 72.0,
+    checks: Collection[ConsumerCheck] = (),
     cron_schedule: str = "17 * * * *",
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
 ) -> dg.ScheduleDefinition:
     """A schedule that drops what topics need not keep, by the retention of each, and deletes old history.
 
-    History is this package's own finished runs, with their logs, and old ticks of its sensors.
-    Runs of the transfer and of housekeeping itself, and ticks, are kept `keep_hours`; consuming runs, which
-    materialize assets, `keep_consumer_hours`. No other run is touched.
+    History is this package's own finished runs, with their logs, old ticks of its sensors, and what these report
+    without a run. Runs of the transfer and of housekeeping itself, and ticks, are kept `keep_hours`; consuming runs,
+    which materialize assets, `keep_consumer_hours`; what the lag sensor reports, observations and the results of
+    `checks`, `keep_observation_hours`, where Dagster's storage is PostgreSQL. No other run or event is touched, and the
+    newest observation of an asset and result of a check stay.
     """
-    if keep_hours < 0 or keep_consumer_hours < 0:
-        raise ValidationError("keep_hours and keep_consumer_hours must not be negative")
+    if min(keep_hours, keep_consumer_hours, keep_observation_hours) < 0:
+        raise ValidationError("keep_hours, keep_consumer_hours and keep_observation_hours must not be negative")
+    judged = tuple(check.key for check in checks)
     kept = {HOUSEKEEPING_INTERNAL: keep_hours, HOUSEKEEPING_CONSUMER: keep_consumer_hours}
 
     @dg.op(name="delete_old_history", description="Deletes finished runs of this package's jobs, and old ticks.")
@@ -45,8 +52,15 @@ def build_housekeeping_schedule(
         }
         if own := _own_instigators(context):
             purge_ticks(context.instance, own, before=now - timedelta(hours=keep_hours))
-        context.log.info("deleted %s", ", ".join(f"{count} {kind} runs" for kind, count in deleted.items()))
-        context.add_output_metadata({f"{kind} runs deleted": count for kind, count in deleted.items()})
+        reported = delete_reports(context.instance, judged, before=now - timedelta(hours=keep_observation_hours))
+        context.log.info(
+            "deleted %s, %s",
+            ", ".join(f"{count} {kind} runs" for kind, count in deleted.items()),
+            "no reports: only those in PostgreSQL can be" if reported is None else f"{reported} reports",
+        )
+        context.add_output_metadata(
+            {**{f"{kind} runs deleted": count for kind, count in deleted.items()}, "reports deleted": reported or 0}
+        )
 
     @dg.op(name="drop_old_segments", description="Drops the segments of topics that are beyond their retention.")
     def drop_old_segments(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
@@ -87,6 +101,16 @@ def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime) ->
             instance.delete_run(run_id)
             deleted += 1
     return deleted
+
+
+def delete_reports(
+    instance: dg.DagsterInstance, checks: Collection[dg.AssetCheckKey], *, before: datetime
+) -> int | None:
+    """Delete what the lag sensor reported before a time; gives how much, None where the storage is not PostgreSQL."""
+    history = EventHistory(instance)
+    if not history.supported:
+        return None
+    return history.delete_events(before=before) + history.delete_evaluations(checks, before=before)
 
 
 def purge_ticks(instance: dg.DagsterInstance, names: Collection[str], *, before: datetime) -> None:

@@ -1,35 +1,40 @@
-"""Lag as data in Dagster: observations with numbers, which its UI plots over time."""
+"""How far a consumer's asset is behind and why: numbers, which Dagster plots over time, and words."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.sensors import TICK_TIMEOUT
-from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
-from eventsql_orchestration.errors import SchemaOutdatedError, TopicNotFoundError
+from eventsql_orchestration.dagster.draining import run_of_owner
+from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 
-IDLE_INTERVAL: Final = 300.0
-"""Seconds between observations of a consumer that is not behind: its plot goes on, and event storage stays small."""
+TRANSFER_STALLED: Final = 120.0
+"""Seconds that an event may lie in the buffer before the transfer counts as stalled: its schedule starts a run each
+minute, and one takes over from the other."""
 
 LAG_EVENTS: Final = "lag events"
 LAG_SECONDS: Final = "lag seconds"
+CAUSE: Final = "cause"
+CONSUMED_BY: Final = "consumed by"
 
 
 @dataclass(frozen=True, slots=True)
 class AssetLag:
-    """The lag of a whole consumer."""
+    """The lag of a whole consumer.
+
+    `moved` are the partitions whose offset has grown since they were looked at before; `stopped` has, by partition, the
+    name of a sensor that somebody switched off.
+    """
 
     partitions: tuple[ConsumerLag, ...]
+    moved: frozenset[int] = frozenset()
+    stopped: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def events(self) -> int:
@@ -39,23 +44,57 @@ class AssetLag:
     def seconds(self) -> float:
         return max((lag.seconds for lag in self.partitions), default=0.0)
 
+    @property
+    def causes(self) -> tuple[tuple[int, str], ...]:
+        """Each partition that is behind, with one word for why."""
+        return tuple((lag.partition, self._why(lag)[0]) for lag in self.partitions if lag.cause != LagCause.NONE)
+
     def metadata(self) -> dict[str, Any]:
-        """Numbers for the whole and for each partition, and the cause in words."""
-        metadata: dict[str, Any] = {LAG_EVENTS: self.events, LAG_SECONDS: round(self.seconds, 3), "cause": self.cause()}
+        """Numbers for the whole and for each partition, the cause in words, and a link to a run that consumes."""
+        metadata: dict[str, Any] = {LAG_EVENTS: self.events, LAG_SECONDS: round(self.seconds, 3), CAUSE: self.cause()}
         for lag in self.partitions:
             if lag.partition != NOT_PARTITIONED:
                 metadata[f"{LAG_EVENTS} [{lag.partition}]"] = lag.events
                 metadata[f"{LAG_SECONDS} [{lag.partition}]"] = round(lag.seconds, 3)
+        for lag in self.partitions:
+            if (run_id := _run_of(lag)) is not None:
+                where = "" if lag.partition == NOT_PARTITIONED else f" [{lag.partition}]"
+                metadata[f"{CONSUMED_BY}{where}"] = dg.MetadataValue.dagster_run(run_id)
         return metadata
 
     def cause(self) -> str:
         """Why the consumer is behind, for each partition that is."""
-        causes = []
+        sentences = []
         for lag in self.partitions:
             if lag.cause != LagCause.NONE:
                 where = "" if lag.partition == NOT_PARTITIONED else f"[{lag.partition}] "
-                causes.append(f"{where}{lag.cause}{': ' if lag.detail else ''}{lag.detail}")
-        return "; ".join(causes) or str(LagCause.NONE)
+                sentences.append(where + ": ".join(self._why(lag)))
+        return "; ".join(sentences) or str(LagCause.NONE)
+
+    def _why(self, lag: ConsumerLag) -> tuple[str, str]:
+        """A word for the cause, and the rest of the sentence."""
+        slow = lag.partition in self.moved
+        match lag.cause:
+            case LagCause.PAUSED:
+                return "stopped", f"it is paused; {lag.detail}"
+            case LagCause.BLOCKED | LagCause.RETRYING:
+                return str(lag.cause), lag.detail
+            case LagCause.LEASED:
+                return ("slow" if slow else "leased"), lag.detail + (", and moving" if slow else "")
+            case LagCause.TRANSFER:
+                stalled = lag.seconds > TRANSFER_STALLED
+                return ("transfer stalled" if stalled else "transfer"), f"{lag.buffered} events are {lag.detail}"
+            case _:
+                return self._why_waiting(lag, slow=slow)
+
+    def _why_waiting(self, lag: ConsumerLag, *, slow: bool) -> tuple[str, str]:
+        if (sensor := self.stopped.get(lag.partition)) is not None:
+            return "stopped", f"sensor {sensor} is switched off"
+        return ("slow", "it is consumed, later than events come") if slow else (str(lag.cause), lag.detail)
+
+
+def _run_of(lag: ConsumerLag) -> str | None:
+    return run_of_owner(lag.detail.removeprefix("by ")) if lag.cause == LagCause.LEASED else None
 
 
 def read_lag(platform: EventSQL, consumer: ConsumerDefinition) -> AssetLag:
@@ -64,64 +103,18 @@ def read_lag(platform: EventSQL, consumer: ConsumerDefinition) -> AssetLag:
     return AssetLag(tuple(lag for lag in lags if lag.consumer == consumer.consumer.name))
 
 
-def build_lag_sensor(
-    consumers: Sequence[ConsumerDefinition],
-    *,
-    name: str = "lag",
-    interval_seconds: int = 15,
-    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
-) -> dg.SensorDefinition:
-    """A sensor that observes the lag of each consumer's asset about every `interval_seconds`.
-
-    Each observation has the numbers `lag events` and `lag seconds`, for the whole and for every partition, and the
-    cause in words. A consumer that is not behind, and was not, is observed every 5 minutes.
-    """
-    watched = tuple(consumers)
-
-    @dg.sensor(
-        name=name,
-        minimum_interval_seconds=interval_seconds,
-        default_status=default_status,
-        description="Observes how far every consumer is behind.",
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
-    )
-    def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
-        with eventsql.bounded(TICK_TIMEOUT) as platform:
-            return observe_lag(platform, watched, cursor=context.cursor, now=time.time())
-
-    return observe
-
-
-def observe_lag(
-    platform: EventSQL, consumers: Sequence[ConsumerDefinition], *, cursor: str | None, now: float
-) -> dg.SensorResult:
-    """One tick: an observation of each consumer that is due for one. `now` is in seconds since the epoch."""
-    previous: Mapping[str, Any] = json.loads(cursor) if cursor else {}
-    reported: dict[str, Any] = {}
-    observations: list[dg.AssetObservation] = []
-    missing: list[str] = []
+def read_lags(platform: EventSQL, consumers: Iterable[ConsumerDefinition]) -> dict[dg.AssetKey, AssetLag]:
+    """The lags of several consumers now, by their assets; one whose topic does not exist is left out."""
+    found: dict[dg.AssetKey, AssetLag] = {}
+    by_topic: dict[str, list[ConsumerLag] | None] = {}
     for consumer in consumers:
-        asset = consumer.key.to_user_string()
-        try:
-            lag = read_lag(platform, consumer)
-        except TopicNotFoundError as error:
-            missing.append(error.message)
-            continue
-        except SchemaOutdatedError as error:
-            return dg.SensorResult(skip_reason=error.message)
-        if not lag.partitions:
-            missing.append(f"consumer {consumer.consumer.name!r} of topic {consumer.topic.name!r} is not registered")
-            continue
-        events, at = previous.get(asset, (None, 0.0))
-        if not lag.events and events == 0 and now - at < IDLE_INTERVAL:
-            reported[asset] = (events, at)
-            continue
-        observations.append(dg.AssetObservation(asset_key=consumer.key, metadata=lag.metadata()))
-        reported[asset] = (lag.events, now)
-    reason = "; ".join(missing) or "no consumer is behind"
-    return dg.SensorResult(
-        asset_events=observations,
-        skip_reason=None if observations else reason,
-        # A JSON object is never empty text, which Dagster would take for no cursor.
-        cursor=json.dumps(reported),
-    )
+        topic = consumer.topic.name
+        if topic not in by_topic:
+            try:
+                by_topic[topic] = platform.lag(topic)
+            except TopicNotFoundError:
+                by_topic[topic] = None
+        lags = by_topic[topic]
+        if lags is not None:
+            found[consumer.key] = AssetLag(tuple(lag for lag in lags if lag.consumer == consumer.consumer.name))
+    return found

@@ -1,18 +1,85 @@
-"""Lineage: what every event that an asset publishes says of its origin."""
+"""Lineage: what an event that an asset publishes says of its origin, and what materializations say of offsets."""
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
+from eventsql_orchestration.dagster.metadata import (
+    INPUT_ASSET,
+    INPUT_CONSUMER,
+    INPUT_RANGES,
+    INPUT_TOPIC,
+    INPUT_TRACE,
+    trace_command,
+)
+from eventsql_orchestration.dagster.topics import TOPIC_PREFIX, topic_key
 
 ExecutionContext: TypeAlias = dg.AssetExecutionContext | dg.OpExecutionContext
 
 RUN_ID: Final = "dagster_run_id"
 ASSET_KEY: Final = "dagster_asset_key"
 PARTITION: Final = "dagster_partition"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where events come from: a run, and the asset and partition that it computes, as far as there are any.
+
+    `root_run_id` is the run that it repeats: the same for a run and for all of its retries and re-executions.
+    """
+
+    run_id: str
+    root_run_id: str
+    asset: str | None = None
+    partition: str | None = None
+
+    @classmethod
+    def of(cls, context: ExecutionContext) -> Origin:
+        """The origin of what an asset or an op publishes while it is computed."""
+        run = context.run
+        partition = None
+        if context.has_partition_key:
+            partition = context.partition_key
+        elif context.has_partition_key_range:
+            partition = _range(context.partition_key_range)
+        return cls(run.run_id, run.root_run_id or run.run_id, asset_name(context), partition)
+
+    @classmethod
+    def of_output(cls, context: dg.OutputContext) -> Origin:
+        """The origin of what an asset or an op has returned."""
+        run = context.step_context.dagster_run
+        asset = context.asset_key.to_user_string() if context.has_asset_key else None
+        partition = None
+        if context.has_asset_key and context.has_asset_partitions:
+            keys = context.asset_partition_keys
+            partition = keys[0] if len(keys) == 1 else _range(context.asset_partition_key_range)
+        elif context.has_partition_key:
+            partition = context.partition_key
+        return cls(run.run_id, run.root_run_id or run.run_id, asset, partition)
+
+    def metadata(self) -> dict[str, str]:
+        """For every event."""
+        named = {RUN_ID: self.run_id, ASSET_KEY: self.asset, PARTITION: self.partition}
+        return {name: text for name, text in named.items() if text is not None}
+
+    def writer(self, topic: str, *, claim: int | None = None, output: str | None = None) -> str:
+        """Who publishes, for the platform to publish it once: whatever else is repeated, this is the same.
+
+        With a claim, the claim's range tells publications apart, and else the first run. `output` is that of an op or
+        of an asset which returns what it publishes.
+        """
+        cause = f"run {self.root_run_id}" if claim is None else f"claim {claim}"
+        return json.dumps([self.asset, output, self.partition, topic, cause], ensure_ascii=False)
+
+
+def _range(keys: dg.PartitionKeyRange) -> str:
+    # As Dagster's own UI writes it.
+    return f"{keys.start}...{keys.end}"
 
 
 def asset_name(context: ExecutionContext) -> str | None:
@@ -29,11 +96,24 @@ def asset_name(context: ExecutionContext) -> str | None:
 
 def lineage(context: ExecutionContext | None) -> dict[str, str]:
     """Metadata for the events that a run publishes: its run, asset and partition, as far as there are any."""
-    if context is None:
-        return {}
-    origin = {RUN_ID: context.run.run_id}
-    if (asset := asset_name(context)) is not None:
-        origin[ASSET_KEY] = asset
-    if context.has_partition_key:
-        origin[PARTITION] = context.partition_key
-    return origin
+    return {} if context is None else Origin.of(context).metadata()
+
+
+def input_metadata(
+    topic: str, ranges: Iterable[Mapping[str, int]], *, consumer: str | None = None
+) -> dict[str, dg.MetadataValue[Any]]:
+    """What a run has read of a topic, for its materialization or its loaded input, with a link to the topic's asset.
+
+    Each range has `partition`, `after` (exclusive), `upto` (inclusive) and `events`.
+    """
+    listed = [dict(each) for each in ranges]
+    metadata: dict[str, dg.MetadataValue[Any]] = {
+        INPUT_TOPIC: dg.MetadataValue.text(topic),
+        INPUT_ASSET: dg.MetadataValue.asset(topic_key(topic)),
+        INPUT_RANGES: dg.MetadataValue.json(listed),
+    }
+    if consumer is not None:
+        metadata[INPUT_CONSUMER] = dg.MetadataValue.text(consumer)
+    if last := max((each["upto"] for each in listed if each["upto"] > each["after"]), default=None):
+        metadata[INPUT_TRACE] = dg.MetadataValue.text(trace_command(topic, last))
+    return metadata

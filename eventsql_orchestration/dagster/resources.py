@@ -13,11 +13,13 @@ from sqlalchemy import event
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.dagster.lineage import ExecutionContext, lineage
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.database.database import parse_dsn
+from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.log.lag import ConsumerLag
 from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
-from eventsql_orchestration.settings import DEFAULT_SCHEMA
+from eventsql_orchestration.rules import DEFAULT_SCHEMA
 from eventsql_orchestration.spark import FORMAT, range_options
+from eventsql_orchestration.spark.options import Source
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -32,7 +34,9 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     Nothing connects before `platform` is used; what it opened is closed when the run or the tick ends. Runs and ticks
     never transfer in the background: that is the transfer schedule's work.
 
-    Give `dsn` as `dg.EnvVar(…)`, which keeps its password out of Dagster's UI and storage.
+    Give `dsn` as `dg.EnvVar(…)`, which keeps its password out of Dagster's UI and storage. One that stands in the code
+    is checked when the location is loaded, one of the environment when a run or a tick begins; `ConfigurationError`
+    names the field, never the password.
     """
 
     dsn: str = Field(description="URL of the PostgreSQL database, postgresql://user:password@host:5432/database")
@@ -40,6 +44,17 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
 
     _platform: EventSQL | None = PrivateAttr(default=None)
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
+
+    @field_validator("dsn", mode="before")
+    @classmethod
+    def _dsn_is_a_url(cls, value: object) -> object:
+        # Not a `ValueError`, whose message would repeat the password.
+        if isinstance(value, str) and not isinstance(value, dg.EnvVar):
+            try:
+                parse_dsn(value)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"dsn of EventSQLResource: {error}") from None
+        return value
 
     @field_validator("db_schema", mode="before")
     @classmethod
@@ -50,7 +65,7 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
 
     @property
     def platform(self) -> EventSQL:
-        """The platform, the same object at each use. Raises `ConfigurationError` for a `dsn` that is no URL."""
+        """The platform, the same object at each use."""
         with self._lock:
             if self._platform is None:
                 self._platform = EventSQL(self.dsn, schema=self.db_schema, transfer=False)
@@ -91,6 +106,11 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     def spark_options(self) -> Mapping[str, str]:
         """The options of the `eventsql` data source that name this database. They hold its password."""
         return {"dsn": self.platform.database.dsn, "schema": self.db_schema}
+
+    def source(self) -> Source:
+        """The database as Spark's tasks know it, password included."""
+        database = self.platform.database
+        return Source(database.dsn, database.schema, str(database))
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002 - Dagster gives it
         """Close what was opened."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.publishing import PUBLISHED_EVENTS, PUBLISHED_TOPIC
+from eventsql_orchestration.dagster.metadata import PUBLISHED_EVENTS, PUBLISHED_TOPIC
 from eventsql_orchestration.dagster.tags import TOPIC_TAG
 from eventsql_orchestration.platform import EventSQL
 

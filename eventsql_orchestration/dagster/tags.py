@@ -14,6 +14,17 @@ CLAIM_TAG: Final = "eventsql/claim"
 AFTER_TAG: Final = "eventsql/after"
 """The offset that a run's claim begins after: failures of runs from one offset are counted by it."""
 
+REPLAY_TAG: Final = "eventsql/replay"
+"""Carried by a run that consumed a committed range once more: it moved no offset."""
+
+BACKFILL_TAG: Final = "eventsql/backfill"
+"""Carried by every run of a backfill; its value is the backfill's id."""
+
+BACKFILL_OF_TAG: Final = "eventsql/backfill_of"
+"""Carried by the job of a consumer's backfills, and its runs: `<topic>/<consumer>`."""
+
+DAGSTER_PARTITION_TAG: Final = "dagster/partition"
+
 TRANSFER_TAG: Final = "eventsql/transfer"
 """Carried by every run of the transfer."""
 

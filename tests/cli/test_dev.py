@@ -73,5 +73,5 @@ def test_a_simulation_starts_when_the_one_before_has_ended(platform: EventSQL, m
     monkeypatch.setattr(time, "sleep", a_second_passes)
     with dg.DagsterInstance.ephemeral() as instance, pytest.raises(KeyboardInterrupt):
         dagster = Launching(instance)
-        dev._serve(Console(quiet=True), cast("LocalDagster", dagster), instance, platform, orders=1)
+        dev._serve(Console(quiet=True), cast("LocalDagster", dagster), instance, platform, simulation={})
     assert seen == [1, 1, 1, 2, 2]

@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Event, Topic
+from eventsql_orchestration import Event, EventSQL, Topic
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
 from eventsql_orchestration.database import Connection
 from tests.dagster.conftest import Workbench
@@ -153,7 +153,7 @@ def test_a_run_waits_for_further_events_and_has_them_at_once(bench: Workbench) -
 
 
 def test_a_claim_that_was_committed_before_is_not_consumed_again(bench: Workbench, metadata: Metadata) -> None:
-    """A run that is executed again from the UI."""
+    """A run that Dagster launches twice."""
     definition = define()
     ids = bench.publish("rides", 5)
     requested = request(bench, definition)
@@ -266,6 +266,29 @@ def test_a_failing_event_blocks_its_partition_loudly_where_no_topic_takes_dead_l
     assert found["outcome"] == "blocked"
     assert "eventsql consumer resume rides c" in found["advice"]
     assert bench.effects() == []
+    assert f"event {ids[0]} blocks the partition" in bench.tick(definition.sensors[0])
+
+
+class FactoryOfNone(EventSQLResource):
+    """The platform of a location whose dead letter factory makes none."""
+
+    @property
+    def platform(self) -> EventSQL:
+        opened = super().platform
+        opened.dead_letters.configure(lambda _event, _cause: None)
+        return opened
+
+
+def test_an_event_of_which_the_factory_makes_no_dead_letter_says_so(bench: Workbench) -> None:
+    definition = define(fail_at(b"0"))
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
+    ids = bench.publish("rides", 3)
+    bench.eventsql = FactoryOfNone(dsn=bench.eventsql.dsn)
+    found = failure_of(bench.run(definition, request(bench, definition)))
+    assert found["outcome"] == "blocked"
+    assert "the dead letter factory made no dead letter of it" in found["advice"]
+    assert "create topic" not in found["advice"], "it exists, and did not help"
     assert f"event {ids[0]} blocks the partition" in bench.tick(definition.sensors[0])
 
 

@@ -43,7 +43,7 @@ def test_nothing_connects_when_a_location_is_defined_or_loaded() -> None:
     definition = consumer_asset(topic=TOPIC, consumer="c", partitioned=True)(consume)
     location = dg.Definitions(
         assets=[topic_asset(TOPIC), definition.asset],
-        asset_checks=[build_lag_check(definition, max_events=10)],
+        asset_checks=[build_lag_check(definition, max_events=10).definition],
         jobs=[definition.job],
         sensors=[*definition.sensors, build_lag_sensor([definition])],
         schedules=[build_transfer_schedule(), build_housekeeping_schedule()],
@@ -89,7 +89,7 @@ def test_a_consuming_job_does_not_run_the_checks_of_its_asset() -> None:
     definition = consumer_asset(topic=TOPIC, consumer="billing", name="billing")(consume)
     location = dg.Definitions(
         assets=[definition.asset],
-        asset_checks=[build_lag_check(definition, max_events=1)],
+        asset_checks=[build_lag_check(definition, max_events=1).definition],
         jobs=[definition.job],
         resources={"eventsql": EventSQLResource(dsn="postgresql://nowhere")},
     )

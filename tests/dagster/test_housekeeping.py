@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import EventSQLResource, build_housekeeping_schedule, build_transfer_schedule
-from eventsql_orchestration.dagster.housekeeping import delete_runs, purge_ticks
+from eventsql_orchestration.dagster import (
+    EventSQLResource,
+    build_delivered_check,
+    build_housekeeping_schedule,
+    build_transfer_schedule,
+    consumer_asset,
+    write_instance,
+)
+from eventsql_orchestration.dagster.housekeeping import delete_reports, delete_runs, purge_ticks
+from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
+from eventsql_orchestration.dagster.lag_sensor import OWN_EVENT
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_CONSUMER, HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.model import Retention
+from tests.dagster.location import record
+
+ASSET = dg.AssetKey("ledger")
+DAY = 86_400
 
 
 @dg.op
@@ -85,8 +101,9 @@ def test_ticks_can_be_purged_where_there_are_none(shared_instance: dg.DagsterIns
 
 
 def test_keeping_less_than_nothing_is_refused() -> None:
-    with pytest.raises(ValidationError):
-        build_housekeeping_schedule(keep_hours=-1.0)
+    for option in ("keep_hours", "keep_consumer_hours", "keep_observation_hours"):
+        with pytest.raises(ValidationError):
+            build_housekeeping_schedule(**{option: -1.0})  # type: ignore[arg-type]  # mypy does not know which it is
 
 
 def test_the_job_keeps_topics_to_their_retention(
@@ -103,3 +120,128 @@ def test_the_job_keeps_topics_to_their_retention(
             platform.transfer.run_once()
             assert location.resolve_job_def("housekeeping").execute_in_process(instance=instance).success
         assert platform.reader.count("orders") == 5
+
+
+@pytest.fixture
+def stored(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
+    """An instance with its storage in PostgreSQL, as `eventsql dev` and a deployment have it."""
+    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
+    with dg.DagsterInstance.from_config(str(write_instance(tmp_path, dsn))) as opened:
+        yield opened
+
+
+ledger_check = build_delivered_check(consumer_asset(topic=Topic("orders"), consumer="ledger", name="ledger")(record))
+
+
+def report(instance: dg.DagsterInstance, *, passed: bool = True, own: bool = True) -> None:
+    """An observation and the result of a check."""
+    instance.report_runless_asset_event(
+        dg.AssetObservation(asset_key=ASSET, metadata={"lag events": 1}, tags=dict(OWN_EVENT) if own else {})
+    )
+    instance.report_runless_asset_event(
+        dg.AssetCheckEvaluation(asset_key=ASSET, check_name="delivered" if own else "theirs", passed=passed)
+    )
+
+
+def counts(platform: EventSQL) -> dict[str, int]:
+    """The rows of Dagster's tables of events."""
+    found = {}
+    with platform.database.connection() as connection:
+        for table in ("event_logs", "asset_check_executions"):
+            row = connection.execute(f"SELECT count(*) FROM {STORAGE_SCHEMA}.{table}").fetchone()
+            found[table] = int(row[0]) if row else 0
+    return found
+
+
+def test_old_reports_are_deleted_and_the_newest_and_those_of_others_stay(
+    stored: dg.DagsterInstance, platform: EventSQL
+) -> None:
+    for _ in range(3):
+        report(stored, own=False)
+    for passed in (True, True, False):
+        report(stored, passed=passed)
+    assert counts(platform) == {"event_logs": 12, "asset_check_executions": 6}
+
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    assert delete_reports(stored, [ledger_check.key], before=later - timedelta(hours=1)) == 0
+    assert delete_reports(stored, [ledger_check.key], before=later) == 4
+    assert counts(platform) == {"event_logs": 8, "asset_check_executions": 4}
+    assert delete_reports(stored, [ledger_check.key], before=later) == 0
+
+    newest = stored.get_latest_asset_check_evaluation_record(ledger_check.key)
+    assert newest is not None
+    assert newest.evaluation is not None
+    assert not newest.evaluation.passed
+    records = stored.fetch_observations(ASSET, limit=100).records
+    assert len(records) == 4
+    assert records[0].asset_observation is not None
+    assert records[0].asset_observation.tags == dict(OWN_EVENT)
+
+
+def test_more_reports_than_a_batch_are_deleted(
+    stored: dg.DagsterInstance, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.dagster.history.BATCH", 2)
+    for _ in range(6):
+        report(stored)
+    assert delete_reports(stored, [ledger_check.key], before=datetime.now(UTC) + timedelta(seconds=1)) == 10
+    assert counts(platform)["event_logs"] == 2
+
+
+def test_reports_in_another_storage_than_postgresql_are_left(shared_instance: dg.DagsterInstance) -> None:
+    report(shared_instance)
+    assert delete_reports(shared_instance, [ledger_check.key], before=datetime.now(UTC) + timedelta(days=1)) is None
+
+
+def test_the_history_of_a_simulated_week_is_bounded(stored: dg.DagsterInstance, platform: EventSQL) -> None:
+    """One observed consumer under steady traffic: 40,320 observations in a week, and a result of its check per hour."""
+    report(stored)
+    end = datetime.now(UTC)
+    _spread(platform, observations=7 * DAY // 15, evaluations=7 * 24, end=end)
+    before, size = counts(platform), _bytes(platform)
+    assert before["event_logs"] > 40_000
+
+    delete_reports(stored, [ledger_check.key], before=end - timedelta(hours=72))
+    after = counts(platform)
+    week, kept = 7 * DAY // 15 + 7 * 24, 3 * DAY // 15 + 3 * 24
+    assert before["event_logs"] == week + 2
+    assert kept <= after["event_logs"] <= kept + 4
+    assert 3 * 24 <= after["asset_check_executions"] <= 3 * 24 + 2
+    with platform.database.connection() as connection:
+        connection.execute(f"VACUUM FULL {STORAGE_SCHEMA}.event_logs")
+        connection.execute(f"VACUUM FULL {STORAGE_SCHEMA}.asset_check_executions")
+    left = _bytes(platform)
+    print(json.dumps({"before": before, "bytes": size, "after": after, "bytes left": left}))  # noqa: T201 - figures of docs/operations.md
+    assert left < size / 2
+
+
+def _spread(platform: EventSQL, *, observations: int, evaluations: int, end: datetime) -> None:
+    """Repeat the one observation and the one result that are stored, evenly over the week before `end`."""
+    at = "(%(end)s::timestamptz AT TIME ZONE 'UTC') - make_interval(secs => 7 * 86400.0 * n / %(count)s)"
+    columns = "run_id, event, dagster_event_type, step_key, asset_key, partition"
+    with platform.database.transaction() as connection:
+        connection.execute(f"SET LOCAL search_path TO {STORAGE_SCHEMA}")
+        connection.execute(
+            f"INSERT INTO event_logs ({columns}, timestamp) SELECT {columns}, {at} FROM event_logs, "
+            "generate_series(%(count)s, 1, -1) n WHERE dagster_event_type = 'ASSET_OBSERVATION'",
+            {"end": end, "count": observations},
+        )
+        connection.execute(
+            f"WITH copies AS (INSERT INTO event_logs ({columns}, timestamp) SELECT {columns}, {at} FROM event_logs, "
+            "generate_series(%(count)s, 1, -1) n WHERE dagster_event_type = 'ASSET_CHECK_EVALUATION' "
+            "RETURNING id, timestamp) "
+            "INSERT INTO asset_check_executions (asset_key, check_name, run_id, execution_status, evaluation_event, "
+            "evaluation_event_timestamp, evaluation_event_storage_id) SELECT x.asset_key, x.check_name, x.run_id, "
+            "x.execution_status, x.evaluation_event, c.timestamp, c.id FROM copies c, asset_check_executions x",
+            {"end": end, "count": evaluations},
+        )
+
+
+def _bytes(platform: EventSQL) -> int:
+    with platform.database.connection() as connection:
+        row = connection.execute(
+            "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
+            "WHERE nspname = %s AND relname IN ('event_logs', 'asset_check_executions')",
+            (STORAGE_SCHEMA,),
+        ).fetchone()
+        return int(row[0]) if row else 0

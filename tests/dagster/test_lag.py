@@ -10,8 +10,10 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Publication, Topic
-from eventsql_orchestration.dagster import build_lag_check, build_lag_sensor, consumer_asset
-from eventsql_orchestration.dagster.lag import IDLE_INTERVAL, observe_lag
+from eventsql_orchestration.dagster import build_lag_sensor, consumer_asset, topic_key
+from eventsql_orchestration.dagster.lag import TRANSFER_STALLED
+from eventsql_orchestration.dagster.lag_sensor import IDLE_INTERVAL, TOPIC_INTERVAL, observe_lag
+from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
 
@@ -83,7 +85,12 @@ def test_the_end_of_a_lag_is_observed_at_once(bench: Workbench) -> None:
 def test_the_cursor_is_never_what_dagster_takes_for_none(bench: Workbench) -> None:
     nothing = observe_lag(bench.platform, [], cursor=None, now=0.0)
     assert nothing.cursor
-    assert json.loads(nothing.cursor) == {}
+    assert json.loads(nothing.cursor)["observed"] == {}
+
+
+def test_a_cursor_of_another_release_counts_for_none(bench: Workbench) -> None:
+    found = observe(bench, cursor=json.dumps({"ledger": [0, 1_000.0]}), now=1_001.0)
+    assert set(observed(found)) == {"ledger", "eager"}
 
 
 def test_a_consumer_that_is_not_registered_keeps_no_other_from_being_observed(bench: Workbench) -> None:
@@ -94,35 +101,83 @@ def test_a_consumer_that_is_not_registered_keeps_no_other_from_being_observed(be
     assert set(observed(found)) == {"eager"}
 
 
-def check(bench: Workbench, **thresholds: Any) -> dg.AssetCheckEvaluation:
-    checks = build_lag_check(eager, **thresholds)
-    result = dg.Definitions(assets=[eager.asset], asset_checks=[checks], resources={"eventsql": bench.eventsql})
-    job = result.resolve_implicit_global_asset_job_def().get_subset(asset_check_selection=set(checks.check_keys))
-    executed = job.execute_in_process(instance=bench.instance)
-    (evaluation,) = executed.get_asset_check_evaluations()
-    return evaluation
+def cause(result: dg.SensorResult, asset: str) -> str:
+    return str(observed(result)[asset]["cause"])
 
 
-@pytest.mark.parametrize(
-    ("thresholds", "passed"),
-    [
-        ({"max_events": 5}, True),
-        ({"max_events": 4}, False),
-        ({"max_seconds": 3600.0}, True),
-        ({"max_seconds": 0.0}, False),
-        ({"max_events": 5, "max_seconds": 0.0}, False),
-    ],
-)
-def test_a_check_turns_red_beyond_its_thresholds(bench: Workbench, thresholds: dict[str, Any], passed: bool) -> None:
-    bench.publish("rides", 5)
-    evaluation = check(bench, **thresholds)
-    assert evaluation.passed is passed
-    assert evaluation.severity == dg.AssetCheckSeverity.WARN
-    assert evaluation.metadata["lag events"].value == 5
+def test_events_that_are_not_transferred_are_a_cause_of_their_own_and_stalled_after_a_while(bench: Workbench) -> None:
+    bench.platform.publisher.publish(Publication("rides", b""))
+    assert cause(observe(bench), "eager") == (
+        "transfer: 1 events are not transferred yet; `eventsql transfer` moves events"
+    )
+    with bench.platform.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.event_buffer SET eql_created_at = eql_created_at - make_interval(secs => %s)",
+            (TRANSFER_STALLED + 1,),
+        )
+    assert cause(observe(bench), "eager").startswith("transfer stalled: 1 events")
 
 
-def test_a_check_of_a_consumer_that_is_not_registered_is_red(bench: Workbench) -> None:
-    bench.platform.registry.unregister_consumer("rides", "eager")
-    evaluation = check(bench, max_events=5)
-    assert not evaluation.passed
-    assert evaluation.description == "consumer 'eager' is not registered"
+def test_a_blocked_a_paused_and_a_leased_partition_say_so(bench: Workbench) -> None:
+    (first,) = bench.publish("rides", 1)
+    bench.platform.registry.pause("rides", "eager")
+    assert cause(observe(bench), "eager").startswith("stopped: it is paused")
+    bench.platform.registry.resume("rides", "eager")
+
+    (request,) = bench.tick(eager.sensors[0])
+    claim = int(request.tags["eventsql/claim"])
+    assert cause(observe(bench), "eager") == "leased: by sensor consume_eager"
+    bench.platform.claims.adopt(claim, owner="run 0123-abc", lease=60.0)
+    leased = observed(observe(bench))["eager"]
+    assert leased["cause"] == "leased: by run 0123-abc"
+    assert leased["consumed by"] == "0123-abc"
+
+    with bench.platform.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.consumer SET eql_failed_event_id = %s, eql_attempts = 5, eql_failure = 'KeyError: x' "
+            "WHERE eql_name = 'eager'",
+            (first,),
+        )
+    assert cause(observe(bench), "eager") == f"blocked: event {first} failed 5 of 5 times: KeyError: x"
+
+
+def test_a_consumer_that_moves_and_is_behind_all_the_same_is_slow(bench: Workbench) -> None:
+    bench.publish("rides", 3)
+    first = observe(bench)
+    assert cause(first, "eager") == "waiting: not consumed yet"
+    assert bench.platform.consumers.consume_once("rides", "eager", record, max_events=1)
+    second = observe(bench, cursor=first.cursor)
+    assert cause(second, "eager").startswith("slow: ")
+    assert cause(observe(bench, cursor=second.cursor), "eager") == "waiting: not consumed yet"
+
+
+def test_a_sensor_that_somebody_switched_off_is_named(bench: Workbench) -> None:
+    bench.publish("orders", 1, partition=1)
+    found = observe_lag(bench.platform, [ledger], cursor=None, now=0.0, stopped={"consume_ledger_1"})
+    assert cause(found, "ledger") == "[1] stopped: sensor consume_ledger_1 is switched off"
+
+
+def test_what_the_sensor_reports_can_be_told_from_what_others_do(bench: Workbench) -> None:
+    (event, *_) = observe(bench).asset_events
+    assert isinstance(event, dg.AssetObservation)
+    assert event.tags == {HOUSEKEEPING_TAG: "internal"}
+
+
+def arrivals(result: dg.SensorResult) -> list[Any]:
+    return [event for event in result.asset_events if isinstance(event, dg.AssetMaterialization)]
+
+
+def test_what_comes_to_an_external_topic_is_reported_once_a_minute_for_its_freshness(bench: Workbench) -> None:
+    rides = [Topic("rides")]
+    bench.publish("rides", 1)
+    first = observe_lag(bench.platform, [eager], topics=rides, cursor=None, now=1_000.0)
+    assert [each.asset_key for each in arrivals(first)] == [topic_key("rides")]
+    bench.publish("rides", 2)
+    soon = observe_lag(bench.platform, [eager], topics=rides, cursor=first.cursor, now=1_015.0)
+    assert not arrivals(soon)
+    later = observe_lag(bench.platform, [eager], topics=rides, cursor=soon.cursor, now=1_000.0 + TOPIC_INTERVAL)
+    (news,) = arrivals(later)
+    assert news.metadata["published events"].value == 2
+    assert news.tags == {HOUSEKEEPING_TAG: "internal"}
+    nothing = observe_lag(bench.platform, [eager], topics=rides, cursor=later.cursor, now=1_000.0 + 2 * TOPIC_INTERVAL)
+    assert not arrivals(nothing)

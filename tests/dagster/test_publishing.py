@@ -92,6 +92,10 @@ def test_a_range_is_read_summed_up_and_published_exactly_once(
         "published events": 2,
         "published first offset": published[0].id,
         "published last offset": published[-1].id,
+        "published by run": result.run_id,
+        "published by asset": "counts",
+        "published to": topic_key("counts"),
+        "trace published": f"eventsql trace counts {published[-1].id}",
     }
     assert metadata(result, counts.key)["events"] == 50
 

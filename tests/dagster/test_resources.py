@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError as PydanticValidationError
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import EventSQLResource, TopicResource, topic_key
+from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, TopicResource, topic_key
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseError,
@@ -81,10 +81,45 @@ def test_a_schema_that_is_no_identifier_is_refused_by_its_name() -> None:
         EventSQLResource(dsn="postgresql://localhost/x", db_schema="No Schema")
 
 
-def test_a_url_that_is_none_is_refused_without_its_password() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        _ = EventSQLResource(dsn="mysql://user:secret@host/x").platform
+@pytest.mark.parametrize("dsn", ["mysql://user:secret@host/x", "secret", "postgresql://user:secret@host:port/x"])
+def test_a_url_that_is_none_is_refused_when_the_location_is_loaded_by_its_name_without_its_password(dsn: str) -> None:
+    with pytest.raises(ConfigurationError, match="dsn of EventSQLResource") as caught:
+        EventSQLResource(dsn=dsn)
     assert "secret" not in str(caught.value)
+
+
+def test_a_url_of_the_environment_is_refused_when_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not when the location is loaded: its process may not have what its runs have.
+    resource = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
+
+    @dg.op
+    def use(eventsql: EventSQLResource) -> None: ...
+
+    @dg.job(resource_defs={"eventsql": resource})
+    def job() -> None:
+        use()
+
+    with pytest.raises(dg.DagsterInvalidConfigError, match="EVENTSQL_TEST_DSN"):
+        job.execute_in_process()
+    monkeypatch.setenv("EVENTSQL_TEST_DSN", "mysql://user:secret@host/x")
+    with pytest.raises(dg.DagsterError) as caught:
+        job.execute_in_process()
+    cause = caught.value.__cause__
+    assert isinstance(cause, ConfigurationError)
+    assert str(cause).startswith("dsn of EventSQLResource: the database must be PostgreSQL")
+    assert "secret" not in str(cause)
+
+
+def test_secrets_of_the_environment_are_not_in_the_configuration_that_dagster_stores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EVENTSQL_TEST_DSN", "postgresql://user:secret@host/x")
+    eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
+    for resource in (eventsql, TopicResource(eventsql=eventsql, topic="rides"), EventSQLIOManager(eventsql=eventsql)):
+        assert "secret" not in repr(resource)
+        assert "secret" not in str(
+            dg.Definitions(resources={"r": resource}).get_repository_def().get_top_level_resources()
+        )
 
 
 def test_a_bounded_platform_ends_statements_that_take_too_long(dsn: str) -> None:

@@ -135,7 +135,7 @@ def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench, mo
     ids = bench.publish("rides", 5)
     request = request_of(bench.tick(eager.sensors[0]))
     bench.requested(eager, request, dg.DagsterRunStatus.STARTING)
-    monkeypatch.setattr("eventsql_orchestration.dagster.sensors.START_TIMEOUT", -1.0)
+    monkeypatch.setattr("eventsql_orchestration.dagster.watch.START_TIMEOUT", -1.0)
 
     request_of(bench.tick(eager.sensors[0]))
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
@@ -246,7 +246,8 @@ def test_a_tick_ends_when_the_database_does_not_answer_in_time(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`release` waits for the row's lock; a tick must not do so for ever."""
-    monkeypatch.setattr("eventsql_orchestration.dagster.sensors.TICK_TIMEOUT", 0.5)
+    for module in ("sensors", "watch"):
+        monkeypatch.setattr(f"eventsql_orchestration.dagster.{module}.TICK_TIMEOUT", 0.5)
     bench.publish("rides", 5)
     dead = request_of(bench.tick(eager.sensors[0]))
     bench.requested(eager, dead, dg.DagsterRunStatus.FAILURE)

@@ -63,4 +63,5 @@ def test_every_command_of_the_tutorial_works_and_the_table_equals_the_count_over
     assert re.search(rf"^{changes} file changes in \d+ rows; 0 rows differ$", outputs[-1], re.MULTILINE)
     summary = next(output for output in outputs if output.startswith("topic "))
     results = {line.split()[0]: line.split()[-1] for line in summary.splitlines()[1:]}
-    assert results == dict.fromkeys(("directory_churn", "file_changes", "ride_orders", "zone_fares"), "exact")
+    topics = ("directory_churn", "driver_utilisation", "file_changes", "ride_orders", "zone_fares")
+    assert results == dict.fromkeys(topics, "exact")

@@ -1,0 +1,423 @@
+"""`eventsql backfill`: replaying a range of a topic through a consumer, as Dagster runs, after a plan."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.output import (
+    counted,
+    partition_name,
+    say,
+    show_fields,
+    show_table,
+    stderr_is_terminal,
+    write_json,
+)
+from eventsql_orchestration.cli.parameters import (
+    ConsumerName,
+    Duration,
+    StartPlace,
+    consumer_argument,
+    json_option,
+    optional_topic_argument,
+    partition_option,
+    topic_argument,
+)
+from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Outcome, Standing
+from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.development import running_url
+from eventsql_orchestration.dagster.instance import instance_directory
+from eventsql_orchestration.dagster.launching import Launcher, RemoteDagster, Target
+from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
+from eventsql_orchestration.dagster.windows import (
+    Backfill,
+    Place,
+    Plan,
+    PlannedRun,
+    check_id,
+    new_id,
+    resume_command,
+)
+from eventsql_orchestration.errors import RegistryError, RunFailedError
+from eventsql_orchestration.log.positions import Back, starting_at
+from eventsql_orchestration.platform import EventSQL
+
+DEFINITIONS: Final = Path("definitions.py")
+
+RUNS_SHOWN: Final = 50
+
+
+class RangeEnd(click.ParamType[Place]):
+    """`earliest`, `latest`, an offset, a time, or a duration before now."""
+
+    name = "place"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Place:
+        text = str(value)
+        if re.fullmatch(r"(\d+(\.\d+)?[wdhms])+|P.+", text, re.ASCII):
+            return Back(Duration().convert(text, param, ctx))
+        return starting_at(StartPlace().convert(text, param, ctx))
+
+
+class _RunByDefault(click.Group):
+    """A group whose command `run` need not be named."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(
+    cls=_RunByDefault,
+    short_help="Replay a range of a topic through a consumer.",
+    subcommand_metavar="[run] TOPIC CONSUMER | list | delete",
+)
+def backfill() -> None:
+    """Replay a range of a topic through a consumer: a plan and, with --execute, Dagster runs.
+
+    `eventsql backfill TOPIC CONSUMER --from …` is `eventsql backfill run TOPIC CONSUMER --from …`, whose --help tells
+    its options.
+    """
+
+
+@backfill.command()
+@topic_argument
+@consumer_argument
+@click.option(
+    "--from",
+    "start",
+    type=RangeEnd(),
+    metavar="PLACE",
+    help="Where the range begins: earliest, the offset of its first event, a time with its zone at which that entered "
+    "the log at the earliest (2026-05-01T12:00:00Z), or how long ago that was (15m, 2h, 7d).",
+)
+@click.option(
+    "--to",
+    "end",
+    type=RangeEnd(),
+    default="latest",
+    show_default=True,
+    metavar="PLACE",
+    help="Where it ends: latest, the offset of its last event, or the time before which that entered the log.",
+)
+@click.option("--window-events", type=click.IntRange(min=1), metavar="N", help="Cut it into windows of N events.")
+@click.option("--window", type=Duration(), metavar="DURATION", help="Cut it into windows of time: 1h, 1d.")
+@partition_option
+@click.option(
+    "--parallel", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="N runs at once at most."
+)
+@click.option(
+    "--into", type=ConsumerName(), metavar="NAME", help="Leave a new consumer NAME at the end of the range, when done."
+)
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Move CONSUMER's own offset to the end of the range before it runs; without this, it is not touched.",
+)
+@click.option("--id", "backfill_id", metavar="ID", help="Call the backfill so; by default it gets an id.")
+@click.option("--resume", metavar="ID", help="Run what is left of backfill ID.")
+@click.option("--execute", is_flag=True, help="Run it; without this, the plan is shown and nothing is changed.")
+@click.option("--dagster-url", metavar="URL", help="The webserver of the Dagster that runs it: http://127.0.0.1:3000.")
+@click.option(
+    "-f", "--file", "file", type=click.Path(dir_okay=False, path_type=Path),
+    help="Run it in processes of its own, without a running Dagster, by the definitions of this file.",
+)  # fmt: skip
+@click.option("-m", "--module", metavar="NAME", help="The same, by the definitions of this module.")
+@json_option
+@pass_context
+def run(
+    context: CliContext,
+    *,
+    topic: str,
+    consumer: str,
+    start: Place | None,
+    end: Place,
+    window_events: int | None,
+    window: timedelta | None,
+    partition: int | None,
+    parallel: int,
+    into: str | None,
+    take_over: bool,
+    backfill_id: str | None,
+    resume: str | None,
+    execute: bool,
+    dagster_url: str | None,
+    file: Path | None,
+    module: str | None,
+    as_json: bool,
+) -> None:
+    """Replay a range of TOPIC through CONSUMER: a plan and, with --execute, Dagster runs.
+
+    What the consumer writes through its connection takes effect once for each window, whatever is killed or started
+    twice. Its own offset stays where it is. Ctrl-C leaves a backfill that --resume goes on with.
+
+    It runs in the Dagster of --dagster-url, or of the definitions that -f or -m name, or of the `eventsql dev` that
+    runs on this directory, or of definitions.py, whichever comes first.
+    """
+    if (start is None) == (resume is None):
+        raise click.UsageError("say where the range begins with --from, or what to go on with by --resume ID")
+    _check_resume(resume, given={"--id": backfill_id, "--into": into, "--window-events": window_events,
+                                 "--window": window, "--partition": partition})  # fmt: skip
+    if backfill_id is not None:
+        check_id(backfill_id)
+    if into == consumer:
+        raise click.UsageError("--into names another consumer than the one whose function runs")
+    with context.platform() as platform, _launcher(context, platform, dagster_url, file, module) as launcher:
+        backfills = Backfills(platform)
+        if resume is not None:
+            found = backfills.get(topic, resume, consumer)
+            target = launcher.target(topic, consumer)
+            runs = backfills.runs_of(found)
+            backfills.renew(found)
+            summary = _summary_of(found, runs, target)
+        else:
+            assert start is not None, "checked above"
+            plan = backfills.plan(
+                topic, consumer, start=start, end=end, window_events=window_events, window=window, partition=partition
+            )
+            target = launcher.target(topic, consumer)
+            backfill_id = backfill_id or new_id()
+            summary = _summary(plan, target, into)
+            runs = plan.runs
+            if not execute or not runs:
+                _show(summary, runs, executed=False, as_json=as_json)
+                say("a plan, nothing runs: run it again with --execute" if runs else "there is nothing to replay")
+                return
+            launcher.require_running()
+            if launcher.was_run(backfill_id) and backfills.find(topic, backfill_id, consumer) is None:
+                raise RegistryError(f"backfill {backfill_id} has run before: give another --id, or none")
+            found = backfills.register(plan, backfill_id, into=into)
+        if take_over:
+            _take_over(backfills, found, new=resume is None)
+        if not as_json:
+            _show(summary, runs, executed=True, as_json=False)
+        outcome = _drive(BackfillDriver(
+            backfills, found, runs, launcher=launcher, target=target, parallel=parallel
+        ), found, outlives=launcher.outlives)  # fmt: skip
+        if as_json:
+            _show({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
+        _conclude(found, runs, outcome)
+
+
+def _check_resume(resume: str | None, *, given: dict[str, object]) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if resume is not None and named:
+        raise click.UsageError(f"a backfill that is resumed is cut already: leave {', '.join(named)} out")
+
+
+@contextmanager
+def _launcher(
+    context: CliContext, platform: EventSQL, url: str | None, file: Path | None, module: str | None
+) -> Iterator[Launcher]:
+    named = [option for option in (url, file, module) if option is not None]
+    if len(named) > 1:
+        raise click.UsageError("give one of --dagster-url, -f and -m")
+    if not named:
+        url = running_url(instance_directory(context.settings.home))
+        file = DEFINITIONS if url is None else None
+    if file is not None and not file.exists():
+        raise click.UsageError(
+            f"{file} does not exist, and no `eventsql dev` runs here: name a running Dagster with --dagster-url, or "
+            "definitions with -f or -m"
+        )
+    launcher: Launcher
+    if url is not None:
+        launcher = RemoteDagster(url)
+    else:
+        environment = {
+            "EVENTSQL_DSN": platform.database.dsn,
+            "EVENTSQL_SCHEMA": platform.database.schema,
+            "PYSPARK_PYTHON": sys.executable,
+        }
+        launcher = LocalRuns(CodeLocation(file, module), environment=environment)
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def _take_over(backfills: Backfills, found: Backfill, *, new: bool) -> None:
+    try:
+        moves = backfills.take_over(found)
+    except Exception:
+        if new:
+            backfills.delete(found)
+        raise
+    for move in moves:
+        say(f"consumer {found.consumer!r} moved from offset {move.offset} to {move.target} ({move.skipped} events)")
+
+
+def _drive(driver: BackfillDriver, found: Backfill, *, outlives: bool) -> Outcome:
+    resume = f"`{resume_command(found.topic, found.consumer, found.id)}`"
+    say(f"backfill {found.id} runs; should it be interrupted, {resume} goes on with it")
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("events"), TimeElapsedColumn(),
+        console=Console(stderr=True), disable=not stderr_is_terminal(),
+    )  # fmt: skip
+    try:
+        with progress:
+            task = progress.add_task("Replaying", total=None)
+
+            def show(standing: Standing) -> None:
+                failed = f", {standing.failed} failed" if standing.failed else ""
+                progress.update(
+                    task, total=standing.events, completed=standing.done_events,
+                    description=f"{standing.done_runs} of {counted(standing.runs, 'run')}, "
+                    f"{standing.running} under way{failed}",
+                )  # fmt: skip
+
+            return driver.run(show)
+    except KeyboardInterrupt:
+        left = f"; {counted(driver.running, 'run')} go on in Dagster" if outlives and driver.running else ""
+        say(f"interrupted{left}: {resume} goes on with the rest")
+        raise
+
+
+def _conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome) -> None:
+    if outcome.done:
+        say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}")
+        return
+    key, why = next(iter(outcome.failures.items()), ("", "it is not known why"))
+    raise RunFailedError(
+        f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed, {key} for example: {why}; "
+        f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
+    )
+
+
+def _summary(plan: Plan, target: Target, into: str | None) -> dict[str, Any]:
+    return {
+        "topic": plan.topic,
+        "consumer": plan.consumer,
+        "id": None,
+        "from": plan.after + 1,
+        "to": plan.upto,
+        "events": plan.events,
+        "first_at": plan.first_at,
+        "last_at": plan.last_at,
+        "into": into,
+        "job": target.job,
+        "assets": list(target.assets),
+        "remarks": list(plan.remarks),
+    }
+
+
+def _summary_of(found: Backfill, runs: tuple[PlannedRun, ...], target: Target) -> dict[str, Any]:
+    return {
+        "topic": found.topic,
+        "consumer": found.consumer,
+        "id": found.id,
+        "from": found.range.after + 1,
+        "to": found.range.upto,
+        "events": sum(run.events for run in runs),
+        "first_at": None,
+        "last_at": None,
+        "into": found.into,
+        "job": target.job,
+        "assets": list(target.assets),
+        "remarks": [],
+    }
+
+
+def _show(
+    summary: dict[str, Any],
+    runs: tuple[PlannedRun, ...],
+    *,
+    executed: bool,
+    as_json: bool,
+    outcome: Outcome | None = None,
+) -> None:
+    if as_json:
+        listed = [_object(run, summary["id"], outcome) for run in runs]
+        result = {} if outcome is None else {"done": outcome.done}
+        write_json({**summary, "executed": executed, **result, "runs": listed})
+        return
+    texts = {name: ", ".join(value) if isinstance(value, list) else value for name, value in summary.items()}
+    show_fields({name.replace("_", " "): value for name, value in texts.items() if value and name != "remarks"})
+    for remark in summary["remarks"]:
+        say(f"note: {remark}")
+    if runs:
+        show_table(
+            ["run", "partition", "from", "to", "events"],
+            [
+                (number, partition_name(run.partition), run.window.after + 1, run.window.upto, run.events)
+                for number, run in enumerate(runs[:RUNS_SHOWN], start=1)
+            ],
+        )
+    if len(runs) > RUNS_SHOWN:
+        say(f"and {counted(len(runs) - RUNS_SHOWN, 'run')} more; --json lists them all")
+
+
+def _object(run: PlannedRun, backfill_id: str | None, outcome: Outcome | None) -> dict[str, Any]:
+    planned = {
+        "partition": run.partition,
+        "from": run.window.after + 1,
+        "to": run.window.upto,
+        "events": run.events,
+    }
+    if outcome is None or backfill_id is None:
+        return planned
+    key = run.key(backfill_id)
+    state = "done" if key in outcome.done_keys else "failed" if key in outcome.failures else "left"
+    return {**planned, "key": key, "state": state, "failure": outcome.failures.get(key)}
+
+
+@backfill.command("list")
+@optional_topic_argument
+@json_option
+@pass_context
+def list_backfills(context: CliContext, *, topic: str | None, as_json: bool) -> None:
+    """The backfills that are not done, of TOPIC or of all topics."""
+    with context.platform() as platform:
+        found = Backfills(platform).registered(topic)
+    if as_json:
+        write_json([_standing(each) for each in found])
+        return
+    show_table(
+        ["topic", "consumer", "id", "from", "to", "replayed", "windows", "done", "under way", "failing", "since"],
+        [tuple(value for name, value in _standing(each).items() if name != "into") for each in found],
+    )
+
+
+def _standing(each: Backfill) -> dict[str, Any]:
+    return {
+        "topic": each.topic,
+        "consumer": each.consumer,
+        "id": each.id,
+        "from": each.range.after + 1,
+        "to": each.range.upto,
+        "replayed": sum(part.consumed for part in each.parts),
+        "windows": len(each.parts),
+        "done": sum(part.done for part in each.parts),
+        "under_way": sum(part.owner is not None and not part.done for part in each.parts),
+        "failing": sum(part.failed_event is not None and not part.done for part in each.parts),
+        "since": each.created_at,
+        "into": each.into,
+    }
+
+
+@backfill.command()
+@topic_argument
+@consumer_argument
+@click.argument("backfill_id", metavar="ID")
+@pass_context
+def delete(context: CliContext, *, topic: str, consumer: str, backfill_id: str) -> None:
+    """Give backfill ID up: what it has replayed stays, the rest never will be.
+
+    Runs of it that are under way commit nothing more.
+    """
+    with context.platform() as platform:
+        backfills = Backfills(platform)
+        backfills.delete(backfills.get(topic, backfill_id, consumer))
+    say(f"backfill {backfill_id} is deleted")

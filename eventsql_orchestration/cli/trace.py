@@ -1,0 +1,190 @@
+"""`eventsql trace`: where an event comes from, run by run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, Final
+
+import click
+import dagster as dg
+from rich.text import Text
+from rich.tree import Tree
+
+from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.output import counted, partition_name, say, show, timestamp, write_json
+from eventsql_orchestration.cli.parameters import json_option, topic_argument
+from eventsql_orchestration.dagster.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
+from eventsql_orchestration.dagster.provenance import DEPTH, WIDTH, Input, Origin, Tracer
+from eventsql_orchestration.dagster.runs import Runs, ServedRuns, StoredRuns
+from eventsql_orchestration.errors import EventSQLError
+
+HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
+
+
+@click.command(short_help="Show where an event comes from.")
+@topic_argument
+@click.argument("offset", type=click.IntRange(min=1))
+@click.option("--dagster-url", metavar="URL", help="Where Dagster's UI is, such as http://127.0.0.1:3000.")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=0),
+    default=DEPTH,
+    show_default=True,
+    help="How many runs behind one another are followed.",
+)
+@click.option(
+    "--width",
+    type=click.IntRange(min=1),
+    default=WIDTH,
+    show_default=True,
+    help="How many publishers of one range are followed.",
+)
+@json_option
+@pass_context
+def trace(
+    context: CliContext, *, topic: str, offset: int, dagster_url: str | None, depth: int, width: int, as_json: bool
+) -> None:
+    """Follow the event of TOPIC at OFFSET back to where it comes from.
+
+    An event that an asset published names its run; the run's claims, and what it has told Dagster, name the ranges that
+    it had read; their events name the runs before, down to what services have published. Status and times of runs come
+    from --dagster-url, from the instance of DAGSTER_HOME or from that of `eventsql dev`; without any of these the way
+    is followed by what the database knows.
+    """
+    with context.platform() as platform, _runs(context, platform.database.dsn, dagster_url) as runs:
+        tracer = Tracer(platform, runs, depth, width)
+        origin = tracer.trace(topic, offset)
+    if tracer.unreachable is not None:
+        _not_reached(tracer.unreachable)
+    if as_json:
+        write_json(_object(origin, dagster_url))
+    else:
+        show(_tree(origin, dagster_url))
+
+
+@contextlib.contextmanager
+def _runs(context: CliContext, dsn: str, url: str | None) -> Iterator[Runs | None]:
+    if url is not None:
+        yield ServedRuns(url)
+        return
+    directory = os.environ.get("DAGSTER_HOME")
+    if not directory and (instance_directory(context.settings.home) / CONFIG_FILE).exists():
+        directory = str(instance_directory(context.settings.home))
+        os.environ.setdefault(STORAGE_VARIABLE, storage_url(dsn))
+    if not directory:
+        say(f"no status of runs: {HOW_TO_REACH}")
+        yield None
+        return
+    with contextlib.ExitStack() as opened:
+        runs = None
+        try:
+            runs = StoredRuns(opened.enter_context(dg.DagsterInstance.from_config(directory)))
+        except Exception as error:  # noqa: BLE001 - an instance may have any storage, which fails in ways of its own
+            _not_reached(error)
+        yield runs
+
+
+def _not_reached(error: Exception) -> None:
+    message = error.message if isinstance(error, EventSQLError) else f"{type(error).__name__}: {error}"
+    say(f"no status of runs, Dagster cannot be reached ({message}): {HOW_TO_REACH}")
+
+
+def _link(run_id: str | None, url: str | None) -> str | None:
+    return None if run_id is None or url is None else f"{url.rstrip('/')}/runs/{run_id}"
+
+
+def _object(origin: Origin, url: str | None) -> dict[str, Any]:
+    run = origin.run
+    return {
+        "topic": origin.topic,
+        "events": origin.events,
+        "first_offset": origin.first,
+        "last_offset": origin.last,
+        "run_id": origin.publisher.run_id,
+        "asset": origin.publisher.asset,
+        "partition": origin.publisher.partition,
+        "run": None if run is None else {name: value for name, value in asdict(run).items() if name != "inputs"},
+        "url": _link(origin.publisher.run_id, url),
+        "inputs": [_input_object(each, url) for each in origin.inputs],
+        "copy_of": None if origin.original is None else _object(origin.original, url),
+        "notes": list(origin.notes),
+    }
+
+
+def _input_object(read: Input, url: str | None) -> dict[str, Any]:
+    return {
+        **asdict(read.range),
+        "origins": [_object(each, url) for each in read.origins],
+        "origins_left_out": read.left_out,
+        "notes": list(read.notes),
+    }
+
+
+def _tree(origin: Origin, url: str | None) -> Tree:
+    tree = Tree(_events(origin))
+    _grow(tree, origin, url)
+    return tree
+
+
+def _events(origin: Origin) -> Text:
+    if origin.events == 1:
+        return Text.assemble((origin.topic, "bold"), f" event {origin.first}")
+    offsets = f" {counted(origin.events, 'event')}, offsets {origin.first} to {origin.last}"
+    return Text.assemble((origin.topic, "bold"), offsets)
+
+
+def _grow(tree: Tree, origin: Origin, url: str | None) -> None:
+    branch = tree
+    if origin.publisher.run_id is not None:
+        branch = tree.add(_run(origin, url))
+    elif origin.original is None and not origin.notes:
+        tree.add("published by no run: a service, or a program")
+    for note in origin.notes:
+        branch.add(Text(note, style="italic"))
+    if origin.original is not None:
+        copied = branch.add(Text.assemble("a copy of ", _events(origin.original)))
+        _grow(copied, origin.original, url)
+    for read in origin.inputs:
+        _grow_input(branch.add(_range(read)), read, url)
+
+
+def _run(origin: Origin, url: str | None) -> Text:
+    publisher, run = origin.publisher, origin.run
+    link = _link(publisher.run_id, url)
+    line = Text("run ")
+    line.append(publisher.run_id or "", style="bold" if link is None else f"bold link {link}")
+    if publisher.asset is not None:
+        line.append(f", asset {publisher.asset}")
+    if publisher.partition is not None:
+        line.append(f" [{publisher.partition}]")
+    if run is not None:
+        line.append(f", {run.status}", style="green" if run.status == "SUCCESS" else "yellow")
+        if run.ended is not None:
+            line.append(f", ended {timestamp(run.ended)}")
+    if link is not None:
+        line.append(f", {link}")
+    return line
+
+
+def _range(read: Input) -> Text:
+    given = read.range
+    line = Text.assemble("read ", (given.topic, "bold"), f" ({given.after}, {given.upto}]")
+    if given.partition >= 0:
+        line.append(f" of partition {partition_name(given.partition)}")
+    if given.consumer is not None:
+        line.append(f" as {given.consumer}")
+    if given.claim is not None:
+        line.append(f", claim {given.claim}")
+    return line
+
+
+def _grow_input(branch: Tree, read: Input, url: str | None) -> None:
+    for note in read.notes:
+        branch.add(Text(note, style="italic"))
+    for origin in read.origins:
+        _grow(branch.add(_events(origin)), origin, url)
+    if read.left_out:
+        branch.add(Text(f"{counted(read.left_out, 'publisher')} more: give a larger --width", style="italic"))

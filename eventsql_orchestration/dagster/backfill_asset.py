@@ -1,0 +1,238 @@
+"""A consumer's backfills in Dagster: an asset whose partitions are windows, and the jobs that make and replay them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import dagster as dg
+
+from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.draining import Drained, owner_of_run
+from eventsql_orchestration.dagster.publishing import add_up
+from eventsql_orchestration.dagster.replaying import WindowReplay
+from eventsql_orchestration.dagster.reporting import metadata_of
+from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.dagster.tags import (
+    BACKFILL_OF_TAG,
+    BACKFILL_TAG,
+    CONSUMER_TAG,
+    FINISHED,
+    HOUSEKEEPING_TAG,
+    TOPIC_TAG,
+)
+from eventsql_orchestration.dagster.topics import KINDS, topic_key
+from eventsql_orchestration.dagster.windows import new_id, read_key
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.log.positions import Earliest, Latest, Start, starting_at
+
+SUFFIX: Final = "_backfill"
+
+ASSETS_METADATA: Final = "eventsql/assets"
+"""Of the asset of a consumer's backfills: the assets that they materialize."""
+
+
+@dataclass(frozen=True)
+class BackfillDefinition:
+    """What a code location needs, beside a consumer's own definition, for backfills of it: an asset and two jobs."""
+
+    consumer: ConsumerDefinition
+    asset: dg.AssetsDefinition
+    job: dg.UnresolvedAssetJobDefinition
+    plan_job: dg.JobDefinition
+    partitions: dg.DynamicPartitionsDefinition
+
+    @property
+    def jobs(self) -> list[dg.UnresolvedAssetJobDefinition | dg.JobDefinition]:
+        return [self.job, self.plan_job]
+
+
+class ReplayConfig(dg.Config):
+    """How a window is replayed: at most `max_events` are claimed at once, as many as the consumer's runs by default."""
+
+    max_events: int | None = None
+
+
+class PlanConfig(dg.Config):
+    """The range of a backfill, and its windows.
+
+    `start` is `earliest`, the offset of the first event, or a time with its zone (2026-05-01T12:00:00Z) at which it
+    entered the log, at the earliest; `end` is `latest`, the offset of the last event, or the time before which it
+    entered the log.
+    """
+
+    start: str = "earliest"
+    end: str = "latest"
+    window_events: int | None = None
+    window_seconds: float | None = None
+    into: str | None = None
+
+
+def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
+    """Let ranges of a topic be replayed through a consumer, by `eventsql backfill` and from Dagster's UI.
+
+    The asset `<name>_backfill` has a partition for each window and partition of a backfill; the job `backfill_<name>`
+    replays one, with the consumer's function, limits and tags. What it materializes is reported for the consumer's own
+    asset too, and for the topics that it publishes to. `eventsql backfill` makes the partitions, or from the UI the job
+    `plan_backfill_<name>`; the asset's page then materializes those that are missing, or some again that failed.
+    """
+    name = "_".join(consumer.key.path) + SUFFIX
+    partitions = dg.DynamicPartitionsDefinition(name=name)
+    own = next(spec for spec in consumer.asset.specs if spec.key == consumer.key)
+    spec = dg.AssetSpec(
+        key=dg.AssetKey([name]),
+        deps=[topic_key(consumer.topic.name)],
+        description=f"Ranges of topic {consumer.topic.name} that are replayed through {consumer.consumer.name}.",
+        group_name=own.group_name,
+        owners=list(own.owners),
+        kinds={*KINDS, *own.kinds},
+        metadata={
+            "topic": consumer.topic.name,
+            "consumer": consumer.consumer.name,
+            "replays": dg.MetadataValue.asset(consumer.key),
+            ASSETS_METADATA: dg.MetadataValue.json(
+                [each.to_user_string() for each in (consumer.key, *consumer.computation.publishes)]
+            ),
+        },
+        partitions_def=partitions,
+    )
+
+    def compute(context: dg.AssetExecutionContext, config: ReplayConfig, resources: Mapping[str, Any]) -> Any:
+        yield from _replay(context, config, consumer, spec.key, resources)
+
+    asset = dg.multi_asset(name=name, specs=[spec])(consumer.computation.user.as_compute(ReplayConfig, compute))
+    job = dg.define_asset_job(
+        f"backfill_{'_'.join(consumer.key.path)}",
+        selection=dg.AssetSelection.assets(spec.key).without_checks(),
+        description=f"Replays a window of topic {consumer.topic.name} through {consumer.consumer.name}.",
+        executor_def=dg.in_process_executor,
+        tags={
+            **{name: value for name, value in (consumer.job.tags or {}).items() if name not in _OF_LIVE_RUNS},
+            BACKFILL_OF_TAG: backfill_of(consumer.topic.name, consumer.consumer.name),
+        },
+    )
+    return BackfillDefinition(consumer, asset, job, _plan_job(consumer, partitions), partitions)
+
+
+_OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, HOUSEKEEPING_TAG)
+"""Tags by which a consumer's sensor and housekeeping know runs that are none of a backfill."""
+
+
+def backfill_of(topic: str, consumer: str) -> str:
+    """The value of the tag by which the job of a consumer's backfills is found."""
+    return f"{topic}/{consumer}"
+
+
+def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefinition) -> dg.JobDefinition:
+    name, topic = f"plan_{'_'.join(consumer.key.path)}{SUFFIX}", consumer.topic.name
+
+    def plan(context: dg.OpExecutionContext, config: PlanConfig, eventsql: EventSQLResource) -> None:
+        backfills = Backfills(eventsql.platform)
+        window = None if config.window_seconds is None else _seconds(config.window_seconds)
+        planned = backfills.plan(
+            topic, consumer.consumer.name, start=_place(config.start), end=_place(config.end),
+            window_events=config.window_events, window=window,
+        )  # fmt: skip
+        for remark in planned.remarks:
+            context.log.warning(remark)
+        backfill_id = new_id()
+        backfills.register(planned, backfill_id, into=config.into)
+        keys = [run.key(backfill_id) for run in planned.runs]
+        assert partitions.name is not None, "given above"
+        context.instance.add_dynamic_partitions(partitions.name, keys)
+        context.log.info(
+            "backfill %s of %d events has %d windows: materialize the partitions of asset %s that are missing",
+            backfill_id, planned.events, len(keys), partitions.name,
+        )  # fmt: skip
+
+    plan.__annotations__ = {"context": dg.OpExecutionContext, "config": PlanConfig, "eventsql": EventSQLResource}
+    # Ops and jobs of a code location share their names.
+    op = dg.op(name=f"{name}_windows", out={})(plan)
+
+    @dg.job(
+        name=name,
+        description=f"Makes a backfill of {consumer.consumer.name} and its windows; replays nothing yet.",
+        executor_def=dg.in_process_executor,
+    )
+    def plan_job() -> None:
+        op()
+
+    return plan_job
+
+
+def _place(text: str) -> Any:
+    if text in ("earliest", "latest"):
+        return Earliest() if text == "earliest" else Latest()
+    start: Start = int(text) if text.isdecimal() else _time(text)
+    return starting_at(start)
+
+
+def _time(text: str) -> Any:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise ValidationError(f"{text!r} is neither earliest, latest, an offset nor a time with its zone") from None
+
+
+def _seconds(seconds: float) -> timedelta:
+    try:
+        return timedelta(seconds=seconds)
+    except (OverflowError, ValueError):
+        raise ValidationError(f"{seconds} seconds are no window") from None
+
+
+def _replay(
+    context: dg.AssetExecutionContext,
+    config: ReplayConfig,
+    consumer: ConsumerDefinition,
+    key: dg.AssetKey,
+    resources: Mapping[str, Any],
+) -> Iterator[dg.MaterializeResult[Any]]:
+    eventsql: EventSQLResource = resources[RESOURCE_KEY]
+    backfill_id, window, partition = read_key(context.partition_key)
+    replay = WindowReplay(
+        eventsql.platform, consumer, consumer.computation.consume(context, eventsql.platform, resources),
+        backfill_id=backfill_id, window=window, partition=partition, owner=owner_of_run(context.run.run_id),
+        max_events=config.max_events,
+    )  # fmt: skip
+    context.instance.add_run_tags(context.run.run_id, {BACKFILL_TAG: backfill_id})
+    try:
+        backfill = replay.run(lambda run_id: _has_ended(context.instance, run_id))
+    finally:
+        # What a run that fails has replayed is committed.
+        if replay.drained.events:
+            _report_for_others(context, consumer, replay.drained, backfill_id)
+    for letter in replay.drained.dead_letters:
+        context.log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
+    context.log.info("%d events were replayed", replay.drained.events)
+    finished = Backfills(eventsql.platform).finish(backfill)
+    if finished:
+        context.log.info("backfill %s is done", backfill_id)
+    yield dg.MaterializeResult(
+        asset_key=key, metadata={**_metadata(consumer, replay.drained, backfill_id), "backfill is done": finished}
+    )
+
+
+def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Whether a run is known here to have ended; one of another instance is not known."""
+    run = instance.get_run_by_id(run_id)
+    return run is not None and run.status in FINISHED
+
+
+def _metadata(consumer: ConsumerDefinition, drained: Drained, backfill_id: str) -> dict[str, Any]:
+    topics = {each.path[-1] for each in consumer.computation.publishes}
+    return {**metadata_of(consumer.consumer, drained, without=topics), "backfill": backfill_id}
+
+
+def _report_for_others(
+    context: dg.AssetExecutionContext, consumer: ConsumerDefinition, drained: Drained, backfill_id: str
+) -> None:
+    """Tell the history of the consumer's own asset, and those of the topics that it publishes to."""
+    metadata = _metadata(consumer, drained, backfill_id)
+    context.log_event(dg.AssetMaterialization(asset_key=consumer.key, metadata=metadata))
+    for each in consumer.computation.publishes:
+        published = {**add_up(drained.said, each.path[-1]), "backfill": backfill_id}
+        context.log_event(dg.AssetMaterialization(asset_key=each, metadata=published))

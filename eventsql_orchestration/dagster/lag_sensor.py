@@ -1,0 +1,230 @@
+"""The lag sensor: observes how far every consumer is behind and evaluates the checks of consumers, without any run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import dagster as dg
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.dagster.checks import ConsumerCheck, Look
+from eventsql_orchestration.dagster.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.lag import AssetLag, read_lags
+from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
+from eventsql_orchestration.dagster.topics import topic_observations
+from eventsql_orchestration.dagster.watch import TICK_TIMEOUT
+from eventsql_orchestration.errors import SchemaOutdatedError, ValidationError
+
+IDLE_INTERVAL: Final = 300.0
+"""Seconds between observations of a consumer that is not behind, and between evaluations of a red check that say
+nothing new: a plot goes on, and event storage stays small."""
+
+TOPIC_INTERVAL: Final = 60.0
+"""Seconds between two reports of what has come to a topic: freshness is a matter of minutes."""
+
+GREEN_INTERVAL: Final = 3_600.0
+"""Seconds between evaluations of a green check that say nothing new."""
+
+OWN_EVENT: Final = MappingProxyType({HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL})
+"""The tags of observations and materializations by which housekeeping knows them again."""
+
+Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
+
+
+def build_lag_sensor(
+    consumers: Sequence[ConsumerDefinition],
+    *,
+    checks: Sequence[ConsumerCheck] = (),
+    topics: Sequence[Topic] = (),
+    name: str = "lag",
+    interval_seconds: int = 15,
+    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
+) -> dg.SensorDefinition:
+    """A sensor that observes the lag of each consumer's asset about every `interval_seconds`, and evaluates `checks`.
+
+    Each observation has the numbers `lag events` and `lag seconds`, for the whole and for every partition, and the
+    cause in words. A consumer that is not behind, and was not, is observed every 5 minutes. A check is evaluated at
+    every tick, and reported when it says something new; otherwise every 5 minutes while it is red, every hour while it
+    is green. What has come to `topics`, those that no asset publishes to, is reported once a minute, as
+    materializations, by which Dagster judges their freshness. No run is started for any of it.
+
+    Raises `ValidationError` for a check of a consumer that is not among `consumers`.
+    """
+    watched, judged, external = tuple(consumers), tuple(checks), tuple(topics)
+    if strangers := {check.key.to_user_string() for check in judged} - {
+        check.key.to_user_string() for check in judged if check.consumer in watched
+    }:
+        raise ValidationError(f"these checks are of consumers that the sensor does not watch: {sorted(strangers)}")
+
+    @dg.sensor(
+        name=name,
+        minimum_interval_seconds=interval_seconds,
+        default_status=default_status,
+        description="Observes how far every consumer is behind, and evaluates the checks of consumers.",
+        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
+    )
+    def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
+        with eventsql.bounded(TICK_TIMEOUT) as platform:
+            return observe_lag(
+                platform, watched,
+                checks=judged, topics=external, cursor=context.cursor, now=time.time(),
+                stopped=stopped_sensors(context.instance),
+            )  # fmt: skip
+
+    return observe
+
+
+def stopped_sensors(instance: dg.DagsterInstance) -> frozenset[str]:
+    """The names of sensors that somebody switched off."""
+    if instance.schedule_storage is None:
+        return frozenset()
+    return frozenset(
+        state.instigator_name for state in instance.all_instigator_state() if state.status.value == "STOPPED"
+    )
+
+
+@dataclass
+class _Cursor:
+    """What a tick leaves to the next one."""
+
+    observed: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Of each asset its lag in events when it was observed last, and when."""
+
+    offsets: dict[str, dict[str, int]] = field(default_factory=dict)
+    checks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each check the face and the time of its last report, and its memory."""
+
+    topics: dict[str, int] = field(default_factory=dict)
+    """How far each topic was looked at, and when all of them were."""
+
+    topics_at: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str | None) -> _Cursor:
+        """A cursor's text; one of another release counts for none."""
+        content = json.loads(text) if text else {}
+        return cls(**content) if content.keys() == {each.name for each in fields(cls)} else cls()
+
+    def text(self) -> str:
+        # A JSON object is never empty text, which Dagster would take for no cursor.
+        return json.dumps(asdict(self))
+
+
+def observe_lag(
+    platform: EventSQL,
+    consumers: Sequence[ConsumerDefinition],
+    *,
+    checks: Sequence[ConsumerCheck] = (),
+    topics: Sequence[Topic] = (),
+    cursor: str | None,
+    now: float,
+    stopped: Collection[str] = (),
+) -> dg.SensorResult:
+    """One tick: the observations and evaluations that are due. `now` is in seconds since the epoch.
+
+    `stopped` are the names of sensors that were switched off.
+    """
+    before, after = _Cursor.parse(cursor), _Cursor()
+    try:
+        found = read_lags(platform, consumers)
+    except SchemaOutdatedError as error:
+        return dg.SensorResult(skip_reason=error.message, cursor=cursor)
+    lags = {
+        consumer.key: _compared(found[consumer.key], consumer, before, stopped)
+        for consumer in consumers
+        if consumer.key in found
+    }
+    events: list[Event] = [
+        *_observations(consumers, lags, before, after, now),
+        *_arrivals(platform, topics, before, after, now),
+    ]
+    for check in checks:
+        look = Look(platform, lags.get(check.consumer.key, AssetLag(())), now)
+        events += _evaluations(check, look, before, after)
+    missing = [
+        f"consumer {consumer.consumer.name!r} of topic {consumer.topic.name!r} is not registered"
+        for consumer in consumers
+        if consumer.key not in lags or not lags[consumer.key].partitions
+    ]
+    return dg.SensorResult(
+        asset_events=events,
+        skip_reason=None if events else "; ".join(missing) or "no consumer is behind",
+        cursor=after.text(),
+    )
+
+
+def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stopped: Collection[str]) -> AssetLag:
+    """A lag with what has become of it since the tick before, and which of its sensors are switched off."""
+    offsets = before.offsets.get(consumer.key.to_user_string(), {})
+    # A consumer may have one sensor for all of its partitions.
+    own = len(consumer.sensors) == len(consumer.partitions)
+    sensors = zip(
+        consumer.partitions, consumer.sensors if own else consumer.sensors * len(consumer.partitions), strict=True
+    )
+    return replace(
+        lag,
+        moved=frozenset(
+            each.partition
+            for each in lag.partitions
+            if each.last_event_id > offsets.get(str(each.partition), each.last_event_id)
+        ),
+        stopped={partition: sensor.name for partition, sensor in sensors if sensor.name in stopped},
+    )
+
+
+def _observations(
+    consumers: Sequence[ConsumerDefinition],
+    lags: Mapping[dg.AssetKey, AssetLag],
+    before: _Cursor,
+    after: _Cursor,
+    now: float,
+) -> Iterable[dg.AssetObservation]:
+    for consumer in consumers:
+        lag = lags.get(consumer.key)
+        if lag is None or not lag.partitions:
+            continue
+        asset = consumer.key.to_user_string()
+        after.offsets[asset] = {str(each.partition): each.last_event_id for each in lag.partitions}
+        events, at = before.observed.get(asset, (None, 0.0))
+        if not lag.events and events == 0 and now - at < IDLE_INTERVAL:
+            after.observed[asset] = (events, at)
+            continue
+        after.observed[asset] = (lag.events, now)
+        yield dg.AssetObservation(asset_key=consumer.key, metadata=lag.metadata(), tags=dict(OWN_EVENT))
+
+
+def _arrivals(
+    platform: EventSQL, topics: Sequence[Topic], before: _Cursor, after: _Cursor, now: float
+) -> Iterable[dg.AssetMaterialization]:
+    after.topics, after.topics_at = before.topics, before.topics_at
+    if not topics or now - before.topics_at < TOPIC_INTERVAL:
+        return
+    news = topic_observations(platform, topics, seen=before.topics)
+    after.topics, after.topics_at = dict(news.seen), now
+    for arrival in news.materializations:
+        yield dg.AssetMaterialization(
+            asset_key=arrival.asset_key,
+            description=arrival.description,
+            metadata=arrival.metadata,
+            tags=dict(OWN_EVENT),
+        )
+
+
+def _evaluations(
+    check: ConsumerCheck, look: Look, before: _Cursor, after: _Cursor
+) -> Iterable[dg.AssetCheckEvaluation]:
+    name = check.key.to_user_string()
+    said = before.checks.get(name, {})
+    verdict = check.judge(replace(look, memory=said.get("memory", {})))
+    pause = GREEN_INTERVAL if verdict.passed else IDLE_INTERVAL
+    at = said.get("at", 0.0)
+    if said.get("face") != verdict.face or look.now - at >= pause:
+        at = look.now
+        yield check.evaluation(verdict)
+    after.checks[name] = {"face": verdict.face, "at": at, "memory": dict(verdict.memory)}

@@ -1,0 +1,182 @@
+"""Backfills without a running Dagster: each run is a process of this machine that executes a file of definitions."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import dagster as dg
+
+from eventsql_orchestration.dagster.backfill_asset import ASSETS_METADATA, backfill_of
+from eventsql_orchestration.dagster.development import failure_of
+from eventsql_orchestration.dagster.launching import DEFINE_IT, Ended, Target, run_tags
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG, DAGSTER_PARTITION_TAG
+from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
+
+GRACE: Final = 15.0
+"""Seconds that an interrupted run may take to give its claim back before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLocation:
+    """Where definitions are: a Python file or an importable module."""
+
+    file: Path | None = None
+    module: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.file or self.module)
+
+    def arguments(self) -> list[str]:
+        """The options by which Dagster's commands find it."""
+        if self.file is not None:
+            return ["-f", str(self.file.resolve()), "-d", str(self.file.resolve().parent)]
+        assert self.module is not None, "one of both is given"
+        return ["-m", self.module, "-d", str(Path.cwd())]
+
+    def load(self) -> dg.Definitions:
+        """Its definitions, loaded into this process. Raises `LocalDagsterError` where it has none or cannot load."""
+        directory = str(self.file.resolve().parent) if self.file is not None else str(Path.cwd())
+        if directory not in sys.path:
+            sys.path.insert(0, directory)
+        try:
+            module = self._import()
+        except LocalDagsterError:
+            raise
+        except Exception as error:
+            raise LocalDagsterError(f"{self} cannot be loaded: {type(error).__name__}: {error}") from error
+        found = [value for value in vars(module).values() if isinstance(value, dg.Definitions)]
+        if len(found) != 1:
+            raise LocalDagsterError(f"{self} has {len(found)} Definitions at its top level, and one is needed")
+        return found[0]
+
+    def _import(self) -> ModuleType:
+        if self.file is None:
+            assert self.module is not None, "one of both is given"
+            return importlib.import_module(self.module)
+        spec = importlib.util.spec_from_file_location(self.file.stem, self.file)
+        if spec is None or spec.loader is None:
+            raise LocalDagsterError(f"{self} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+class LocalRuns:
+    """Launches each run as a process of its own, on the instance of DAGSTER_HOME or one that lasts as long as this.
+
+    `environment` is added to that of the processes.
+    """
+
+    outlives = False
+
+    def __init__(self, location: CodeLocation, *, environment: Mapping[str, str]) -> None:
+        self.location = location
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        home = os.environ.get("DAGSTER_HOME")
+        if not home:
+            self._temporary = tempfile.TemporaryDirectory(prefix="eventsql-backfill-")
+            home = self._temporary.name
+            Path(home, "dagster.yaml").write_text("telemetry:\n  enabled: false\n", encoding="utf-8")
+        self._home = Path(home)
+        self._logs = tempfile.TemporaryDirectory(prefix="eventsql-backfill-logs-")
+        self._environment = {**os.environ, **environment, "DAGSTER_HOME": home}
+        self._instance = dg.DagsterInstance.from_config(home)
+        self._processes: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+
+    def target(self, topic: str, consumer: str) -> Target:
+        definitions = self.location.load()
+        for job in definitions.resolve_all_job_defs():
+            if job.tags.get(BACKFILL_OF_TAG) != backfill_of(topic, consumer):
+                continue
+            asset = next(
+                spec
+                for spec in definitions.resolve_all_asset_specs()
+                if ASSETS_METADATA in spec.metadata and spec.key in job.asset_layer.executable_asset_keys
+            )
+            assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "it is a backfill's"
+            assert asset.partitions_def.name is not None, "it has one"
+            return Target(job.name, asset.partitions_def.name, tuple(asset.metadata[ASSETS_METADATA].value))
+        raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
+
+    def require_running(self) -> None:
+        """Nothing needs to."""
+
+    def prepare(self, target: Target, keys: Sequence[str]) -> None:
+        self._instance.add_dynamic_partitions(target.partitions, list(keys))
+
+    def was_run(self, backfill_id: str) -> bool:
+        return bool(self._instance.get_runs(dg.RunsFilter(tags={BACKFILL_TAG: backfill_id}), limit=1))
+
+    def under_way(self, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
+        """None: of a process that is not ours nobody knows whether it lives. The lease of its window does."""
+        return {}
+
+    def launch(self, target: Target, backfill_id: str, key: str) -> str:
+        number = uuid.uuid4().hex
+        # fmt: off
+        command = [
+            sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-j", target.job,
+            "--tags", json.dumps(run_tags(backfill_id, key)),
+        ]
+        # fmt: on
+        try:
+            with self._log(number).open("wb") as log:
+                # A session of its own: a Ctrl-C of the terminal reaches this process alone, which then ends the others.
+                process = subprocess.Popen(
+                    command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            raise RunFailedError(f"no process could be started for {key}: {error}") from error
+        self._processes[number] = process, key
+        return number
+
+    def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
+        ended = {}
+        for number in runs:
+            process, key = self._processes[number]
+            code = process.poll()
+            if code is not None:
+                ended[number] = Ended(True) if code == 0 else Ended(False, self._why(number, key, code))
+        return ended
+
+    def close(self) -> None:
+        """Interrupt the runs under way, and kill those that do not end."""
+        running = [process for process, _ in self._processes.values() if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._instance.dispose()
+        self._logs.cleanup()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _log(self, number: str) -> Path:
+        return Path(self._logs.name, f"{number}.log")
+
+    def _why(self, number: str, key: str, code: int) -> str:
+        if code < 0:
+            return f"its process was killed by signal {-code}"
+        for run in self._instance.get_runs(dg.RunsFilter(tags={DAGSTER_PARTITION_TAG: key}), limit=1):
+            if (why := failure_of(self._instance, run.run_id)) is not None:
+                return why
+        lines = self._log(number).read_text(errors="replace").strip().splitlines()
+        return f"its process ended with {code}: {lines[-1].strip() if lines else 'it left no message'}"

@@ -1,0 +1,28 @@
+"""The names by which materializations and inputs of this package speak of topics and offsets in their metadata."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PUBLISHED_TOPIC: Final = "published topic"
+PUBLISHED_EVENTS: Final = "published events"
+PUBLISHED_FIRST: Final = "published first offset"
+PUBLISHED_LAST: Final = "published last offset"
+PUBLISHED_RUN: Final = "published by run"
+"""The run that the events name: another one than the materialization's where that found them published."""
+PUBLISHED_AS: Final = "published by asset"
+"""The asset that the events name."""
+PUBLISHED_TO: Final = "published to"
+PUBLISHED_TRACE: Final = "trace published"
+
+INPUT_TOPIC: Final = "topic"
+INPUT_CONSUMER: Final = "consumer"
+INPUT_RANGES: Final = "ranges"
+"""What a run has read: a topic, and ranges of its offsets as JSON, `after` exclusive and `upto` inclusive."""
+INPUT_ASSET: Final = "input"
+INPUT_TRACE: Final = "trace"
+
+
+def trace_command(topic: str, offset: int) -> str:
+    """What shows where an event comes from."""
+    return f"eventsql trace {topic} {offset}"

@@ -1,0 +1,216 @@
+"""Where an event comes from: the run that published it, what that run had read, and so on to the first publishers.
+
+What the database knows suffices to go from run to run: an event names its run, and the claims of a run say what it had
+read when. Dagster adds status and times, and what a run has read without a claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration import Event, EventSQL
+from eventsql_orchestration.dagster.draining import owner_of_run
+from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID
+from eventsql_orchestration.dagster.runs import RunFacts, RunInput, Runs
+from eventsql_orchestration.database import Queries
+from eventsql_orchestration.errors import LocalDagsterError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.log.dead_letters import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
+from eventsql_orchestration.model import NOT_PARTITIONED
+
+DEPTH: Final = 10
+WIDTH: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """Who published events: a run and its asset and partition; none of them where it was no run."""
+
+    run_id: str | None = None
+    asset: str | None = None
+    partition: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Events of one publisher within a topic, and where they come from in turn.
+
+    `run` is what is known of the run, where one published them. `original` is the event that they are a copy of, as a
+    dead letter is.
+    """
+
+    topic: str
+    events: int
+    first: int
+    last: int
+    publisher: Publisher
+    run: RunFacts | None = None
+    inputs: tuple[Input, ...] = ()
+    original: Origin | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A range that a run has read, and who had published its events; `left_out` more are not listed."""
+
+    range: RunInput
+    origins: tuple[Origin, ...] = ()
+    left_out: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The events of one publisher within a range, and between when they were published."""
+
+    topic: str
+    publisher: Publisher
+    events: int
+    first: int
+    last: int
+    since: datetime
+    until: datetime
+
+
+@dataclass
+class Tracer:
+    """Follows events back. One object for one tree: what was shown once is not followed again.
+
+    `runs` is None where Dagster cannot be asked. `depth` bounds how many runs lie behind one another, `width` how many
+    publishers of one range are followed.
+    """
+
+    platform: EventSQL
+    runs: Runs | None = None
+    depth: int = DEPTH
+    width: int = WIDTH
+    unreachable: LocalDagsterError | None = field(default=None, init=False)
+    """Why Dagster was not asked any further, where it did not answer."""
+    _seen: set[tuple[str, str, int, int]] = field(default_factory=set, init=False)
+
+    def trace(self, topic: str, offset: int) -> Origin:
+        """The way of one event. Raises `TopicNotFoundError`, and `ValidationError` where there is no such event."""
+        event = self._event(topic, offset)
+        if event is None:
+            raise ValidationError(
+                f"topic {topic!r} holds no event with the offset {offset}: `eventsql tail {topic}` shows what it holds"
+            )
+        return self._trace_event(event)
+
+    def _event(self, topic: str, offset: int) -> Event | None:
+        if offset < 1:
+            return None
+        return next(iter(self.platform.reader.read(topic, after=offset - 1, upto=offset)), None)
+
+    def _trace_event(self, event: Event) -> Origin:
+        copied = _copied_from(event)
+        if copied is not None:
+            # It has kept the metadata of the event that it is a copy of, which names that one's run.
+            return self._trace_copy(event, *copied)
+        metadata = event.metadata
+        publisher = Publisher(*(_text(metadata, name) for name in (RUN_ID, ASSET_KEY, PARTITION)))
+        at = event.buffered_at
+        return self._follow(_Group(event.topic, publisher, 1, event.id, event.id, at, at), self.depth)
+
+    def _trace_copy(self, event: Event, topic: str, offset: int) -> Origin:
+        original = None
+        try:
+            original = self._event(topic, offset)
+        except TopicNotFoundError as error:
+            note = error.message
+        else:
+            note = f"event {offset} of topic {topic} is not kept any more"
+        return Origin(
+            event.topic, 1, event.id, event.id, Publisher(),
+            original=None if original is None else self._trace_event(original),
+            notes=() if original is not None else (note,),
+        )  # fmt: skip
+
+    def _follow(self, group: _Group, depth: int) -> Origin:
+        def origin(run: RunFacts | None = None, inputs: tuple[Input, ...] = (), *notes: str) -> Origin:
+            return Origin(group.topic, group.events, group.first, group.last, group.publisher, run, inputs, notes=notes)
+
+        run_id = group.publisher.run_id
+        if run_id is None:
+            return origin()
+        key = (run_id, group.topic, group.first, group.last)
+        if key in self._seen:
+            return origin(None, (), "followed above")
+        self._seen.add(key)
+        run = self._run(run_id)
+        notes = ["Dagster has no such run any more"] if run is None and self.runs is not None else []
+        read = self._read_by(run_id, group, run)
+        if read and depth < 1:
+            return origin(run, (), *notes, f"comes from {len(read)} ranges that are not followed: give a larger depth")
+        if not read:
+            notes.append(
+                "it says of no topic that it has read it"
+                if run is not None
+                else "it had claimed nothing; what else it has read, Dagster knows"
+            )
+        return origin(run, tuple(self._input(each, depth - 1) for each in read), *notes)
+
+    def _run(self, run_id: str) -> RunFacts | None:
+        if self.runs is None:
+            return None
+        try:
+            return self.runs.run(run_id)
+        except LocalDagsterError as error:
+            # What the database knows is shown all the same.
+            self.runs, self.unreachable = None, error
+            return None
+
+    def _read_by(self, run_id: str, group: _Group, run: RunFacts | None) -> list[RunInput]:
+        """What a run had read when it published these events: the claims that it held then, and what has none."""
+        told = () if run is None else run.inputs
+        claimed = list(self._claims(run_id, group.since, group.until))
+        return [*claimed, *(each for each in told if each.consumer is None)] if claimed else list(told)
+
+    def _claims(self, run_id: str, since: datetime, until: datetime) -> Iterator[RunInput]:
+        rows = self._rows(
+            Queries("lineage", self.platform.database.schema)("claims_of_run"),
+            {"owner": owner_of_run(run_id), "first": since, "last": until},
+        )
+        for claim, topic, consumer, partition, after, upto, _events, _state in rows:
+            yield RunInput(topic, partition, after, upto, consumer, claim)
+
+    def _input(self, read: RunInput, depth: int) -> Input:
+        try:
+            self.platform.registry.topic(read.topic)
+        except TopicNotFoundError as error:
+            return Input(read, notes=(error.message,))
+        groups = self._groups(read)
+        if not groups:
+            return Input(read, notes=("none of its events is kept any more",) if read.upto > read.after else ())
+        followed = tuple(self._follow(group, depth) for group in groups[: self.width])
+        return Input(read, followed, len(groups) - len(followed))
+
+    def _groups(self, read: RunInput) -> list[_Group]:
+        name = "origins" if read.partition == NOT_PARTITIONED else "origins_in_partition"
+        rows = self._rows(
+            Queries("lineage", self.platform.database.schema)(name, topic=read.topic),
+            {"after": read.after, "upto": read.upto, "partition": read.partition},
+        )
+        return [_Group(read.topic, Publisher(*row[:3]), *row[3:]) for row in rows]
+
+    def _rows(self, statement: Any, values: dict[str, Any]) -> list[Any]:
+        with self.platform.database.connection() as connection:
+            return connection.cursor(row_factory=tuple_row).execute(statement, values, prepare=False).fetchall()
+
+
+def _copied_from(event: Event) -> tuple[str, int] | None:
+    """The event that a dead letter or a redriven event was made of."""
+    topic, offset = _text(event.metadata, SOURCE_TOPIC), _text(event.metadata, SOURCE_OFFSET)
+    if topic is None or offset is None:
+        topic, _, offset = (_text(event.metadata, REDRIVEN_FROM) or "").rpartition(":")
+    return (topic, int(offset)) if topic and offset.isdecimal() else None
+
+
+def _text(metadata: Any, name: str) -> str | None:
+    value = metadata.get(name)
+    return value if isinstance(value, str) else None

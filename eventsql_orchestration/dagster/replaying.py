@@ -1,0 +1,157 @@
+"""Replaying one window of a backfill in a run: what is left of it, exactly once, whichever run comes first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import dagster as dg
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.draining import Consumed, Drained, run_of_owner
+from eventsql_orchestration.dagster.windows import Backfill, Replayed, Window, partition_key, resume_command
+from eventsql_orchestration.errors import ClaimLostError, EventSQLError
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.rules import check_whole
+
+POLL: Final = 0.2
+"""Seconds between two looks at a window that somebody else leases, or whose failed event is not due yet."""
+
+
+class WindowReplay:
+    """Replays one partition of one window: claims it piece by piece, as its side consumer, until nothing is left."""
+
+    def __init__(
+        self,
+        platform: EventSQL,
+        consumer: ConsumerDefinition,
+        consume: Callable[[Claim], Consumed],
+        *,
+        backfill_id: str,
+        window: Window,
+        partition: int,
+        owner: str,
+        max_events: int | None = None,
+    ) -> None:
+        self._platform = platform
+        self._backfills = Backfills(platform)
+        self._topic = consumer.topic.name
+        self._consumer = consumer.consumer.name
+        self._lease = consumer.limits.lease
+        self._max_events = check_whole("max_events", max_events or consumer.limits.max_events, least=1)
+        self._consume = consume
+        self._backfill_id = backfill_id
+        self._window = window
+        self._partition = partition
+        self._owner = owner
+        self.drained = Drained()
+
+    def run(self, has_ended: Callable[[str], bool]) -> Backfill:
+        """Replay what is left; gives the backfill as it is then. `has_ended` knows runs that have ended.
+
+        An event that fails is tried again when it is due, as often as the consumer allows, and becomes a dead letter
+        where the topic has any. Raises `dagster.Failure` where it blocks the window, where another run has the window,
+        and where the window is not there.
+        """
+        lease_ends_at = None
+        while True:
+            backfill, part = self._look()
+            if part.done:
+                return backfill
+            if part.owner is not None and part.owner != self._owner:
+                run_id = run_of_owner(part.owner)
+                if run_id is not None and has_ended(run_id):
+                    self._give_back(part)
+                elif lease_ends_at not in {None, part.lease_ends_at}:
+                    raise dg.Failure(f"{part.owner} replays this window now", allow_retries=False)
+                # A run that lives renews its lease; that of one that was killed ends.
+                lease_ends_at = part.lease_ends_at
+                time.sleep(POLL)
+            elif part.paused:
+                raise dg.Failure(f"the window is paused: {self._advice()} ends that", allow_retries=False)
+            elif part.spent and (reason := self._blocking(part)) is not None:
+                raise self._blocked(part, reason)
+            elif part.retry_in > 0:
+                time.sleep(min(POLL, part.retry_in))
+            else:
+                self._claim_and_consume(part)
+
+    def _look(self) -> tuple[Backfill, Replayed]:
+        backfill = self._backfills.find(self._topic, self._backfill_id, self._consumer)
+        part = None if backfill is None else backfill.part(self._window, self._partition)
+        if backfill is None or part is None:
+            raise dg.Failure(
+                f"backfill {self._backfill_id} of consumer {self._consumer!r} has no window "
+                f"{partition_key(self._backfill_id, self._window, self._partition)} any more: it is done, or was "
+                "deleted; to replay the range once more, make a new backfill",
+                allow_retries=False,
+            )
+        return backfill, part
+
+    def _claim_and_consume(self, part: Replayed) -> None:
+        events = self._backfills.left(self._topic, part, self._max_events)
+        if not events:
+            return
+        claim = self._platform.claims.claim(
+            self._topic, part.name, self._partition,
+            owner=self._owner, max_events=events, max_wait=0.0, lease=self._lease,
+        )  # fmt: skip
+        if not isinstance(claim, Claim):
+            # Somebody has it locked just now; or the next look says why.
+            time.sleep(POLL)
+            return
+        try:
+            if claim.range.upto > self._window.upto:
+                # Another run got further between the look and the claim.
+                self._platform.claims.release(claim)
+                return
+            with self._platform.claims.heartbeat(claim, lease=self._lease):
+                consumed = self._consume(claim)
+        except ClaimLostError:
+            return
+        except BaseException:
+            self._release(claim)
+            raise
+        # The next look says what becomes of an event that failed.
+        self.drained.claims.append((claim, replace(consumed, failure=None)))
+
+    def _release(self, claim: Claim) -> None:
+        """Let nobody wait for the lease of a run that fails or is interrupted."""
+        try:
+            self._platform.claims.release(claim)
+        except EventSQLError as error:
+            self.drained.lost = f"{claim} is not given back before its lease ends: {error}"
+
+    def _give_back(self, part: Replayed) -> None:
+        live = self._platform.claims.live(self._topic, part.name, self._partition)
+        if live is not None and live.owner == part.owner:
+            self._platform.claims.release(live)
+
+    def _advice(self) -> str:
+        return f"`{resume_command(self._topic, self._consumer, self._backfill_id)}`"
+
+    def _blocking(self, part: Replayed) -> str | None:
+        """Why an event whose attempts are spent stays where it is; None where it becomes a dead letter."""
+        for state in self._platform.registry.consumer(self._topic, part.name):
+            if state.partition == self._partition:
+                return self._platform.dead_letters.blocking(state)
+        return None
+
+    def _blocked(self, part: Replayed, reason: str) -> dg.Failure:
+        return dg.Failure(
+            f"event {part.failed_event} failed as often as consumer {self._consumer!r} may try it ({part.failure}) and "
+            f"{reason}: mend the consumer, or create topic {self._topic}_dlt, where such events go, and run "
+            f"{self._advice()}",
+            metadata={
+                "topic": self._topic,
+                "consumer": self._consumer,
+                "event": part.failed_event,
+                "error": part.failure,
+                "backfill": self._backfill_id,
+            },
+            allow_retries=False,
+        )

@@ -1,0 +1,108 @@
+"""What a consuming run says when it ends: its metadata, its dead letters, and the event that holds its partition up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import dagster as dg
+
+from eventsql_orchestration import NOT_PARTITIONED, Consumer
+from eventsql_orchestration.dagster.draining import Drained
+from eventsql_orchestration.dagster.lineage import input_metadata
+from eventsql_orchestration.dagster.publishing import leave_out
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.consumption import Failure
+from eventsql_orchestration.log.dead_letters import DeadLetters
+
+
+def name_of(consumer: Consumer, partition: int) -> str:
+    """A consumer's partition, for people."""
+    return f"topic {consumer.topic}" if partition == NOT_PARTITIONED else f"topic {consumer.topic}[{partition}]"
+
+
+def report(
+    context: dg.AssetExecutionContext,
+    key: dg.AssetKey,
+    consumer: Consumer,
+    drained: Drained,
+    dead_letters: DeadLetters,
+) -> None:
+    """Say what did not go as planned; raises `dagster.Failure` for an event that holds its partition up."""
+    if drained.lost is not None:
+        context.log.info("the run ends: %s", drained.lost)
+    for letter in drained.dead_letters:
+        context.log.warning(
+            "event %d of topic %s is a dead letter now: %s", letter.event_id, consumer.topic, letter.error
+        )
+    if drained.dead_letters:
+        context.log_event(
+            dg.AssetObservation(
+                asset_key=key,
+                description=f"{len(drained.dead_letters)} events became dead letters",
+                metadata={"dead letters": len(drained.dead_letters), "events given up": _dead_letters(drained)},
+            )
+        )
+    if drained.failure is not None:
+        raise _failure(consumer, *drained.failure, refused=dead_letters.accepts(consumer.topic))
+
+
+def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: bool) -> dg.Failure:
+    """`refused`: whether something takes dead letters, which then did not take a blocked event."""
+    topic, event = consumer.topic, failure.event
+    resume = f"`eventsql consumer resume {topic} {consumer.name}`"
+    if failure.outcome == Failure.BLOCKED and refused:
+        advice = (
+            "the partition stops here, because the dead letter factory made no dead letter of it: mend the consumer or "
+            f"the factory, and run {resume}"
+        )
+    elif failure.outcome == Failure.BLOCKED:
+        advice = (
+            f"the partition stops here: mend the consumer and run {resume}, or create topic {topic}_dlt, where such "
+            "events go"
+        )
+    else:
+        advice = f"it is tried again after a pause; with topic {topic}_dlt it goes there when its attempts are spent"
+    return dg.Failure(
+        f"event {event.id} of {name_of(consumer, claim.range.partition)} failed {failure.attempts} times in consumer "
+        f"{consumer.name} ({failure.error}): {advice}",
+        metadata={
+            "topic": topic,
+            "consumer": consumer.name,
+            "partition": event.partition,
+            "event": event.id,
+            "attempts": failure.attempts,
+            "error": failure.error,
+            "outcome": failure.outcome,
+            "advice": advice,
+        },
+        # Its claim is given back: the next tick claims the range anew, when the event is due.
+        allow_retries=False,
+    )
+
+
+def _dead_letters(drained: Drained) -> dg.MetadataValue:
+    return dg.MetadataValue.json(
+        [
+            {"event": letter.event_id, "partition": letter.partition, "error": letter.error}
+            for letter in drained.dead_letters
+        ]
+    )
+
+
+def metadata_of(consumer: Consumer, drained: Drained, *, without: Collection[str]) -> dict[str, Any]:
+    """The metadata of a run's asset; what it says of publishing to the topics of `without` is theirs."""
+    partitions = sorted({claim.range.partition for claim, _ in drained.claims})
+    metadata: dict[str, Any] = {
+        **{name: value for said in drained.said for name, value in leave_out(said, without).items()},
+        **input_metadata(consumer.topic, drained.ranges(), consumer=consumer.name),
+        **({"partition": partitions[0]} if len(partitions) == 1 else {}),
+        "events": drained.events,
+        "claims": len(drained.claims),
+    }
+    if drained.dead_letters:
+        metadata["dead letters"] = len(drained.dead_letters)
+        metadata["events given up"] = _dead_letters(drained)
+    if drained.lost is not None:
+        metadata["note"] = drained.lost
+    return metadata

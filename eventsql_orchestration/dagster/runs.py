@@ -1,0 +1,213 @@
+"""What Dagster knows of a run, from its storage or from a webserver: status, times, and what it says it has read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
+
+import dagster as dg
+import requests
+
+from eventsql_orchestration.dagster.metadata import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
+from eventsql_orchestration.errors import LocalDagsterError
+from eventsql_orchestration.model import NOT_PARTITIONED
+
+PARTITION_TAG: Final = "dagster/partition"
+
+TIMEOUT: Final = 30.0
+"""Seconds that a webserver may take for one answer."""
+
+PAGE: Final = 1_000
+
+_ENTRIES: Final = """
+metadataEntries { label ... on TextMetadataEntry { text } ... on JsonMetadataEntry { jsonString } }
+"""
+
+_RUN: Final = """
+query ($run: ID!) { runOrError(runId: $run) {
+    ... on Run { jobName status startTime endTime rootRunId tags { key value } }
+    ... on PythonError { message }
+} }
+"""
+
+_LOGS: Final = f"""
+query ($run: ID!, $cursor: String, $limit: Int) {{ logsForRun(runId: $run, afterCursor: $cursor, limit: $limit) {{
+    ... on EventConnection {{
+        cursor hasMore
+        events {{
+            ... on LoadedInputEvent {{ {_ENTRIES} }}
+            ... on MaterializationEvent {{ {_ENTRIES} }}
+        }}
+    }}
+    ... on PythonError {{ message }}
+}} }}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInput:
+    """A range of offsets that a run has read, `after` exclusive and `upto` inclusive; -1 is every partition.
+
+    `consumer` and `claim` are those under which it was read, where there were any.
+    """
+
+    topic: str
+    partition: int
+    after: int
+    upto: int
+    consumer: str | None = None
+    claim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A run as Dagster knows it. `root_run_id` is the run that it repeats, where it repeats one."""
+
+    id: str
+    job: str
+    status: str
+    started: datetime | None
+    ended: datetime | None
+    partition: str | None
+    root_run_id: str | None
+    inputs: tuple[RunInput, ...]
+
+
+class Runs(Protocol):
+    """Where runs are looked up."""
+
+    def run(self, run_id: str) -> RunFacts | None:
+        """What is known of a run; None where there is none of that id, since it was deleted for example.
+
+        Raises `LocalDagsterError` where Dagster cannot be asked.
+        """
+
+
+class StoredRuns:
+    """The runs of an instance of Dagster, read from its storage."""
+
+    def __init__(self, instance: dg.DagsterInstance) -> None:
+        self._instance = instance
+
+    def run(self, run_id: str) -> RunFacts | None:
+        """See `Runs`."""
+        try:
+            record = self._instance.get_run_record_by_id(run_id)
+            return None if record is None else self._facts(run_id, record)
+        except Exception as error:
+            # Each kind of storage fails in ways of its own.
+            reason = " ".join(str(error).split())[:300]
+            raise LocalDagsterError(f"the storage of Dagster fails: {type(error).__name__}: {reason}") from error
+
+    def _facts(self, run_id: str, record: dg.RunRecord) -> RunFacts:
+        run = record.dagster_run
+        return RunFacts(
+            id=run_id,
+            job=run.job_name,
+            status=run.status.value,
+            started=_time(record.start_time),
+            ended=_time(record.end_time),
+            partition=run.tags.get(PARTITION_TAG),
+            root_run_id=run.root_run_id,
+            inputs=_unique(self._inputs(run_id)),
+        )
+
+    def _inputs(self, run_id: str) -> Iterator[RunInput]:
+        told = {dg.DagsterEventType.LOADED_INPUT, dg.DagsterEventType.ASSET_MATERIALIZATION}
+        cursor = None
+        while True:
+            page = self._instance.get_records_for_run(run_id, cursor=cursor, of_type=told, limit=PAGE)
+            for record in page.records:
+                event = record.event_log_entry.dagster_event
+                if event is not None:
+                    data: Any = event.event_specific_data
+                    metadata = getattr(data, "materialization", data).metadata
+                    yield from _ranges({name: value.value for name, value in metadata.items()})
+            if not page.has_more:
+                return
+            cursor = page.cursor
+
+
+class ServedRuns:
+    """The runs that a webserver of Dagster serves at a URL."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    def run(self, run_id: str) -> RunFacts | None:
+        """See `Runs`."""
+        found = self._ask(_RUN, run=run_id)["runOrError"]
+        if "message" in found:
+            raise LocalDagsterError(f"Dagster at {self._url} does not say what run {run_id} is: {found['message']}")
+        if not found:
+            return None
+        tags = {tag["key"]: tag["value"] for tag in found["tags"]}
+        return RunFacts(
+            id=run_id,
+            job=found["jobName"],
+            status=found["status"],
+            started=_time(found["startTime"]),
+            ended=_time(found["endTime"]),
+            partition=tags.get(PARTITION_TAG),
+            root_run_id=found["rootRunId"] if found["rootRunId"] != run_id else None,
+            inputs=_unique(self._inputs(run_id)),
+        )
+
+    def _inputs(self, run_id: str) -> Iterator[RunInput]:
+        cursor = None
+        while True:
+            page = self._ask(_LOGS, run=run_id, cursor=cursor, limit=PAGE)["logsForRun"]
+            if "events" not in page:
+                # The run was deleted meanwhile.
+                return
+            for event in page["events"]:
+                entries = event.get("metadataEntries", ())
+                yield from _ranges({entry["label"]: _value(entry) for entry in entries})
+            if not page["hasMore"]:
+                return
+            cursor = page["cursor"]
+
+    def _ask(self, query: str, **variables: object) -> dict[str, Any]:
+        try:
+            answer = requests.post(
+                f"{self._url}/graphql", json={"query": query, "variables": variables}, timeout=TIMEOUT
+            )
+            answer.raise_for_status()
+            data = answer.json()["data"]
+        except (requests.RequestException, ValueError, KeyError, TypeError) as error:
+            raise LocalDagsterError(f"no webserver of Dagster answers at {self._url}: {error}") from None
+        if not isinstance(data, dict):
+            raise LocalDagsterError(f"the webserver at {self._url} does not understand what it is asked")
+        return data
+
+
+def _value(entry: Mapping[str, Any]) -> object:
+    return json.loads(entry["jsonString"]) if "jsonString" in entry else entry.get("text")
+
+
+def _ranges(metadata: Mapping[str, Any]) -> Iterator[RunInput]:
+    topic, ranges, consumer = (metadata.get(name) for name in (INPUT_TOPIC, INPUT_RANGES, INPUT_CONSUMER))
+    # A user's own metadata may have the same names.
+    if not isinstance(topic, str) or not isinstance(ranges, list):
+        return
+    for each in ranges:
+        if isinstance(each, dict) and isinstance(each.get("after"), int) and isinstance(each.get("upto"), int):
+            yield RunInput(
+                topic=topic,
+                partition=each.get("partition", NOT_PARTITIONED),
+                after=each["after"],
+                upto=each["upto"],
+                consumer=consumer if isinstance(consumer, str) else None,
+                claim=each.get("claim"),
+            )
+
+
+def _unique(inputs: Iterable[RunInput]) -> tuple[RunInput, ...]:
+    return tuple(dict.fromkeys(inputs))
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

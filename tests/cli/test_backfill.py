@@ -1,0 +1,382 @@
+"""`eventsql backfill`: the plan, the runs in processes and in a running Dagster, and what an interrupted one leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.cli.backfill import RangeEnd
+from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Standing
+from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.development import LocalDagster, free_port, running_url
+from eventsql_orchestration.dagster.instance import write_instance
+from eventsql_orchestration.dagster.launching import Ended, RemoteDagster, Target
+from eventsql_orchestration.errors import LocalDagsterError, ValidationError
+from eventsql_orchestration.log.positions import AtOffset, Back, Earliest, Latest
+from tests.dagster import backfill_location as location
+from tests.dagster.conftest import await_
+
+Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+ROOT = Path(__file__).parents[2]
+MODULE = ("-m", "tests.dagster.backfill_location")
+LEDGER = ("backfill", "orders", "ledger")
+
+
+class Ledger:
+    """Publishes orders, and looks at their effects."""
+
+    def __init__(self, platform: EventSQL) -> None:
+        self.platform = platform
+
+    def publish(self, count: int, value: bytes = b"") -> list[int]:
+        before = self.platform.reader.end("orders")
+        self.platform.publisher.publish_all(Publication("orders", value) for _ in range(count))
+        self.platform.transfer.run_once()
+        return [event.id for event in self.platform.reader.read("orders", after=before)]
+
+    def effects(self) -> list[int]:
+        with self.platform.database.connection() as connection:
+            return sorted(row[0] for row in connection.execute("SELECT id FROM effect"))
+
+    def offsets(self, consumer: str = "ledger") -> list[int]:
+        return [state.last_event_id for state in self.platform.registry.consumer("orders", consumer)]
+
+    def consumers(self) -> list[str]:
+        return sorted({state.name for state in self.platform.registry.consumers("orders")})
+
+
+@pytest.fixture
+def ledger(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    for consumer in location.CONSUMERS:
+        consumer.register(platform)
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE effect (position bigserial, id bigint NOT NULL, partition int NOT NULL)")
+    return Ledger(platform)
+
+
+def one_line(result: Result) -> str:
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+# Plans
+
+
+def test_a_plan_names_the_assets_and_the_runs_and_changes_nothing(run: Run, ledger: Ledger) -> None:
+    ids = ledger.publish(20)
+    result = run(*LEDGER, "--from", "earliest", "--window-events", "10", *MODULE, "--json")
+    assert result.exit_code == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan["executed"] is False
+    assert (plan["from"], plan["to"], plan["events"]) == (ids[0], ids[-1], 20)
+    assert plan["assets"] == ["ledger"]
+    assert plan["job"] == "backfill_ledger"
+    assert sum(each["events"] for each in plan["runs"]) == 20
+    assert "a plan, nothing runs" in result.stderr
+
+    table = run(*LEDGER, "--from", str(ids[5]), "--to", str(ids[6]), *MODULE)
+    assert "backfill_ledger" in table.stdout
+    assert str(ids[5]) in table.stdout
+    assert ledger.consumers() == ["fragile", "ledger", "ranges"]
+    assert ledger.effects() == []
+
+
+def test_the_assets_of_a_consumer_that_publishes_are_all_named(run: Run, ledger: Ledger) -> None:
+    ledger.publish(1)
+    result = run("backfill", "orders", "ranges", "--from", "1h", *MODULE, "--json")
+    assert json.loads(result.stdout)["assets"] == ["ranges", "topic/sums"]
+
+
+def test_an_empty_range_is_no_error_and_starts_nothing(run: Run, ledger: Ledger) -> None:
+    result = run(*LEDGER, "--from", "earliest", "--execute", *MODULE)
+    assert result.exit_code == 0
+    assert "there is nothing to replay" in result.stderr
+    assert ledger.consumers() == ["fragile", "ledger", "ranges"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "--from"),
+        (("--from", "earliest", "--resume", "x"), "--from"),
+        (("--resume", "x", "--window-events", "3"), "leave --window-events out"),
+        (("--from", "noon"), "neither earliest, latest, an offset nor a time"),
+        (("--from", "2026-05-01T12:00:00"), "no time zone"),
+        (("--from", "9", "--to", "8"), "before it begins"),
+        (("--from", "1h", "--to", "2h"), "before it begins"),
+        (("--from", "1", "--window", "1h", "--window-events", "3"), "not by both"),
+        (("--from", "1", "--id", "A B"), "backfill id"),
+        (("--from", "1", "--into", "ledger"), "another consumer"),
+        (("--from", "1", "--parallel", "0"), "--parallel"),
+        (("--from", "1", "--dagster-url", "nowhere"), "no URL"),
+        (("--from", "1", "--dagster-url", "http://127.0.0.1:1"), "give one of"),
+        (("--from", "1", "--partition", "7"), "out of range"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_nothing_is_written(
+    run: Run, ledger: Ledger, arguments: tuple[str, ...], says: str
+) -> None:
+    ledger.publish(3)
+    definitions = () if "nowhere" in arguments else MODULE
+    result = run(*LEDGER, *arguments, *definitions)
+    assert result.exit_code == 2, result.stderr
+    assert says in one_line(result)
+    assert ledger.consumers() == ["fragile", "ledger", "ranges"]
+
+
+def test_what_is_not_there_fails_in_one_line(run: Run, ledger: Ledger, closed_port: int) -> None:
+    ledger.publish(3)
+    unknown = run("backfill", "orders", "nobody", "--from", "1", *MODULE)
+    assert (unknown.exit_code, "no consumer 'nobody'" in one_line(unknown)) == (1, True)
+    gone = run(*LEDGER, "--resume", "x", *MODULE)
+    assert (gone.exit_code, "no backfill 'x'" in one_line(gone)) == (1, True)
+    silent = run(*LEDGER, "--from", "1", "--dagster-url", f"http://127.0.0.1:{closed_port}")
+    assert (silent.exit_code, "eventsql dev" in one_line(silent)) == (1, True)
+    nowhere = run(*LEDGER, "--from", "1")
+    assert (nowhere.exit_code, "--dagster-url" in one_line(nowhere)) == (2, True)
+    broken = run(*LEDGER, "--from", "1", "-m", "tests.no_such_module")
+    assert (broken.exit_code, "cannot be loaded" in one_line(broken)) == (1, True)
+    without = run(*LEDGER, "--from", "1", "-m", "tests.dagster.location")
+    assert (without.exit_code, "build_backfill" in one_line(without)) == (2, True)
+
+
+def test_places_are_read_in_the_vocabulary_of_seek() -> None:
+    read = RangeEnd().convert
+    assert read("earliest", None, None) == Earliest()
+    assert read("latest", None, None) == Latest()
+    assert read("7", None, None) == AtOffset(7)
+    assert isinstance(read("1h30m", None, None), Back)
+    assert isinstance(read("PT1H", None, None), Back)
+
+
+# Runs in processes
+
+
+def test_a_range_is_replayed_in_processes_side_by_side_and_the_offset_stays(run: Run, ledger: Ledger) -> None:
+    ids = ledger.publish(40)
+    result = run(*LEDGER, "--from", "earliest", "--parallel", "2", "--execute", "--id", "may", *MODULE, "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert (answer["id"], answer["done"], answer["executed"]) == ("may", True, True)
+    assert {each["state"] for each in answer["runs"]} == {"done"}
+    assert ledger.effects() == ids
+    assert ledger.offsets() == [0, 0]
+    assert ledger.consumers() == ["fragile", "ledger", "ranges"]
+
+
+def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledger) -> None:
+    ids = ledger.publish(5)
+    (poison,) = ledger.publish(1, location.POISON)
+    failed = run("backfill", "orders", "fragile", "--from", "earliest", "--execute", "--id", "may", *MODULE)
+    assert failed.exit_code == 1
+    assert f"event {poison} failed as often" in failed.stderr
+    assert "--resume may" in failed.stderr.splitlines()[-1]
+    assert ledger.effects() == ids
+
+    (listed,) = json.loads(run("backfill", "list", "orders", "--json").stdout)
+    assert (listed["id"], listed["replayed"], listed["failing"], listed["done"]) == ("may", 5, 1, 0)
+    taken = run("backfill", "orders", "fragile", "--from", "earliest", "--execute", "--id", "may", *MODULE)
+    assert (taken.exit_code, "--resume may" in taken.stderr) == (1, True)
+
+    with ledger.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.orders_event SET eql_value = 'mended' WHERE eql_id = %s", (poison,))
+    resumed = run("backfill", "orders", "fragile", "--resume", "may", *MODULE)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert ledger.effects() == [*ids, poison]
+    assert json.loads(run("backfill", "list", "--json").stdout) == []
+
+
+def test_a_deleted_backfill_leaves_nothing_behind(run: Run, ledger: Ledger) -> None:
+    ledger.publish(5)
+    backfills = Backfills(ledger.platform)
+    backfills.register(backfills.plan("orders", "ledger", start=Earliest(), end=Latest()), "may")
+    assert "may" in run("backfill", "list").stdout
+    assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 0
+    assert ledger.consumers() == ["fragile", "ledger", "ranges"]
+    assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 1
+
+
+def test_a_range_is_taken_over_only_when_that_is_asked_for(run: Run, ledger: Ledger) -> None:
+    ids = ledger.publish(4)
+    result = run("backfill", "orders", "fragile", "--from", "earliest", "--take-over", "--execute", *MODULE)
+    assert result.exit_code == 0, result.stderr
+    assert ledger.offsets("fragile") == [ids[-1]]
+    assert ledger.effects() == ids
+
+
+def test_ctrl_c_leaves_a_backfill_that_is_resumed_with_nothing_twice(run: Run, start: Start, ledger: Ledger) -> None:
+    ids = ledger.publish(80)
+    process = start(
+        *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
+        PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.5",
+    )  # fmt: skip
+    await_(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert b"backfill orders ledger --resume may" in messages.splitlines()[-1]
+    assert len(ledger.effects()) < len(ids)
+    resumed = run(*LEDGER, "--resume", "may", *MODULE)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert ledger.effects() == ids
+
+
+def test_a_killed_command_leaves_a_backfill_that_is_resumed_beside_its_last_runs(
+    run: Run, start: Start, ledger: Ledger
+) -> None:
+    ids = ledger.publish(80)
+    process = start(
+        *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
+        PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.2",
+    )  # fmt: skip
+    await_(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
+    process.kill()
+    process.wait()
+    resumed = run(*LEDGER, "--resume", "may", *MODULE)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert ledger.effects() == ids
+
+
+# What drives them
+
+
+class Recorder:
+    """A launcher that notes what is launched, and ends its runs when told."""
+
+    outlives = True
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.results: dict[str, Ended] = {}
+
+    def target(self, topic: str, consumer: str) -> Target:
+        raise NotImplementedError
+
+    def require_running(self) -> None: ...
+
+    def prepare(self, target: Target, keys: Any) -> None: ...
+
+    def was_run(self, backfill_id: str) -> bool:
+        return False
+
+    def under_way(self, backfill_id: str) -> dict[str, str]:
+        return {}
+
+    def launch(self, target: Target, backfill_id: str, key: str) -> str:
+        self.launched.append(key)
+        return key
+
+    def ended(self, runs: Any) -> dict[str, Ended]:
+        return {run: self.results[run] for run in runs if run in self.results}
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("parallel", "launched"), [(1, 1), (2, 3)])
+def test_one_at_a_time_nothing_overtakes_a_run_that_failed(ledger: Ledger, parallel: int, launched: int) -> None:
+    ledger.publish(30)
+    backfills, launcher = Backfills(ledger.platform), Recorder()
+    plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
+    backfill = backfills.register(plan, "one")
+    launcher.results = {run.key("one"): Ended(False, "it broke") for run in plan.runs}
+    most: list[int] = []
+
+    def note(standing: Standing) -> None:
+        most.append(standing.running)
+
+    outcome = BackfillDriver(
+        backfills, backfill, plan.runs, launcher=launcher, target=Target("job", "set", ()), parallel=parallel
+    ).run(note)
+    assert not outcome.done
+    assert len(launcher.launched) == launched
+    assert set(outcome.failures.values()) == {"it broke"}
+    assert max(most) <= parallel
+
+
+def test_a_backfill_that_somebody_deletes_is_not_taken_for_done(ledger: Ledger) -> None:
+    ledger.publish(20)
+    backfills, launcher = Backfills(ledger.platform), Recorder()
+    plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
+    backfill = backfills.register(plan, "one")
+    keys = [run.key("one") for run in plan.runs]
+
+    def delete(standing: Standing) -> None:
+        if standing.running:
+            backfills.delete(backfill)
+            launcher.results = {keys[0]: Ended(False, "its window is not there")}
+
+    outcome = BackfillDriver(
+        backfills, backfill, plan.runs, launcher=launcher, target=Target("job", "set", ()), parallel=1
+    ).run(delete)
+    assert not outcome.done
+    assert set(outcome.failures) == set(keys)
+
+
+# A running Dagster
+
+
+@pytest.fixture
+def dagster(dsn: str, tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDagster]:
+    monkeypatch.setenv("DAGSTER_PG_URL", "of another instance")
+    definitions = tmp_path / "definitions.py"
+    definitions.write_text("from tests.dagster.backfill_location import defs as defs\n")
+    running = LocalDagster(
+        definitions,
+        instance_home=write_instance(tmp_path / ".eventsql", dsn),
+        port=free_port(3456),
+        environment={"EVENTSQL_DSN": dsn, "PYSPARK_PYTHON": sys.executable},
+    )
+    with running:
+        running.start(timeout=240)
+        yield running
+
+
+@pytest.mark.timeout(600)
+def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
+    run: Run, ledger: Ledger, dagster: LocalDagster
+) -> None:
+    ids = ledger.publish(20)
+    assert running_url(dagster.instance_home) == dagster.url, "a command in this directory finds it"
+    result = run(*LEDGER, "--from", "earliest", "--window-events", "10", "--parallel", "4", "--execute", "--id", "may")
+    assert result.exit_code == 0, result.stderr
+    assert ledger.effects() == ids
+    with dagster.instance() as instance:
+        runs = instance.get_runs(dg.RunsFilter(tags={"eventsql/backfill": "may"}))
+        assert {each.status for each in runs} == {dg.DagsterRunStatus.SUCCESS}
+        keys = {each.tags["dagster/partition"] for each in runs}
+        assert set(instance.get_dynamic_partitions("ledger_backfill")) == keys
+        assert instance.get_materialized_partitions(dg.AssetKey("ledger_backfill")) == keys
+
+    ran = run(*LEDGER, "--from", "earliest", "--execute", "--id", "may", "--dagster-url", dagster.url)
+    assert (ran.exit_code, "has run before" in ran.stderr) == (1, True)
+
+    (poison,) = ledger.publish(1, location.POISON)
+    failed = run(
+        "backfill", "orders", "fragile", "--from", str(poison), "--execute", "--id", "june", "--dagster-url",
+        dagster.url,
+    )  # fmt: skip
+    assert failed.exit_code == 1
+    assert f"event {poison} failed as often" in failed.stderr
+    assert f"{dagster.url}/runs/" in failed.stderr
+
+
+def test_what_is_no_webserver_is_refused(closed_port: int) -> None:
+    with pytest.raises(ValidationError):
+        RemoteDagster("ftp://127.0.0.1")
+    with pytest.raises(LocalDagsterError, match="no Dagster answers"):
+        RemoteDagster(f"http://127.0.0.1:{closed_port}").require_running()

@@ -1,0 +1,70 @@
+"""`eventsql bench spark`: figures beside Spark's JDBC source, nothing left behind, and clear about what it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.bench.session import PREFIX
+from eventsql_orchestration.bench.spark import JDBC_JAR
+
+Run = Callable[..., Result]
+
+needs_the_driver = pytest.mark.skipif(
+    not JDBC_JAR.is_file(), reason=f"no {JDBC_JAR} here: install libpostgresql-jdbc-java"
+)
+
+
+def left_behind(platform: EventSQL) -> list[str]:
+    with platform.database.connection() as connection:
+        rows = connection.execute(
+            "SELECT relname FROM pg_class WHERE starts_with(relname, %s) AND relkind IN ('r', 'p')", [PREFIX]
+        )
+        return [str(name) for (name,) in rows]
+
+
+def test_a_driver_that_is_missing_is_named_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
+    result = run("bench", "spark", "--quick", "--jdbc-jar", tmp_path / "postgresql.jar")
+    assert result.exit_code == 2
+    assert "no JDBC driver for PostgreSQL at" in result.stderr
+    assert "libpostgresql-jdbc-java" in result.stderr
+    assert "--jdbc-jar" in result.stderr
+
+
+def test_a_jar_that_is_no_driver_ends_it_and_leaves_nothing(run: Run, platform: EventSQL, tmp_path: Path) -> None:
+    jar = tmp_path / "other.jar"
+    # An archive without anything in it.
+    jar.write_bytes(b"PK\x05\x06" + bytes(18))
+    result = run("bench", "spark", "--events", 100, "--raw-events", 100, "--tasks", 1, "--jdbc-jar", jar)
+    assert result.exit_code == 1
+    assert "Spark failed" in result.stderr
+    assert "org.postgresql.Driver" in result.stderr
+    assert left_behind(platform) == []
+    assert platform.registry.topics() == []
+    assert platform.buffered() == {}
+
+
+@needs_the_driver
+def test_reading_and_writing_are_measured_beside_spark_s_jdbc_source(run: Run, platform: EventSQL) -> None:
+    result = run("bench", "spark", "--events", 2_000, "--raw-events", 100, "--tasks", 2, "--rounds", 2, "--json")
+    assert result.exit_code == 0, result.stderr
+    *figures, environment = json.loads(result.stdout)
+    values = {figure["name"]: figure["value"] for figure in figures}
+    assert list(values) == [
+        "spark_read", "spark_read_jdbc", "spark_read_two_columns", "spark_read_two_columns_jdbc",
+        "spark_write", "spark_write_jdbc",
+        "spark_read_ratio", "spark_read_two_columns_ratio", "spark_write_ratio", "raw_copy",
+    ]  # fmt: skip
+    for name in ("read", "read_two_columns", "write"):
+        ratio = values[f"spark_{name}"] / values[f"spark_{name}_jdbc"]
+        assert values[f"spark_{name}_ratio"] == pytest.approx(ratio)
+    assert all(len(figure["details"]["rounds"]) == 2 for figure in figures[:6])
+    assert environment["benchmark"]["tasks"] == 2
+    assert left_behind(platform) == []
+    assert platform.registry.topics() == []
+    assert platform.buffered() == {}

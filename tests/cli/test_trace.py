@@ -1,0 +1,352 @@
+"""`eventsql trace`: from an event back to what services published, with Dagster and without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import requests
+from click.testing import Result
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import (
+    ConsumerDefinition,
+    EventSQLIOManager,
+    EventSQLResource,
+    publish_events,
+    range_asset,
+    topic_asset,
+    topic_key,
+)
+from eventsql_orchestration.dagster.development import free_port
+from eventsql_orchestration.log.claims import Claim
+
+Run = Callable[..., Result]
+
+
+def doubled(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
+    """Publishes each ride twice."""
+    taken = claim.remaining
+    events = eventsql.platform.reader.read(taken.topic, after=taken.after, upto=taken.upto)
+    values = [{"value": event.value * 2} for event in events]
+    return publish_events(context, values, eventsql=eventsql, topic="doubles", claim=claim)
+
+
+def summed(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
+    """Publishes how many doubles there are."""
+    return publish_events(context, [{"value": str(claim.events)}], eventsql=eventsql, topic="sums", claim=claim)
+
+
+def definition(function: Callable[..., Any], topic: str, publishes: str) -> ConsumerDefinition:
+    return range_asset(topic=Topic(topic), consumer=f"to_{publishes}", publishes=publishes, name=function.__name__,
+                       max_wait=0.0, drain_seconds=0.0, kinds=())(function)  # fmt: skip
+
+
+@dataclass
+class Pipeline:
+    """Rides are published by a service; two range assets make doubles and then sums of them."""
+
+    platform: EventSQL
+    eventsql: EventSQLResource
+    home: Path
+
+    def publish(self, count: int) -> int:
+        """Rides, transferred; gives the last offset."""
+        self.platform.publisher.publish_all(Publication("rides", b"%d" % i) for i in range(count))
+        self.platform.transfer.run_once()
+        return self.platform.reader.end("rides")
+
+    def run(self, function: Callable[..., Any], topic: str, publishes: str) -> str:
+        """Consume what waits; gives the run."""
+        defined = definition(function, topic, publishes)
+        defined.register(self.platform)
+        job = dg.Definitions(
+            assets=[defined.asset], jobs=[defined.job], resources={"eventsql": self.eventsql}
+        ).resolve_job_def(defined.job.name)
+        with self.instance() as instance:
+            result = job.execute_in_process(instance=instance)
+        return result.run_id
+
+    def instance(self) -> dg.DagsterInstance:
+        return dg.DagsterInstance.from_config(str(self.home))
+
+
+@pytest.fixture
+def pipeline(platform: EventSQL, dsn: str, tmp_path: Path) -> Iterator[Pipeline]:
+    for name in ("rides", "doubles", "sums"):
+        platform.registry.register_topic(Topic(name))
+    home = tmp_path / "instance"
+    home.mkdir()
+    (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+    eventsql = EventSQLResource(dsn=dsn)
+    yield Pipeline(platform, eventsql, home)
+    eventsql.platform.close()
+
+
+@pytest.fixture(autouse=True)
+def no_dagster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+
+
+def two_steps(pipeline: Pipeline) -> tuple[str, str, int]:
+    """Two rounds through the whole pipeline: the runs of the second, and the end of rides."""
+
+    def one(count: int) -> tuple[str, str, int]:
+        end = pipeline.publish(count)
+        return pipeline.run(doubled, "rides", "doubles"), pipeline.run(summed, "doubles", "sums"), end
+
+    one(3)
+    return one(4)
+
+
+def trace(run: Run, *arguments: object) -> tuple[dict[str, Any], str]:
+    result = run("trace", *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout), result.stderr
+
+
+def test_an_event_is_followed_over_two_runs_to_what_a_service_published(run: Run, pipeline: Pipeline) -> None:
+    doubles_run, sums_run, end = two_steps(pipeline)
+    offset = pipeline.platform.reader.end("sums")
+    found, message = trace(run, "sums", offset)
+
+    assert (found["run_id"], found["asset"], found["run"]) == (sums_run, "summed", None)
+    (doubles,) = found["inputs"]
+    assert (doubles["topic"], doubles["consumer"], doubles["upto"]) == (
+        "doubles",
+        "to_sums",
+        pipeline.platform.reader.end("doubles"),
+    )
+    (of_doubles,) = doubles["origins"]
+    assert (of_doubles["run_id"], of_doubles["events"]) == (doubles_run, 4)
+    (rides,) = of_doubles["inputs"]
+    assert (rides["after"], rides["upto"]) == (end - 4, end), "the range of the second round alone"
+    (of_rides,) = rides["origins"]
+    assert (of_rides["run_id"], of_rides["events"], of_rides["inputs"]) == (None, 4, [])
+    assert message == "eventsql: no status of runs: give --dagster-url, or set DAGSTER_HOME\n"
+
+
+def test_the_tree_reads_from_the_event_to_its_origin(run: Run, pipeline: Pipeline) -> None:
+    doubles_run, sums_run, end = two_steps(pipeline)
+    offset = pipeline.platform.reader.end("sums")
+    lines = [line.lstrip("│├└─ ") for line in run("trace", "sums", offset).stdout.splitlines()]
+    middle = pipeline.platform.reader.end("doubles")
+    assert [line.partition(", claim")[0] for line in lines] == [
+        f"sums event {offset}",
+        f"run {sums_run}, asset summed",
+        f"read doubles ({middle - 4}, {middle}] as to_sums",
+        f"doubles 4 events, offsets {middle - 3} to {middle}",
+        f"run {doubles_run}, asset doubled",
+        f"read rides ({end - 4}, {end}] as to_doubles",
+        f"rides 4 events, offsets {end - 3} to {end}",
+        "published by no run: a service, or a program",
+    ]
+
+
+def test_status_and_times_come_from_the_instance_of_dagster_home(
+    run: Run, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, sums_run, _ = two_steps(pipeline)
+    monkeypatch.setenv("DAGSTER_HOME", str(pipeline.home))
+    found, message = trace(run, "sums", pipeline.platform.reader.end("sums"))
+    assert message == ""
+    assert found["run"]["status"] == "SUCCESS"
+    assert (found["run"]["id"], found["run"]["job"]) == (sums_run, "consume_summed")
+    assert found["run"]["started"] <= found["run"]["ended"]
+    assert found["inputs"][0]["origins"][0]["run"]["status"] == "SUCCESS"
+    assert "SUCCESS, ended 20" in run("trace", "sums", 1).stdout
+
+    with pipeline.instance() as instance:
+        instance.delete_run(sums_run)
+    found, _ = trace(run, "sums", pipeline.platform.reader.end("sums"))
+    assert (found["run"], found["notes"]) == (None, ["Dagster has no such run any more"])
+    assert found["inputs"], "its claims are in the database"
+
+
+@pytest.fixture
+def webserver(pipeline: Pipeline) -> Iterator[str]:
+    """Dagster's webserver on the instance of the pipeline; its URL."""
+    port = free_port(0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dagster_webserver", "-h", "127.0.0.1", "-p", str(port), "--empty-workspace"],
+        env={**os.environ, "DAGSTER_HOME": str(pipeline.home)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            try:
+                requests.get(f"{url}/server_info", timeout=5)
+                break
+            except requests.ConnectionError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_webserver_is_asked_the_same_and_linked_to(
+    run: Run, pipeline: Pipeline, webserver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    _, sums_run, _ = two_steps(pipeline)
+    offset = pipeline.platform.reader.end("sums")
+    served, message = trace(run, "sums", offset, "--dagster-url", webserver)
+    assert message == ""
+    assert served["url"] == f"{webserver}/runs/{sums_run}"
+    assert (
+        f"SUCCESS, ended {served['run']['ended'][:10]}"
+        in run("trace", "sums", offset, "--dagster-url", webserver).stdout
+    )
+
+    monkeypatch.setenv("DAGSTER_HOME", str(pipeline.home))
+    stored, _ = trace(run, "sums", offset)
+    assert stored["run"] == served["run"]
+
+    with_io, offset = through_io_manager(pipeline)
+    for arguments in ((), ("--dagster-url", webserver)):
+        found, _ = trace(run, "sums", offset, *arguments)
+        assert found["run_id"] == with_io
+        assert [(each["topic"], each["after"], each["origins"][0]["events"]) for each in found["inputs"]] == [
+            ("rides", 0, 7)
+        ]
+    pipeline_gone, _ = trace(run, "sums", offset, "--dagster-url", webserver, "--depth", 0)
+    assert pipeline_gone["notes"] == ["comes from 1 ranges that are not followed: give a larger depth"]
+
+    with pipeline.instance() as instance:
+        instance.delete_run(sums_run)
+    found, _ = trace(run, "sums", 1, "--dagster-url", webserver)
+    assert found["run"]["status"] == "SUCCESS", "that is the first run"
+    found, _ = trace(run, "sums", 2, "--dagster-url", webserver)
+    assert (found["run"], found["notes"]) == (None, ["Dagster has no such run any more"])
+
+
+def through_io_manager(pipeline: Pipeline) -> tuple[str, int]:
+    """A run that reads and publishes through the IO manager, without a claim; and its event."""
+
+    def count(rides: list[Any]):  # type: ignore[no-untyped-def]  # Dagster would check it
+        return [{"value": str(len(rides))}]
+
+    count.__annotations__ = {"rides": list}
+    given = {"rides": dg.AssetIn(key=topic_key("rides"), input_manager_key="topics")}
+    asset = dg.asset(ins=given, io_manager_key="topics", metadata={"topic": "sums"})(count)
+    resources = {"eventsql": pipeline.eventsql, "topics": EventSQLIOManager(eventsql=pipeline.eventsql)}
+    with pipeline.instance() as instance:
+        result = dg.materialize(
+            [topic_asset(Topic("rides")), asset], instance=instance, resources=resources, selection=["count"]
+        )
+    return result.run_id, pipeline.platform.reader.end("sums")
+
+
+def test_without_dagster_what_has_no_claim_is_said_to_be_unknown(run: Run, pipeline: Pipeline) -> None:
+    pipeline.publish(7)
+    run_id, offset = through_io_manager(pipeline)
+    found, _ = trace(run, "sums", offset)
+    assert (found["run_id"], found["inputs"]) == (run_id, [])
+    assert found["notes"] == ["it had claimed nothing; what else it has read, Dagster knows"]
+
+
+@pytest.mark.parametrize("how", ["--dagster-url", "DAGSTER_HOME"])
+def test_where_dagster_does_not_answer_the_way_is_shown_all_the_same(
+    run: Run, pipeline: Pipeline, closed_port: int, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    pipeline.publish(3)
+    pipeline.run(doubled, "rides", "doubles")
+    if how == "DAGSTER_HOME":
+        monkeypatch.setenv("DAGSTER_HOME", "/nowhere")
+        found, message = trace(run, "doubles", 1)
+    else:
+        found, message = trace(run, "doubles", 1, how, f"http://127.0.0.1:{closed_port}")
+    assert found["inputs"][0]["origins"][0]["events"] == 3
+    assert message.startswith("eventsql: no status of runs, Dagster cannot be reached (")
+    assert message.count("\n") == 1
+
+
+def test_the_instance_of_the_home_is_used_where_there_is_one(run: Run, pipeline: Pipeline, directory: Path) -> None:
+    pipeline.publish(3)
+    pipeline.run(doubled, "rides", "doubles")
+    (directory / ".eventsql").mkdir()
+    pipeline.home.rename(directory / ".eventsql" / "dagster")
+    found, message = trace(run, "doubles", 1)
+    assert (found["run"]["status"], message) == ("SUCCESS", "")
+
+
+def test_a_dead_letter_and_a_redriven_event_are_followed_to_the_event_that_they_were(
+    run: Run, pipeline: Pipeline
+) -> None:
+    platform = pipeline.platform
+    platform.registry.register_topic(Topic("doubles_dlt"))
+    pipeline.publish(2)
+    doubles_run = pipeline.run(doubled, "rides", "doubles")
+    metadata = {**platform.reader.read("doubles", limit=1)[0].metadata, "dlt_topic": "doubles", "dlt_offset": "1"}
+    platform.publisher.publish(Publication("doubles_dlt", b"", metadata=metadata))
+    redriven = {**platform.reader.read("doubles", limit=1)[0].metadata, "redriven_from": "doubles_dlt:1"}
+    platform.publisher.publish(Publication("doubles", b"", metadata=redriven))
+    platform.transfer.run_once()
+
+    found, _ = trace(run, "doubles", platform.reader.end("doubles"))
+    letter = found["copy_of"]
+    assert (found["run_id"], letter["topic"], letter["run_id"]) == (None, "doubles_dlt", None)
+    assert (letter["copy_of"]["first_offset"], letter["copy_of"]["run_id"]) == (1, doubles_run)
+    assert letter["copy_of"]["inputs"][0]["topic"] == "rides"
+    assert "a copy of doubles_dlt event 1" in run("trace", "doubles", platform.reader.end("doubles")).stdout
+
+
+def test_many_publishers_of_a_range_are_cut_short_and_counted(run: Run, pipeline: Pipeline) -> None:
+    for _ in range(3):
+        pipeline.publish(1)
+        pipeline.run(doubled, "rides", "doubles")
+    pipeline.run(summed, "doubles", "sums")
+    found, _ = trace(run, "sums", 1, "--width", 2)
+    (doubles,) = found["inputs"]
+    assert (len(doubles["origins"]), doubles["origins_left_out"]) == (2, 1)
+    assert "1 publisher more: give a larger --width" in run("trace", "sums", 1, "--width", 2).stdout
+
+
+def test_events_that_retention_has_dropped_end_the_way(
+    run: Run, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.publish(3)
+    pipeline.run(doubled, "rides", "doubles")
+    with pipeline.platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.rides_event")
+    found, _ = trace(run, "doubles", 1)
+    assert found["inputs"][0]["notes"] == ["none of its events is kept any more"]
+
+    # Its claims go with a topic; Dagster still knows what was read.
+    pipeline.platform.registry.unregister_topic("rides", force=True)
+    assert trace(run, "doubles", 1)[0]["inputs"] == []
+    monkeypatch.setenv("DAGSTER_HOME", str(pipeline.home))
+    (read,) = trace(run, "doubles", 1)[0]["inputs"]
+    assert (read["topic"], read["upto"], read["origins"]) == ("rides", 3, [])
+    assert "'rides'" in read["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("sums", 7), 2, "topic 'sums' holds no event with the offset 7: `eventsql tail sums` shows what it holds"),
+        (("nowhere", 1), 1, "nowhere"),
+        (("sums", 0), 2, "OFFSET"),
+    ],
+)
+def test_an_event_that_is_not_there_is_one_line(
+    run: Run, pipeline: Pipeline, arguments: tuple[object, ...], code: int, message: str
+) -> None:
+    result = run("trace", *arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr

@@ -1,0 +1,574 @@
+"""Backfills: what a plan says, and that a range takes effect once however it is cut, killed or started twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
+from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.windows import (
+    MARK,
+    Backfill,
+    Plan,
+    Window,
+    check_id,
+    new_id,
+    partition_key,
+    read_key,
+)
+from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
+    PartitionLeasedError,
+    PartitionOutOfRangeError,
+    RegistryError,
+    TopicNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest
+from eventsql_orchestration.model import EventFilter
+from tests.dagster import backfill_location as location
+from tests.dagster.conftest import Workbench, await_
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench(bench: Workbench) -> Workbench:
+    for consumer in location.CONSUMERS:
+        consumer.register(bench.platform)
+    return bench
+
+
+@pytest.fixture
+def backfills(platform: EventSQL) -> Backfills:
+    return Backfills(platform)
+
+
+def job_of(bench: Workbench, definition: BackfillDefinition, job: str | None = None) -> dg.JobDefinition:
+    return dg.Definitions(
+        assets=[definition.asset, definition.consumer.asset],
+        jobs=definition.jobs,
+        resources={"eventsql": bench.eventsql},
+    ).resolve_job_def(job or definition.job.name)
+
+
+def replay(bench: Workbench, definition: BackfillDefinition, key: str) -> dg.ExecuteInProcessResult:
+    """The run of one partition key."""
+    assert definition.partitions.name is not None
+    bench.instance.add_dynamic_partitions(definition.partitions.name, [key])
+    return job_of(bench, definition).execute_in_process(
+        instance=bench.instance, partition_key=key, raise_on_error=False
+    )
+
+
+def replay_all(bench: Workbench, definition: BackfillDefinition, plan: Plan, backfill: Backfill) -> None:
+    for run in plan.runs:
+        assert replay(bench, definition, run.key(backfill.id)).success
+
+
+def everything(backfills: Backfills, consumer: str = "ledger", **cut: Any) -> Plan:
+    return backfills.plan("orders", consumer, start=Earliest(), end=Latest(), **cut)
+
+
+def failure(result: dg.ExecuteInProcessResult) -> str:
+    (step,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
+    error = step.step_failure_data.error
+    assert error is not None
+    return (error.cause or error).message
+
+
+# Plans
+
+
+def test_a_plan_counts_the_events_of_each_window_and_partition(bench: Workbench, backfills: Backfills) -> None:
+    first = bench.publish("orders", 30, partition=0)
+    second = bench.publish("orders", 20, partition=1)
+    plan = everything(backfills, window_events=25)
+    assert [(run.window, run.partition, run.events) for run in plan.runs] == [
+        (Window(first[0] - 1, first[24]), 0, 25),
+        (Window(first[24], second[-1]), 0, 5),
+        (Window(first[24], second[-1]), 1, 20),
+    ]
+    assert plan.events == 50
+    assert plan.first_at is not None
+    assert plan.last_at is not None
+    assert plan.first_at <= plan.last_at
+    assert any("across windows" in remark for remark in plan.remarks)
+    assert backfills.registered() == []
+
+
+def test_a_range_goes_from_an_offset_to_an_offset_both_of_which_it_holds(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    ids = bench.publish("orders", 20)
+    plan = backfills.plan("orders", "fragile", start=AtOffset(ids[4]), end=AtOffset(ids[9]))
+    assert (plan.after, plan.upto, plan.events) == (ids[3], ids[9], 6)
+
+
+def test_a_range_of_time_ends_before_its_end(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 5)
+    middle = bench.publish("orders", 5)
+    bench.publish("orders", 5)
+    begin, end = (
+        bench.platform.reader.read("orders", after=each - 1, limit=1)[0] for each in (middle[0], middle[-1] + 1)
+    )
+    plan = backfills.plan("orders", "fragile", start=AtTime(begin.created_at), end=AtTime(end.created_at))
+    assert (plan.after, plan.upto) == (middle[0] - 1, middle[-1])
+    recent = backfills.plan("orders", "fragile", start=Back(timedelta(hours=1)), end=Latest())
+    assert recent.events == 15
+
+
+def test_windows_of_time_hold_what_was_logged_in_the_same_period(bench: Workbench, backfills: Backfills) -> None:
+    ids = bench.publish("orders", 6)
+    noon = datetime(2026, 5, 1, 12, tzinfo=UTC)
+    with bench.platform.database.connection() as connection:
+        for minutes, event in zip((0, 10, 59, 60, 61, 240), ids, strict=True):
+            connection.execute(
+                "UPDATE eventsql.orders_event SET eql_created_at = %s WHERE eql_id = %s",
+                (noon + timedelta(minutes=minutes), event),
+            )
+    plan = everything(backfills, "fragile", window=timedelta(hours=1))
+    assert [(run.window.upto, run.events) for run in plan.runs] == [(ids[2], 3), (ids[4], 2), (ids[5], 1)]
+
+
+def test_a_plan_of_one_partition_leaves_the_others_out(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 5, partition=0)
+    bench.publish("orders", 7, partition=1)
+    plan = everything(backfills, partition=1, window_events=5)
+    assert {run.partition for run in plan.runs} == {1}
+    assert plan.events == 7
+    backfill = backfills.register(plan, "one")
+    assert {part.partition for part in backfill.parts} == {1}
+    with pytest.raises(PartitionOutOfRangeError):
+        everything(backfills, partition=2)
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (AtOffset(9), AtOffset(8)),
+        (AtTime(datetime(2026, 5, 2, tzinfo=UTC)), AtTime(datetime(2026, 5, 1, tzinfo=UTC))),
+        (Back(timedelta(hours=1)), Back(timedelta(hours=2))),
+        (Latest(), AtOffset(3)),
+        (AtOffset(9), AtTime(datetime(2020, 5, 1, tzinfo=UTC))),
+    ],
+)
+def test_a_range_that_ends_before_it_begins_is_refused(
+    bench: Workbench, backfills: Backfills, start: Any, end: Any
+) -> None:
+    bench.publish("orders", 10)
+    with pytest.raises(ValidationError, match="before it begins"):
+        backfills.plan("orders", "ledger", start=start, end=end)
+
+
+def test_a_range_that_holds_nothing_is_planned_and_not_registered(bench: Workbench, backfills: Backfills) -> None:
+    assert everything(backfills).runs == ()
+    end = bench.publish("orders", 3)[-1]
+    plan = backfills.plan("orders", "ledger", start=AtOffset(end + 1), end=AtOffset(end + 9))
+    assert plan.events == 0
+    assert plan.remarks == (f"the log ends at offset {end}, before the range begins",)
+    with pytest.raises(ValidationError, match="nothing to replay"):
+        backfills.register(plan, "none")
+
+
+def test_a_plan_says_what_lies_beyond_the_end_and_in_the_buffer(bench: Workbench, backfills: Backfills) -> None:
+    end = bench.publish("orders", 3)[-1]
+    plan = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(end + 100))
+    assert (plan.upto, plan.events) == (end, 3)
+    assert f"the log ends at offset {end}: the range ends there" in plan.remarks
+    bench.platform.publisher.publish(Publication("orders", b"waits"))
+    assert any("1 events are in the buffer" in remark for remark in everything(backfills).remarks)
+
+
+def test_a_plan_says_what_retention_dropped(bench: Workbench, backfills: Backfills) -> None:
+    ids = bench.publish("orders", 10)
+    with bench.platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.orders_event WHERE eql_id <= %s", (ids[5],))
+    plan = backfills.plan("orders", "ledger", start=AtOffset(ids[2]), end=Latest())
+    assert plan.events == 4
+    (gone,) = plan.remarks
+    assert f"offsets {ids[2]} to {ids[5]} of the range (4) are gone" in gone
+    timed = backfills.plan("orders", "ledger", start=Back(timedelta(days=1)), end=Latest())
+    assert timed.remarks == (f"the log begins at offset {ids[6]} by now: what was before is gone",)
+
+
+def test_what_retention_drops_between_plan_and_backfill_is_noticed(bench: Workbench, backfills: Backfills) -> None:
+    ids = bench.publish("orders", 10)
+    plan = everything(backfills)
+    with bench.platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.orders_event WHERE eql_id <= %s", (ids[0],))
+    with pytest.raises(RegistryError, match="make the plan again"):
+        backfills.register(plan, "late")
+    assert backfills.registered() == []
+
+
+def test_a_paused_consumer_and_its_filter_are_remarked_on(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 1)
+    bench.platform.registry.pause("orders", "fragile")
+    bench.platform.registry.register_consumer(
+        location.fragile.consumer, filter=EventFilter(key_prefix="a"), max_attempts=2
+    )
+    paused, filtered = everything(backfills, "fragile").remarks
+    assert "is paused, and stays so" in paused
+    assert "key a*" in filtered
+
+
+def test_what_cannot_be_planned_is_refused(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 1_001)
+    with pytest.raises(TopicNotFoundError):
+        backfills.plan("nothing", "ledger", start=Earliest(), end=Latest())
+    with pytest.raises(ConsumerNotFoundError):
+        everything(backfills, "nobody")
+    with pytest.raises(ValidationError, match="by both"):
+        everything(backfills, window_events=1, window=timedelta(hours=1))
+    with pytest.raises(ValidationError, match="take larger"):
+        everything(backfills, window_events=1)
+    with pytest.raises(ValidationError, match="a second at least"):
+        everything(backfills, window=timedelta(milliseconds=1))
+    backfills.register(everything(backfills), "one")
+    with pytest.raises(ValidationError, match="window of a backfill"):
+        everything(backfills, backfills.registered()[0].names[0])
+
+
+def test_keys_and_ids_are_read_as_they_were_written() -> None:
+    for partition in (-1, 0, 12):
+        assert read_key(partition_key("a-1", Window(3, 9), partition)) == ("a-1", Window(3, 9), partition)
+    for wrong in ("", "a", "a:1", "a:1-2:", "A:1-2", "a_b:1-2:0"):
+        with pytest.raises(ValidationError):
+            read_key(wrong)
+    assert check_id(new_id())
+    for wrong in ("", "A", "a_b", "a/b", "-a", "a" * 41):
+        with pytest.raises(ValidationError):
+            check_id(wrong)
+
+
+# Registered backfills
+
+
+def test_a_backfill_takes_over_the_form_the_attempts_and_the_filter(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 4)
+    bench.platform.registry.register_consumer(
+        location.fragile.consumer, filter=EventFilter(key_prefix="a"), max_attempts=2
+    )
+    backfill = backfills.register(everything(backfills, "fragile"), "one")
+    (name,) = backfill.names
+    (state,) = bench.platform.registry.consumer("orders", name)
+    assert (state.partition, state.max_attempts, state.filter) == (-1, 2, EventFilter(key_prefix="a"))
+
+
+def test_an_id_is_taken_once_and_another_consumer_may_have_the_same(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 4)
+    backfills.register(everything(backfills), "one")
+    with pytest.raises(RegistryError, match="--resume one"):
+        backfills.register(everything(backfills), "one")
+    backfills.register(everything(backfills, "fragile"), "one")
+    assert [(each.consumer, each.id) for each in backfills.registered("orders")] == [
+        ("fragile", "one"),
+        ("ledger", "one"),
+    ]
+    assert backfills.get("orders", "one", "ledger").consumer == "ledger"
+    with pytest.raises(RegistryError, match="no backfill 'two'"):
+        backfills.get("orders", "two", "ledger")
+
+
+def test_a_consumer_of_a_similar_name_is_no_backfill(bench: Workbench, backfills: Backfills) -> None:
+    from eventsql_orchestration import Consumer
+
+    bench.platform.registry.register_consumer(Consumer("orders", f"mine{MARK}of_may"))
+    assert backfills.registered() == []
+
+
+def test_a_backfill_that_is_not_done_holds_what_it_has_left(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 4)
+    backfills.register(everything(backfills), "one")
+    assert not backfills.finish(backfills.get("orders", "one"))
+    backfills.delete(backfills.get("orders", "one"))
+    assert backfills.find("orders", "one") is None
+    assert bench.claims() == []
+
+
+# Replays
+
+
+@pytest.mark.parametrize(
+    "cut", [{}, {"window_events": 7}, {"window_events": 40}, {"window": timedelta(seconds=1)}], ids=str
+)
+@pytest.mark.parametrize("definition", location.BACKFILLS, ids=lambda each: each.consumer.consumer.name)
+def test_however_a_range_is_cut_each_event_takes_effect_once(
+    bench: Workbench, backfills: Backfills, definition: BackfillDefinition, cut: dict[str, Any]
+) -> None:
+    ids = bench.publish("orders", 70)
+    plan = everything(backfills, definition.consumer.consumer.name, **cut)
+    before = offsets(bench, definition.consumer)
+    replay_all(bench, definition, plan, backfills.register(plan, "one"))
+    assert sorted(bench.effects()) == ids
+    assert offsets(bench, definition.consumer) == before
+    assert backfills.registered() == [], "the last run ends it"
+
+
+def offsets(bench: Workbench, consumer: ConsumerDefinition) -> list[tuple[int, int, int]]:
+    states = bench.platform.registry.consumer("orders", consumer.consumer.name)
+    return [(state.partition, state.last_event_id, state.epoch) for state in states]
+
+
+def test_a_backfill_reports_what_it_did_to_the_consumers_own_asset_and_its_topics(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    ids = bench.publish("orders", 30)
+    plan = everything(backfills, "ranges")
+    result = replay(bench, location.ranges_backfill, plan.runs[0].key(backfills.register(plan, "one").id))
+    assert result.success
+    for key in (["ranges"], ["topic", "sums"], ["ranges_backfill"]):
+        event = bench.instance.get_latest_materialization_event(dg.AssetKey(key))
+        assert event is not None
+        assert event.asset_materialization is not None
+        assert event.asset_materialization.metadata["backfill"].value == "one"
+    metadata = event.asset_materialization.metadata
+    assert metadata["events"].value == len(ids)
+    assert [entry["events"] for entry in metadata["ranges"].value] == [25, 5]  # type: ignore[union-attr,index,call-overload]
+    assert event.asset_materialization.partition == plan.runs[0].key("one")
+    assert bench.instance.get_runs(dg.RunsFilter(tags={"eventsql/backfill": "one"}))
+
+
+def test_live_consumption_goes_on_beside_a_backfill(bench: Workbench, backfills: Backfills) -> None:
+    ids = bench.publish("orders", 20)
+    plan = everything(backfills)
+    backfill = backfills.register(plan, "one")
+    assert bench.run(location.ledger).success
+    replay_all(bench, location.ledger_backfill, plan, backfill)
+    assert sorted(bench.effects()) == sorted([*ids, *ids])
+
+
+def test_a_window_that_is_done_is_not_replayed_again(bench: Workbench, backfills: Backfills) -> None:
+    ids = bench.publish("orders", 20)
+    plan = everything(backfills, "fragile", window_events=10)
+    first, second = (run.key("one") for run in plan.runs)
+    backfills.register(plan, "one")
+    for _ in range(2):
+        assert replay(bench, location.fragile_backfill, first).success
+    assert bench.effects() == ids[:10]
+    assert replay(bench, location.fragile_backfill, second).success
+    again = replay(bench, location.fragile_backfill, second)
+    assert not again.success
+    assert "is done, or was deleted" in failure(again)
+    assert bench.effects() == ids
+
+
+def test_an_event_that_keeps_failing_becomes_a_dead_letter(bench: Workbench, backfills: Backfills) -> None:
+    bench.platform.registry.register_topic(Topic("orders_dlt"))
+    ids = bench.publish("orders", 12)
+    poison = publish_poison(bench)
+    ids += bench.publish("orders", 3)
+    plan = everything(backfills, "fragile")
+    backfill = backfills.register(plan, "one")
+    replay_all(bench, location.fragile_backfill, plan, backfill)
+    assert bench.effects() == ids
+    bench.platform.transfer.run_once()
+    (letter,) = bench.platform.dead_letters.list("orders")
+    assert letter.origin is not None
+    assert str(poison) in letter.origin
+
+
+def publish_poison(bench: Workbench) -> int:
+    bench.platform.publisher.publish(Publication("orders", location.POISON))
+    bench.platform.transfer.run_once()
+    return bench.platform.reader.end("orders")
+
+
+def test_an_event_that_blocks_its_window_fails_the_run_and_resuming_gives_it_new_attempts(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    ids = bench.publish("orders", 12)
+    poison = publish_poison(bench)
+    more = bench.publish("orders", 3)
+    plan = everything(backfills, "fragile")
+    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    for _ in range(2):
+        blocked = replay(bench, location.fragile_backfill, key)
+        assert f"event {poison} failed as often" in failure(blocked)
+        assert "--resume one" in failure(blocked)
+    assert bench.effects() == ids
+
+    backfills.renew(backfills.get("orders", "one"))
+    with bench.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.orders_event SET eql_value = 'mended' WHERE eql_id = %s", (poison,))
+    assert replay(bench, location.fragile_backfill, key).success
+    assert bench.effects() == [*ids, poison, *more]
+
+
+def test_a_window_that_a_live_run_has_is_left_to_it_and_one_whose_run_ended_is_taken(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    ids = bench.publish("orders", 5)
+    plan = everything(backfills, "fragile")
+    backfill = backfills.register(plan, "one")
+    key, (name,) = plan.runs[0].key("one"), backfill.names
+    claim = bench.platform.claims.claim("orders", name, owner="run elsewhere", lease=3.0)
+    with bench.platform.claims.heartbeat(claim, lease=1.0):  # type: ignore[arg-type]
+        assert "run elsewhere replays this window now" in failure(replay(bench, location.fragile_backfill, key))
+    assert replay(bench, location.fragile_backfill, key).success, "its lease ends"
+    assert bench.effects() == ids
+
+
+def test_the_lease_of_a_run_that_is_known_to_have_ended_is_not_waited_for(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    ids = bench.publish("orders", 5)
+    plan = everything(backfills, "fragile")
+    (name,) = backfills.register(plan, "one").names
+    ended = bench.instance.create_run_for_job(
+        job_of(bench, location.fragile_backfill), status=dg.DagsterRunStatus.FAILURE
+    )
+    bench.platform.claims.claim("orders", name, owner=f"run {ended.run_id}", lease=3_600.0)
+    assert replay(bench, location.fragile_backfill, plan.runs[0].key("one")).success
+    assert bench.effects() == ids
+
+
+# What is left when it is done
+
+
+def test_a_side_consumer_is_left_at_the_end_of_the_range(bench: Workbench, backfills: Backfills) -> None:
+    ids = bench.publish("orders", 20)
+    plan = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(ids[14]), window_events=10)
+    backfill = backfills.register(plan, "one", into="ledger_2")
+    assert backfill.into == "ledger_2"
+    replay_all(bench, location.ledger_backfill, plan, backfill)
+    states = bench.platform.registry.consumer("orders", "ledger_2")
+    assert [(state.partition, state.last_event_id) for state in states] == [(0, ids[14]), (1, ids[14])]
+    with pytest.raises(RegistryError, match="name a new one"):
+        backfills.register(everything(backfills), "two", into="ledger_2")
+
+
+def test_a_backfill_that_takes_over_moves_the_offset_and_nothing_is_consumed_twice(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    ids = bench.publish("orders", 20)
+    plan = backfills.plan("orders", "fragile", start=Earliest(), end=AtOffset(ids[14]))
+    backfill = backfills.register(plan, "one")
+    (move,) = backfills.take_over(backfill)
+    assert (move.target, move.skipped) == (ids[14], 15)
+    assert backfills.take_over(backfill) == []
+    assert bench.run(location.fragile).success
+    replay_all(bench, location.fragile_backfill, plan, backfill)
+    assert sorted(bench.effects()) == ids
+
+
+def test_a_backfill_does_not_take_over_what_would_be_skipped_or_is_leased(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    ids = bench.publish("orders", 20)
+    late = backfills.plan("orders", "fragile", start=AtOffset(ids[5]), end=Latest())
+    with pytest.raises(RegistryError, match="would be skipped"):
+        backfills.take_over(backfills.register(late, "late"))
+    bench.platform.claims.claim("orders", "fragile", owner="somebody")
+    with pytest.raises(PartitionLeasedError):
+        backfills.take_over(backfills.register(everything(backfills, "fragile"), "all"))
+    assert bench.offset(location.fragile) == 0
+
+
+def test_the_plan_job_makes_windows_that_the_ui_can_materialize(bench: Workbench, backfills: Backfills) -> None:
+    ids = bench.publish("orders", 20)
+    definition = location.fragile_backfill
+    result = job_of(bench, definition, definition.plan_job.name).execute_in_process(
+        instance=bench.instance,
+        run_config={
+            "ops": {
+                f"{definition.plan_job.name}_windows": {
+                    "config": {"start": str(ids[0]), "end": "latest", "window_events": 10}
+                }
+            }
+        },
+    )
+    assert result.success
+    assert definition.partitions.name is not None
+    keys = bench.instance.get_dynamic_partitions(definition.partitions.name)
+    assert len(keys) == 2
+    for key in keys:
+        assert replay(bench, definition, key).success
+    assert bench.effects() == ids
+
+
+# A killed process
+
+
+@pytest.fixture
+def process(bench: Workbench, tmp_path: Path) -> Iterator[Any]:
+    started = []
+
+    def start(key: str, *, delay: float) -> subprocess.Popen[bytes]:
+        # fmt: off
+        command = [
+            sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.backfill_location",
+            "-j", "backfill_ledger", "--tags", f'{{"dagster/partition": "{key}"}}',
+        ]
+        # fmt: on
+        environment = {
+            **os.environ,
+            "DAGSTER_HOME": str(tmp_path),
+            "EVENTSQL_DSN": bench.eventsql.dsn,
+            "EVENTSQL_TEST_DELAY": str(delay),
+        }
+        (tmp_path / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+        with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+            instance.add_dynamic_partitions("ledger_backfill", [key])
+        with (tmp_path / "run.log").open("wb") as log:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        started.append(process)
+        return process
+
+    yield start
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+def test_what_a_killed_run_left_is_replayed_by_the_next_and_nothing_twice(
+    bench: Workbench, backfills: Backfills, process: Any
+) -> None:
+    ids = bench.publish("orders", 60, partition=0)
+    plan = everything(backfills)
+    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    killed = process(key, delay=0.5)
+    await_(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    reached = len(bench.effects())
+    assert reached < len(ids)
+    assert process(key, delay=0.0).wait(120) == 0
+    assert bench.effects() == ids
+    assert backfills.registered() == []
+
+
+def test_an_interrupted_run_gives_its_window_back_at_once(bench: Workbench, backfills: Backfills, process: Any) -> None:
+    bench.publish("orders", 60, partition=0)
+    plan = everything(backfills)
+    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    interrupted = process(key, delay=0.5)
+    await_(lambda: len(bench.effects()) >= location.BATCH, "a batch")
+    interrupted.send_signal(signal.SIGINT)
+    interrupted.wait(60)
+    part = backfills.get("orders", "one").part(plan.runs[0].window, 0)
+    assert part is not None
+    assert part.owner is None
+    assert not part.done
+
+
+def test_two_runs_of_one_window_at_once_replay_it_once(bench: Workbench, backfills: Backfills, process: Any) -> None:
+    ids = bench.publish("orders", 60, partition=0)
+    plan = everything(backfills)
+    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    both = [process(key, delay=0.2) for _ in range(2)]
+    codes = [each.wait(120) for each in both]
+    assert 0 in codes
+    assert bench.effects() == ids

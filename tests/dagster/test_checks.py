@@ -1,0 +1,331 @@
+"""Checks of consumers: what turns them red and green again, without a run and with one, and who is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration.dagster import (
+    CheckAlert,
+    ConsumerCheck,
+    build_alert_sensor,
+    build_delivered_check,
+    build_lag_check,
+    build_lag_sensor,
+    consumer_asset,
+)
+from eventsql_orchestration.dagster.lag_sensor import GREEN_INTERVAL, IDLE_INTERVAL, observe_lag
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.log.dead_letters import LetterFilter
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
+
+RIDES = Topic("rides", 2)
+
+
+def refuse(events: Sequence[Event], connection: Connection) -> None:
+    """Takes what can be read as a number alone."""
+    for event in events:
+        if event.value == b"poison":
+            raise ValueError("not a number")
+    record(events, connection)
+
+
+eager = consumer_asset(topic=RIDES, consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0, max_attempts=1)(
+    refuse
+)
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    eager.register(bench.platform)
+
+
+class Watch:
+    """Ticks of the lag sensor, one after the other, whose evaluations are reported as Dagster's daemon does."""
+
+    def __init__(self, bench: Workbench, *checks: ConsumerCheck) -> None:
+        self._bench = bench
+        self._checks = checks
+        self._cursor: str | None = None
+
+    def at(self, now: float) -> list[dg.AssetCheckEvaluation]:
+        result = observe_lag(self._bench.platform, [eager], checks=self._checks, cursor=self._cursor, now=now)
+        self._cursor = result.cursor
+        found = [event for event in result.asset_events if isinstance(event, dg.AssetCheckEvaluation)]
+        for evaluation in found:
+            self._bench.instance.report_runless_asset_event(evaluation)
+        return found
+
+
+def executed(bench: Workbench, check: ConsumerCheck) -> dg.AssetCheckEvaluation:
+    """The check executed by hand, in a run."""
+    location = dg.Definitions(
+        assets=[eager.asset], asset_checks=[check.definition], resources={"eventsql": bench.eventsql}
+    )
+    job = location.resolve_implicit_global_asset_job_def().get_subset(asset_check_selection={check.key})
+    (evaluation,) = job.execute_in_process(instance=bench.instance).get_asset_check_evaluations()
+    return evaluation
+
+
+# Lag
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "passed"),
+    [
+        ({"max_events": 5}, True),
+        ({"max_events": 4}, False),
+        ({"max_seconds": 3600.0}, True),
+        ({"max_seconds": 0.0}, False),
+        ({"max_events": 5, "max_seconds": 0.0}, False),
+    ],
+)
+def test_a_lag_check_turns_red_beyond_its_thresholds(
+    bench: Workbench, thresholds: dict[str, Any], passed: bool
+) -> None:
+    bench.publish("rides", 5)
+    check = build_lag_check(eager, **thresholds)
+    (reported,) = Watch(bench, check).at(1_000.0)
+    for evaluation in (reported, executed(bench, check)):
+        assert evaluation.passed is passed
+        assert evaluation.severity == dg.AssetCheckSeverity.WARN
+        assert evaluation.metadata["lag events"].value == 5
+
+
+def test_a_red_lag_check_says_why_and_what_is_allowed(bench: Workbench) -> None:
+    bench.publish("rides", 5)
+    (evaluation,) = Watch(bench, build_lag_check(eager, max_events=4)).at(1_000.0)
+    assert evaluation.description is not None
+    assert evaluation.description.startswith("5 events and ")
+    assert evaluation.description.endswith("beyond 4 events. waiting: not consumed yet")
+
+
+def test_with_grace_a_lag_check_is_red_only_when_it_stays_beyond(bench: Workbench) -> None:
+    watch = Watch(bench, build_lag_check(eager, max_events=0, grace=60.0, severity=dg.AssetCheckSeverity.ERROR))
+    assert [each.passed for each in watch.at(1_000.0)] == [True]
+    bench.publish("rides", 1)
+    (begins,) = watch.at(1_015.0)
+    assert begins.passed
+    assert begins.metadata["beyond since"].value == 1_015.0
+    assert "red when it stays so for 60 s" in str(begins.description)
+    assert watch.at(1_074.0) == []
+    (red,) = watch.at(1_075.0)
+    assert (red.passed, red.severity) == (False, dg.AssetCheckSeverity.ERROR)
+
+    bench.platform.consumers.consume_once("rides", "eager", record)
+    assert [each.passed for each in watch.at(1_090.0)] == [True]
+    bench.publish("rides", 1)
+    assert [each.passed for each in watch.at(1_105.0)] == [True], "its grace begins anew"
+
+
+def test_a_check_executed_by_hand_knows_since_when_the_consumer_is_beyond(bench: Workbench) -> None:
+    check = build_lag_check(eager, max_events=0, grace=60.0)
+    bench.publish("rides", 1)
+    assert executed(bench, check).passed, "nobody has seen it before"
+    Watch(bench, check).at(time.time() - 61.0)
+    assert not executed(bench, check).passed
+
+
+def test_a_check_is_reported_when_it_says_something_new_and_seldom_otherwise(bench: Workbench) -> None:
+    watch = Watch(bench, build_lag_check(eager, max_events=0))
+    assert len(watch.at(1_000.0)) == 1
+    assert watch.at(1_000.0 + GREEN_INTERVAL - 1) == []
+    assert len(watch.at(1_000.0 + GREEN_INTERVAL)) == 1
+    bench.publish("rides", 1)
+    red = 1_000.0 + GREEN_INTERVAL + 15
+    assert [each.passed for each in watch.at(red)] == [False]
+    assert watch.at(red + IDLE_INTERVAL - 1) == []
+    assert len(watch.at(red + IDLE_INTERVAL)) == 1
+    bench.platform.registry.pause("rides", "eager")
+    (other,) = watch.at(red + IDLE_INTERVAL + 15)
+    assert "stopped: it is paused" in str(other.description), "another cause is news"
+
+
+def test_the_checks_of_a_consumer_that_is_not_registered_are_red(bench: Workbench) -> None:
+    stranger = consumer_asset(topic=Topic("nowhere"), consumer="c", name="stranger")(record)
+    bench.platform.registry.unregister_consumer("rides", "eager")
+    checks = [build_lag_check(stranger, max_events=1), build_delivered_check(stranger), build_delivered_check(eager)]
+    result = observe_lag(bench.platform, [stranger, eager], checks=checks, cursor=None, now=0.0)
+    found = [event for event in result.asset_events if isinstance(event, dg.AssetCheckEvaluation)]
+    assert [each.passed for each in found] == [False] * 3
+    assert [each.description for each in found] == [
+        "consumer 'c' is not registered",
+        "consumer 'c' is not registered",
+        "consumer 'eager' is not registered",
+    ]
+    assert not executed(bench, build_lag_check(eager, max_events=1)).passed
+
+
+def test_bad_limits_are_refused_when_they_are_defined() -> None:
+    with pytest.raises(ValidationError, match="max_events, max_seconds"):
+        build_lag_check(eager)
+    with pytest.raises(ValidationError, match="grace"):
+        build_lag_check(eager, max_events=1, grace=-1.0)
+    with pytest.raises(ValidationError, match="does not watch"):
+        build_lag_sensor([], checks=[build_delivered_check(eager)])
+
+
+# Delivery
+
+
+def poison(bench: Workbench, *, partition: int = 1) -> int:
+    """An event that the consumer gives up at once; gives its offset."""
+    before = bench.platform.reader.end("rides")
+    bench.platform.publisher.publish(Publication("rides", b"poison", partition=partition))
+    bench.platform.transfer.run_once()
+    (event,) = bench.platform.reader.read("rides", after=before)
+    bench.run(eager)
+    return event.id
+
+
+def test_delivered_turns_red_with_a_dead_letter_names_it_and_is_green_when_it_was_redriven(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    check = build_delivered_check(eager)
+    watch = Watch(bench, check)
+    assert [each.passed for each in watch.at(1_000.0)] == [True]
+    offset = poison(bench)
+    bench.platform.transfer.run_once()
+    (letter,) = bench.platform.dead_letters.list("rides")
+
+    (red,) = watch.at(1_015.0)
+    assert (red.passed, red.severity) == (False, dg.AssetCheckSeverity.ERROR)
+    assert red.description == (
+        f"1 dead letter is open: event rides:1:{offset} failed 1 times (ValueError: not a number)"
+    )
+    metadata: dict[str, Any] = {name: value.value for name, value in red.metadata.items()}
+    assert metadata["open dead letters"] == 1
+    assert metadata["show"] == f"eventsql dlt show rides {letter.id}"
+    assert metadata["redrive"] == "eventsql dlt redrive rides --consumer eager"
+    assert metadata["dead letter topic"] == dg.AssetKey(["topic", "rides_dlt"])
+    (row,) = metadata["dead letters"].records
+    assert (row.data["topic"], row.data["partition"], row.data["offset"]) == ("rides", "1", str(offset))
+    assert row.data["error"] == "ValueError: not a number"
+
+    assert not executed(bench, check).passed
+    assert bench.platform.dead_letters.redrive("rides", LetterFilter(ids=(letter.id,))) == 1
+    assert [each.passed for each in watch.at(1_030.0)] == [True]
+    assert executed(bench, check).passed
+
+
+def test_delivered_is_red_while_an_event_blocks_a_partition_and_green_when_it_has_passed(bench: Workbench) -> None:
+    watch = Watch(bench, build_delivered_check(eager))
+    offset = poison(bench)
+    (red,) = watch.at(1_000.0)
+    assert not red.passed
+    assert red.description == (
+        f"rides is blocked by event {offset}, which failed 1 times (ValueError: not a number), "
+        "and topic rides_dlt does not exist"
+    )
+    assert red.metadata["resume"].value == "eventsql consumer resume rides eager"
+    bench.platform.registry.resume("rides", "eager")
+    bench.platform.consumers.consume_once("rides", "eager", record)
+    assert [each.passed for each in watch.at(1_015.0)] == [True]
+
+
+def test_letters_of_other_consumers_and_of_a_topic_that_was_before_do_not_count(bench: Workbench) -> None:
+    registry, check = bench.platform.registry, build_delivered_check(eager)
+    registry.register_topic(Topic("rides_dlt"))
+    watch = Watch(bench, check)
+    theirs = {"dlt_consumer": "somebody", "dlt_topic": "rides", "dlt_partition": "0", "dlt_offset": "1"}
+    for _ in range(3):
+        bench.platform.publisher.publish(Publication("rides_dlt", b"", metadata=theirs))
+    bench.platform.transfer.run_once()
+    assert [each.passed for each in watch.at(1_000.0)] == [True]
+
+    registry.unregister_topic("rides_dlt", force=True)
+    registry.register_topic(Topic("rides_dlt"))
+    poison(bench)
+    bench.platform.transfer.run_once()
+    assert [each.passed for each in watch.at(1_015.0)] == [False], "its ids began anew, below those looked at before"
+
+
+def test_many_letters_are_counted_up_to_a_limit_and_the_oldest_are_named(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    mine = {"dlt_consumer": "eager", "dlt_topic": "rides", "dlt_partition": "0", "dlt_exception": "E"}
+    bench.platform.publisher.publish_all(
+        Publication("rides_dlt", b"", metadata={**mine, "dlt_offset": str(offset)}) for offset in range(30)
+    )
+    bench.platform.transfer.run_once()
+    (red,) = Watch(bench, build_delivered_check(eager)).at(0.0)
+    assert str(red.description).startswith("more than 10 dead letters are open, the oldest: event rides:0:0 ")
+    table: Any = red.metadata["dead letters"].value
+    assert len(table.records) == 10
+
+
+# Alerts
+
+
+class Pager:
+    """Takes alerts, and fails while it is `down`."""
+
+    def __init__(self) -> None:
+        self.alerts: list[CheckAlert] = []
+        self.down: Callable[[CheckAlert], bool] = lambda _: False
+
+    def __call__(self, alert: CheckAlert) -> None:
+        if self.down(alert):
+            raise ConnectionError("the pager does not answer")
+        self.alerts.append(alert)
+
+
+def test_somebody_is_told_when_a_check_turns_red_and_when_it_is_green_again(bench: Workbench) -> None:
+    check, pager = build_lag_check(eager, max_events=0), Pager()
+    watch, sensor = Watch(bench, check), build_alert_sensor([check], pager)
+    cursor: str | None = None
+
+    def tick() -> list[CheckAlert]:
+        nonlocal cursor
+        pager.alerts.clear()
+        with dg.build_sensor_context(instance=bench.instance, cursor=cursor) as context:
+            cursor = sensor.evaluate_tick(context).cursor
+        return list(pager.alerts)
+
+    assert tick() == [], "it was never evaluated"
+    watch.at(1_000.0)
+    assert tick() == [], "a check that is green from the beginning is no news"
+    bench.publish("rides", 2)
+    watch.at(1_015.0)
+    (red,) = tick()
+    assert str(red).startswith("check lag of eager is red (WARN): 2 events and ")
+    assert red.metadata["lag events"] == 2
+    assert red.asset == eager.key
+    watch.at(1_015.0 + IDLE_INTERVAL)
+    assert tick() == [], "it is told once"
+    bench.platform.consumers.consume_once("rides", "eager", record)
+    watch.at(2_000.0)
+    (green,) = tick()
+    assert green.passed
+    assert "is green again" in str(green)
+
+
+def test_an_alert_that_could_not_be_sent_is_sent_again_and_keeps_no_other_back(bench: Workbench) -> None:
+    checks = [build_lag_check(eager, max_events=0), build_delivered_check(eager)]
+    pager = Pager()
+    sensor = build_alert_sensor(checks, pager)
+    poison(bench)
+    Watch(bench, *checks).at(1_000.0)
+
+    def tick(cursor: str | None) -> str | None:
+        with dg.build_sensor_context(instance=bench.instance, cursor=cursor) as context:
+            return sensor.evaluate_tick(context).cursor
+
+    pager.down = lambda alert: alert.check == "lag"
+    cursor = tick(None)
+    assert [alert.check for alert in pager.alerts] == ["delivered"]
+    with pytest.raises(ConnectionError):
+        tick(cursor)
+    pager.down = lambda _: False
+    tick(cursor)
+    assert [alert.check for alert in pager.alerts] == ["delivered", "lag"]
+
+
+def test_an_alert_sensor_without_checks_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        build_alert_sensor([], print)

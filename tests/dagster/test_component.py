@@ -1,0 +1,123 @@
+"""A location in ten lines, and a consumer as a component of `dg`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+import pytest
+import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
+
+from eventsql_orchestration import Topic
+from eventsql_orchestration.dagster import (
+    CheckAlert,
+    EventSQLConsumerComponent,
+    EventSQLResource,
+    build_definitions,
+    range_asset,
+    topic_key,
+)
+from eventsql_orchestration.log.claims import Claim
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import ledger, slow
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ledger.py"
+
+
+def test_the_example_is_a_whole_location_that_consumes(
+    bench: Workbench, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    spec = importlib.util.spec_from_file_location("ledger_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    location: dg.Definitions = module.defs
+    for _ in range(2):
+        assert location.resolve_job_def("register").execute_in_process(instance=bench.instance).success
+    assert {topic.name for topic in bench.platform.registry.topics()} == {"orders", "orders_dlt"}
+
+    ids = bench.publish("orders", 8)
+    assert location.resolve_job_def("consume_ledger").execute_in_process(instance=bench.instance).success
+    with bench.platform.database.connection() as connection:
+        assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
+    repository = location.get_repository_def()
+    assert {sensor.name for sensor in repository.sensor_defs} == {*(f"consume_ledger_{n}" for n in range(4)), "lag"}
+    assert {schedule.name for schedule in repository.schedule_defs} == {"transfer", "housekeeping"}
+    assert {key.name for key in repository.asset_graph.asset_check_keys} == {"lag", "delivered"}
+
+
+def test_a_topic_that_a_consumer_publishes_to_is_its_own_and_no_external_asset() -> None:
+    @range_asset(topic=Topic("orders", 2), consumer="sums", publishes=Topic("sums"))
+    def sums(claim: Claim) -> None: ...
+
+    graph = build_definitions([sums], topics=[Topic("sums"), Topic("more")]).resolve_asset_graph()
+    executable = {name: graph.get(topic_key(name)).is_executable for name in ("orders", "sums", "more")}
+    assert executable == {"orders": False, "sums": True, "more": False}
+
+
+def test_an_alert_sensor_is_there_for_who_wants_to_be_told_and_a_lag_check_for_who_sets_a_limit() -> None:
+    def notify(alert: CheckAlert) -> None: ...
+
+    told = build_definitions([ledger], notify=notify).get_repository_def()
+    assert "alerts" in {sensor.name for sensor in told.sensor_defs}
+    silent = build_definitions([ledger], max_lag_seconds=None).get_repository_def()
+    assert "alerts" not in {sensor.name for sensor in silent.sensor_defs}
+    assert {key.name for key in silent.asset_graph.asset_check_keys} == {"delivered"}
+
+
+def test_definitions_of_several_parts_can_be_merged() -> None:
+    resource = EventSQLResource(dsn="postgresql://nowhere")
+    merged = dg.Definitions.merge(
+        build_definitions([ledger], eventsql=resource), build_definitions([slow], name="slow", platform=False)
+    )
+    # Both consume one topic.
+    names = {sensor.name for sensor in merged.get_repository_def().sensor_defs}
+    assert {"lag", "lag_slow", "consume_slow"} <= names
+    assert {"register", "register_slow"} <= set(merged.get_repository_def().job_names)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of `dg` without any definitions."""
+    package = tmp_path / "src" / "rides"
+    (package / "defs").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "defs" / "__init__.py").touch()
+    (package / "definitions.py").write_text(
+        "from pathlib import Path\n\nimport dagster as dg\n\n\n@dg.definitions\ndef defs() -> dg.Definitions:\n"
+        "    return dg.load_from_defs_folder(path_within_project=Path(__file__).parent)\n"
+    )
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "rides"\nversion = "0"\nrequires-python = ">=3.11"\n\n'
+        '[tool.dg]\ndirectory_type = "project"\n\n[tool.dg.project]\nroot_module = "rides"\n'
+    )
+    return tmp_path
+
+
+@pytest.mark.timeout(180)
+def test_dg_scaffolds_a_consumer_and_checks_its_definitions(project: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(project / "src"), "EVENTSQL_DSN": "postgresql://nowhere"}
+
+    def dg_command(*arguments: str) -> str:
+        command = [str(Path(sys.executable).with_name("dg")), *arguments]
+        done = subprocess.run(
+            command, cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    component = f"{EventSQLConsumerComponent.__module__.rpartition('.')[0]}.{EventSQLConsumerComponent.__name__}"
+    dg_command("scaffold", "defs", component, "billing", "--topic", "rides", "--partitions", "3")
+    folder = project / "src" / "rides" / "defs" / "billing"
+    written = yaml.safe_load((folder / "defs.yaml").read_text())
+    assert written["type"] == component
+    assert written["attributes"]["topic"] == "rides"
+    assert (folder / "consume.py").exists()
+    dg_command("check", "defs")
+    assert "consume_billing_2" in dg_command("list", "defs", "--json")

@@ -1,0 +1,229 @@
+"""One sensor for all partitions of a consumer: what a tick of it does, and what that costs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import dagster as dg
+import psycopg
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset, watch
+from eventsql_orchestration.errors import DatabaseUnavailableError, RedefinitionError, ValidationError
+from eventsql_orchestration.log.claims import Claims
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
+
+PARTITIONS = 300
+TOPIC = Topic("orders", PARTITIONS)
+
+wide = consumer_asset(
+    topic=TOPIC, consumer="wide", partitioned=True, sensor="consumer", name="wide", max_wait=0.0, drain_seconds=0.0
+)(record)
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    wide.register(bench.platform)
+
+
+def publish(bench: Workbench, *partitions: int) -> None:
+    bench.platform.publisher.publish_all(Publication("orders", b"x", partition=partition) for partition in partitions)
+    bench.platform.transfer.run_once()
+
+
+def evaluate(
+    bench: Workbench, definition: ConsumerDefinition = wide, *, cursor: str | None = None
+) -> dg.SensorExecutionData:
+    (sensor,) = definition.sensors
+    with dg.build_sensor_context(
+        instance=bench.instance, cursor=cursor, resources={"eventsql": EventSQLResource(dsn=bench.eventsql.dsn)}
+    ) as context:
+        return sensor.evaluate_tick(context)
+
+
+def partitions_of(tick: dg.SensorExecutionData) -> list[int]:
+    return [int(request.tags["eventsql/partition"]) for request in tick.run_requests or []]
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts the statements of this process by their first word."""
+    statements: Counter[str] = Counter()
+    execute = psycopg.Cursor.execute
+
+    def count(cursor: psycopg.Cursor[Any], query: Any, *given: Any, **options: Any) -> psycopg.Cursor[Any]:
+        text = query if isinstance(query, str) else query.as_string(cursor)
+        statements[str(text).split(maxsplit=1)[0].upper()] += 1
+        return execute(cursor, query, *given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(psycopg.Cursor, "execute", count)
+        yield statements
+
+
+def test_a_consumer_has_one_sensor_that_is_called_like_its_job() -> None:
+    (sensor,) = wide.sensors
+    assert sensor.name == "consume_wide"
+
+
+def test_sensors_are_for_partitions_or_for_consumers() -> None:
+    with pytest.raises(ValidationError, match="sensor is one of 'partition', 'consumer', not 'topic'"):
+        consumer_asset(topic=TOPIC, consumer="c", sensor="topic")(record)  # type: ignore[arg-type]
+
+
+def test_a_tick_requests_a_run_for_each_partition_with_events(bench: Workbench) -> None:
+    publish(bench, 7, 7, 250, 299)
+    tick = evaluate(bench)
+    assert partitions_of(tick) == [7, 250, 299]
+    requests = tick.run_requests or []
+    assert len({request.run_key for request in requests}) == 3
+    claims = [bench.platform.claims.live("orders", "wide", partition) for partition in (7, 250, 299)]
+    assert [request.run_config for request in requests] == [
+        {"ops": {"wide": {"config": {"claim": claim.id}}}} for claim in claims if claim is not None
+    ]
+    for request in requests:
+        assert bench.run(wide, request).success
+    assert len(bench.effects()) == 4
+    assert evaluate(bench).run_requests == []
+
+
+def test_a_look_at_hundreds_of_partitions_takes_few_statements(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counted(monkeypatch) as idle:
+        tick = evaluate(bench)
+    assert tick.skip_message == f"{PARTITIONS} of {PARTITIONS} partitions have no events"
+    assert idle.total() <= 12, idle
+
+    publish(bench, *range(10))
+    assert len(partitions_of(evaluate(bench))) == 10
+    with counted(monkeypatch) as waiting:
+        tick = evaluate(bench)
+    assert tick.skip_message == f"{PARTITIONS - 10} of {PARTITIONS} partitions have no events; 10 are leased"
+    assert waiting.total() <= idle.total(), "claims without a run wait for their lease, and cost no statement each"
+
+
+def test_a_tick_requests_some_runs_and_the_next_goes_on_after_them(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "MAX_REQUESTS", 4)
+    publish(bench, *range(10))
+    first = evaluate(bench)
+    assert (partitions_of(first), first.cursor) == ([0, 1, 2, 3], "4")
+    # Those that had their turn have events again, and wait for the others all the same.
+    for request in first.run_requests or []:
+        bench.run(wide, request)
+    publish(bench, *range(4))
+    second = evaluate(bench, cursor=first.cursor)
+    assert (partitions_of(second), second.cursor) == ([4, 5, 6, 7], "8")
+    third = evaluate(bench, cursor=second.cursor)
+    assert partitions_of(third) == [8, 9, 0, 1]
+
+
+def test_a_tick_that_has_used_its_time_up_goes_on_in_the_next(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(bench, 3, 4)
+    monkeypatch.setattr(watch, "TICK_BUDGET", 0.0)
+    assert evaluate(bench, cursor="4").cursor == "4"
+    monkeypatch.undo()
+    assert partitions_of(evaluate(bench, cursor="4")) == [4, 3]
+
+
+def test_a_cursor_of_a_partition_that_is_gone_begins_at_the_first(bench: Workbench) -> None:
+    publish(bench, 0, 1)
+    assert partitions_of(evaluate(bench, cursor="900")) == [0, 1]
+
+
+def test_the_range_of_a_dead_run_is_claimed_again_and_a_queued_one_keeps_its_own(bench: Workbench) -> None:
+    publish(bench, 1, 2, 3)
+    dead, queued, running = evaluate(bench).run_requests or []
+    bench.requested(wide, dead, dg.DagsterRunStatus.FAILURE)
+    bench.requested(wide, queued, dg.DagsterRunStatus.NOT_STARTED)
+    run_id = bench.requested(wide, running, dg.DagsterRunStatus.STARTED)
+    bench.platform.claims.adopt(int(running.tags["eventsql/claim"]), owner=f"run {run_id}")
+
+    tick = evaluate(bench)
+    assert partitions_of(tick) == [1]
+    (again,) = tick.run_requests or []
+    assert again.run_key != dead.run_key
+
+    # The lease of the queued one was prolonged; that of the one that does not renew it ends.
+    bench.end_lease(wide)
+    tick = evaluate(bench)
+    assert partitions_of(tick) == [1, 3]
+    run = bench.instance.get_run_by_id(run_id)
+    assert run is not None
+    assert run.status is dg.DagsterRunStatus.FAILURE
+
+
+def test_a_partition_that_is_locked_keeps_no_other_from_being_consumed(bench: Workbench) -> None:
+    publish(bench, 1, 2)
+    with bench.platform.database.transaction() as connection:
+        connection.execute("SELECT FROM eventsql.consumer WHERE eql_partition = 1 FOR UPDATE")
+        assert partitions_of(evaluate(bench)) == [2]
+    assert partitions_of(evaluate(bench)) == [1]
+
+
+def test_a_skip_reason_says_what_holds_partitions_up(bench: Workbench) -> None:
+    publish(bench, 1)
+    bench.platform.registry.pause("orders", "wide")
+    assert evaluate(bench).skip_message == "299 of 300 partitions have no events; 1: the consumer is paused"
+
+
+def test_what_was_claimed_before_the_database_went_away_is_requested(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(bench, 1, 2, 3)
+    claim = Claims.claim
+
+    def fail_at_2(claims: Claims, topic: str, consumer: str, partition: int, **options: Any) -> Any:
+        if partition == 2:
+            raise DatabaseUnavailableError("gone")
+        return claim(claims, topic, consumer, partition, **options)
+
+    monkeypatch.setattr(Claims, "claim", fail_at_2)
+    tick = evaluate(bench)
+    assert (partitions_of(tick), tick.cursor) == ([1], "2")
+    with pytest.raises(DatabaseUnavailableError):
+        evaluate(bench, cursor="2")
+
+
+def test_overlapping_evaluations_claim_each_partition_once(bench: Workbench) -> None:
+    publish(bench, *range(12))
+    together = threading.Barrier(4)
+
+    def tick(_: int) -> list[int]:
+        together.wait()
+        return partitions_of(evaluate(bench))
+
+    with ThreadPoolExecutor(4) as pool:
+        claimed = [partition for answer in pool.map(tick, range(4)) for partition in answer]
+    assert sorted(claimed) == list(range(12))
+    assert len(bench.claims()) == 12
+
+
+def test_a_consumer_of_a_whole_topic_may_have_such_a_sensor_too(bench: Workbench) -> None:
+    whole = consumer_asset(topic=TOPIC, consumer="whole", sensor="consumer", name="whole", max_wait=0.0)(record)
+    whole.register(bench.platform)
+    publish(bench, 5)
+    assert partitions_of(evaluate(bench, whole)) == [-1]
+
+
+def test_what_is_not_registered_or_not_as_defined_is_told(bench: Workbench, platform: EventSQL) -> None:
+    elsewhere = consumer_asset(
+        topic=Topic("elsewhere", 2), consumer="c", partitioned=True, sensor="consumer", name="elsewhere"
+    )(record)
+    assert (evaluate(bench, elsewhere).skip_message or "").startswith("topic 'elsewhere' does not exist")
+    platform.registry.register_topic(Topic("elsewhere", 2))
+    assert "does not exist: create it with" in (evaluate(bench, elsewhere).skip_message or "")
+    platform.registry.register_topic(Topic("elsewhere", 3))
+    with pytest.raises(RedefinitionError, match="3 partitions"):
+        evaluate(bench, elsewhere)

@@ -1,0 +1,154 @@
+"""A machine and its processes that die at every step between a claim and its offset: nothing is lost, nothing twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration.dagster import write_instance
+from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE
+from tests.dagster import location, stopping, stopping_location
+from tests.dagster.conftest import Workbench, await_
+from tests.dagster.stopping import held, stopped
+
+ROOT = Path(__file__).parents[2]
+
+IN_TICKS = [
+    stopping.AFTER_THE_PROBE,
+    stopping.AFTER_THE_CLAIM,
+    stopping.AFTER_THE_TICK_IS_STORED,
+    stopping.AFTER_THE_RUN_IS_CREATED,
+]
+IN_RUNS = [stopping.AFTER_LAUNCH, stopping.IN_PROCESSING, stopping.AFTER_EFFECTS, stopping.AFTER_THE_OFFSET]
+
+
+@pytest.fixture
+def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    return write_instance(tmp_path, dsn)
+
+
+class Machine:
+    """A daemon with its code servers and runs, which can all die at once."""
+
+    def __init__(self, home: Path, *, location: str = "tests.dagster.stopping_location", name: str = "daemon") -> None:
+        self._log = home / f"{name}.log"
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.dagster.stopping", "run", "-m", location],
+                cwd=ROOT,
+                env={**os.environ, "DAGSTER_HOME": str(home)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Machine:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.die()
+        if kind is not None:
+            sys.stderr.write(self._log.read_text())
+
+    def has(self, pid: int) -> bool:
+        return os.getpgid(pid) == self._process.pid
+
+    def die(self) -> None:
+        """Every process at once, as when the power goes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture
+def orders(bench: Workbench, home: Path) -> Iterator[Workbench]:
+    stopping_location.steps.register(bench.platform)
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        bench.instance = instance
+        yield bench
+
+
+def await_stop(bench: Workbench, point: str) -> int:
+    await_(lambda: stopped(bench.platform, point) is not None, f"a process that stands {point}")
+    pid = stopped(bench.platform, point)
+    assert pid is not None
+    return pid
+
+
+def consumer_runs(bench: Workbench) -> list[dg.DagsterRun]:
+    return list(bench.instance.get_runs(dg.RunsFilter(tags={"eventsql/topic": "orders"})))
+
+
+@pytest.mark.timeout(600)
+def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothing_twice(
+    orders: Workbench, home: Path
+) -> None:
+    """Each machine finds what the one before left, and dies one step later."""
+    ids: list[int] = []
+    for point in IN_TICKS:
+        ids += orders.publish("orders", 10)
+        with held(orders.platform, point), Machine(home) as machine:
+            pid = await_stop(orders, point)
+            assert machine.has(pid)
+            machine.die()
+        assert orders.effects() == []
+
+    with Machine(home):
+        await_(lambda: orders.offset(stopping_location.steps) == ids[-1], "the end of the log")
+    assert orders.effects() == ids
+    # The run whose tick was stored was created and launched by the machines that came after.
+    runs = consumer_runs(orders)
+    assert len({run.tags["dagster/run_key"] for run in runs}) == len(runs)
+    assert {state for _, _, state in orders.claims()} <= {"released", "committed"}
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothing_twice(
+    orders: Workbench, home: Path
+) -> None:
+    """Each run finds what the one before left, and is killed one step later."""
+    ids = orders.publish("orders", 10)
+    with Machine(home), contextlib.ExitStack() as holding:
+        holding.enter_context(held(orders.platform, IN_RUNS[0]))
+        for point, following in zip(IN_RUNS, [*IN_RUNS[1:], None], strict=True):
+            pid = await_stop(orders, point)
+            assert orders.effects() == (ids if point == stopping.AFTER_THE_OFFSET else [])
+            os.kill(pid, signal.SIGKILL)
+            released = holding.pop_all()
+            if following is not None:
+                holding.enter_context(held(orders.platform, following))
+            released.close()
+        ids += orders.publish("orders", 10)
+        await_(lambda: orders.offset(stopping_location.steps) == ids[-1], "the end of the log")
+        await_(lambda: len(consumer_runs(orders)) >= len(IN_RUNS) + 1, "the last run")
+    assert orders.effects() == ids
+    # Those that were killed with a claim of theirs are no phantoms that take up the queue.
+    dead = [run for run in consumer_runs(orders) if run.status is dg.DagsterRunStatus.FAILURE]
+    assert len(dead) >= 2
+
+
+@pytest.mark.timeout(600)
+def test_two_daemons_at_once_consume_each_event_once(orders: Workbench, home: Path) -> None:
+    location.ledger.register(orders.platform)
+    ids: list[int] = []
+    with (
+        Machine(home, location="tests.dagster.location", name="one"),
+        Machine(home, location="tests.dagster.location", name="two"),
+    ):
+        for _ in range(3):
+            ids.extend(orders.publish("orders", 20))
+            await_(lambda: len(orders.effects()) >= len(ids), "every effect")
+        await_(lambda: all(run.is_finished for run in consumer_runs(orders)), "the end of all runs")
+    assert sorted(orders.effects()) == ids
+    keys = [run.tags["dagster/run_key"] for run in consumer_runs(orders)]
+    assert len(set(keys)) == len(keys)

@@ -1,0 +1,516 @@
+"""The IO manager: what assets return is published once, and what they take is read from a topic."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import dagster as dg
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pytest
+from dagster_pyspark import LazyPySparkResource
+from pydantic import ValidationError as PydanticValidationError
+from pyspark.sql import DataFrame, SparkSession
+
+from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, topic_asset, topic_key
+from eventsql_orchestration.dagster.lineage import Origin
+from eventsql_orchestration.dagster.publishing import Published, publish
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    EventSQLError,
+    InvalidPublicationError,
+    PartitionOutOfRangeError,
+    TopicNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.spark import spark_config, staging
+from eventsql_orchestration.spark.java import ensure_java
+from tests.dagster.conftest import Workbench
+
+DAYS = dg.StaticPartitionsDefinition(["monday", "tuesday"])
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    os.environ.pop("EVENTSQL_DSN", None)
+    home = tmp_path_factory.mktemp("spark")
+    ensure_java(home)
+    resource = LazyPySparkResource(spark_config=spark_config(**{"spark.sql.warehouse.dir": str(home / "warehouse")}))
+    others = SparkSession.getActiveSession()
+    yield resource.spark_session
+    if others is None:
+        resource.spark_session.stop()
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(Topic("sums", 2))
+
+
+def asset(value: object, **options: Any) -> dg.AssetsDefinition:
+    """An asset of topic `sums` that returns a value, or what a function makes of its context."""
+    given: dict[str, Any] = {"name": "sums", "metadata": {"topic": "sums"}, "io_manager_key": "topics", **options}
+
+    def compute(context: dg.AssetExecutionContext):  # type: ignore[no-untyped-def]  # Dagster would check it
+        made = value(context) if callable(value) else value
+        # A generator that is returned as it is, Dagster takes for one of its events.
+        return dg.Output(made) if isinstance(made, Generator) else made
+
+    # Dagster takes the annotation itself, not its text.
+    compute.__annotations__ = {"context": dg.AssetExecutionContext}
+    defined: dg.AssetsDefinition = dg.asset(**given)(compute)
+    return defined
+
+
+@pytest.fixture
+def materialize(bench: Workbench) -> Callable[..., dg.ExecuteInProcessResult]:
+    def run(*assets: Any, manager: dict[str, Any] | None = None, **options: Any) -> dg.ExecuteInProcessResult:
+        resources = {
+            "eventsql": bench.eventsql,
+            "topics": EventSQLIOManager(eventsql=bench.eventsql, **(manager or {})),
+        }
+        return dg.materialize(list(assets), instance=bench.instance, resources=resources, **options)
+
+    return run
+
+
+def events(bench: Workbench) -> list[tuple[str | None, bytes]]:
+    bench.platform.transfer.run_once()
+    return [(event.key, event.value) for event in bench.platform.reader.read("sums")]
+
+
+def stored(bench: Workbench) -> int:
+    """Events of topic `sums`, transferred or not, and events that are staged for any."""
+    bench.platform.transfer.run_once()
+    with bench.platform.database.connection() as connection:
+        staged = connection.execute("SELECT count(*) FROM eventsql.spark_staged_event").fetchone()
+    assert staged is not None
+    return bench.platform.reader.count("sums") + int(staged[0])
+
+
+Materialize = Callable[..., dg.ExecuteInProcessResult]
+
+ROWS = {"key": ["a", "b"], "value": [b"1", b"2"]}
+ENCODED = {"key": pa.array(["a", "b"], pa.large_string()), "value": pa.array(["1", "2"]).dictionary_encode()}
+
+
+# Publishing
+
+
+def arrow_reader(_: object) -> pa.RecordBatchReader:
+    return pa.table(ROWS).to_reader()
+
+
+def publications(_: object) -> Iterator[Publication]:
+    yield Publication("sums", b"1", key="a")
+    yield Publication("sums", b"2", key="b")
+
+
+def pandas_frame(_: object) -> Any:
+    return importlib.import_module("pandas").DataFrame({"key": ["a", "b"], "value": ["1", "2"]})
+
+
+def spark_frame(_: object) -> DataFrame:
+    session = SparkSession.getActiveSession()
+    assert session is not None
+    return session.createDataFrame([("a", "1"), ("b", "2")], "key string, value string").coalesce(1)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(pa.table(ROWS), id="Arrow table"),
+        pytest.param(pa.RecordBatch.from_pydict(ROWS), id="Arrow batch"),
+        pytest.param(arrow_reader, id="RecordBatchReader"),
+        pytest.param(pa.table(ENCODED), id="dictionary"),
+        pytest.param(publications, id="generator of publications"),
+        pytest.param([{"key": "a", "value": "1"}, {"key": "b", "value": b"2", "metadata": None}], id="mappings"),
+        pytest.param(pandas_frame, id="pandas"),
+        pytest.param(spark_frame, id="Spark"),
+    ],
+)  # fmt: skip
+def test_what_an_asset_returns_is_published(
+    bench: Workbench, materialize: Materialize, metadata: Callable[..., dict[str, Any]], value: object, spark: object
+) -> None:
+    result = materialize(asset(value))
+    assert events(bench) == [("a", b"1"), ("b", b"2")]
+    first, last = bench.platform.reader.read("sums")
+    assert dict(first.metadata) == {"dagster_run_id": result.run_id, "dagster_asset_key": "sums"}
+    assert metadata(result, dg.AssetKey("sums")) == {
+        "published topic": "sums",
+        "published events": 2,
+        "published first offset": first.id,
+        "published last offset": last.id,
+        "published by run": result.run_id,
+        "published by asset": "sums",
+        "published to": topic_key("sums"),
+        "trace published": f"eventsql trace sums {last.id}",
+    }
+
+
+def test_headers_and_partitions_of_the_rows_are_kept(bench: Workbench, materialize: Materialize) -> None:
+    headers = pa.array([[("source", "web")], None], pa.map_(pa.string(), pa.string()))
+    materialize(asset(pa.table({**ROWS, "headers": headers, "partition": [1, None], "offset": [7, 8]})))
+    bench.platform.transfer.run_once()
+    first, second = bench.platform.reader.read("sums")
+    assert (first.partition, first.metadata["source"]) == (1, "web")
+    assert "source" not in second.metadata
+
+
+def test_many_events_of_an_iterable_keep_their_order(bench: Workbench, materialize: Materialize) -> None:
+    materialize(asset(lambda _: (Publication("sums", b"%d" % i, partition=0) for i in range(2_500))))
+    assert [value for _, value in events(bench)] == [b"%d" % i for i in range(2_500)]
+
+
+def test_a_partition_is_named_by_its_events(bench: Workbench, materialize: Materialize) -> None:
+    daily = asset([{"value": "v"}], partitions_def=DAYS)
+    materialize(daily, partition_key="monday")
+    materialize(daily, partition_key="tuesday")
+    bench.platform.transfer.run_once()
+    assert [event.metadata["dagster_partition"] for event in bench.platform.reader.read("sums")] == [
+        "monday",
+        "tuesday",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "manager"),
+    [
+        ({"metadata": {"topic": "sums"}, "name": "a"}, {}),
+        ({"metadata": {}, "name": "a"}, {"topics": {"a": "sums"}}),
+        ({"metadata": {}, "name": None, "key": topic_key("sums")}, {}),
+    ],
+)
+def test_the_topic_is_named_by_metadata_by_the_manager_or_by_the_key(
+    bench: Workbench, materialize: Materialize, options: dict[str, Any], manager: dict[str, Any]
+) -> None:
+    materialize(asset([{"value": "v"}], **options), manager=manager)
+    assert events(bench) == [(None, b"v")]
+
+
+def test_an_op_publishes_what_it_returns_too(bench: Workbench) -> None:
+    @dg.op(out=dg.Out(io_manager_key="topics", metadata={"topic": "sums"}))
+    def op():  # type: ignore[no-untyped-def]  # Dagster would check it
+        return [{"value": "v"}]
+
+    @dg.job(resource_defs={"topics": EventSQLIOManager(eventsql=bench.eventsql), "eventsql": bench.eventsql})
+    def job() -> None:
+        op()
+
+    result = job.execute_in_process(instance=bench.instance)
+    bench.platform.transfer.run_once()
+    assert [dict(event.metadata) for event in bench.platform.reader.read("sums")] == [{"dagster_run_id": result.run_id}]
+
+
+# Once
+
+
+def test_a_step_that_is_retried_after_it_published_publishes_no_more(
+    bench: Workbench, materialize: Materialize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The step dies between its publication and Dagster's knowledge of it.
+    publish = EventSQLIOManager.handle_output
+    attempts: list[int] = []
+
+    def die_once(self: EventSQLIOManager, context: dg.OutputContext, obj: object) -> None:
+        publish(self, context, obj)
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise dg.RetryRequested(max_retries=2)
+
+    monkeypatch.setattr(EventSQLIOManager, "handle_output", die_once)
+    result = materialize(asset([{"value": "v"}]))
+    assert result.success
+    assert len(attempts) == 2
+    assert events(bench) == [(None, b"v")]
+
+
+def location() -> dg.JobDefinition:
+    """A job of an asset that returns one event more each time it is computed."""
+
+    @dg.asset(metadata={"topic": "sums"}, io_manager_key="topics")
+    def sums(eventsql: EventSQLResource):  # type: ignore[no-untyped-def]  # Dagster would check it
+        return [{"value": b"%d" % number} for number in range(1 + eventsql.platform.reader.count("sums"))]
+
+    eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
+    return dg.Definitions(
+        assets=[sums],
+        jobs=[dg.define_asset_job("job", [sums], executor_def=dg.in_process_executor)],
+        resources={"eventsql": eventsql, "topics": EventSQLIOManager(eventsql=eventsql)},
+    ).resolve_job_def("job")
+
+
+def test_a_run_that_is_executed_again_publishes_no_more_and_says_who_did(
+    bench: Workbench, shared_instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_TEST_DSN", dsn)
+
+    def execute(parent: str | None = None) -> tuple[str, dict[str, Any]]:
+        again = None if parent is None else dg.ReexecutionOptions(parent)
+        with dg.execute_job(dg.reconstructable(location), shared_instance, reexecution_options=again) as result:
+            assert result.success
+            (event,) = result.get_asset_materialization_events()
+        found = event.step_materialization_data.materialization.metadata
+        return result.run_id, {name: value.value for name, value in found.items()}
+
+    first, of_first = execute()
+    second, of_second = execute(first)
+    _, of_third = execute(second)
+    assert events(bench) == [(None, b"0")]
+    assert of_first["published by run"] == first
+    assert of_first == of_second == of_third
+
+    other, of_other = execute()
+    assert [value for _, value in events(bench)] == [b"0", b"0", b"1"]
+    assert (of_other["published by run"], of_other["published events"]) == (other, 2)
+
+
+def test_two_processes_that_publish_the_same_at_once_publish_it_once(
+    bench: Workbench, materialize: Materialize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other one is between its look for a publication and its own: it has staged, and then comes second.
+    stage = staging.stage
+    inner: list[Published] = []
+
+    def overtaken(*arguments: Any) -> staging.Attempt:
+        attempt = stage(*arguments)
+        if not inner:
+            inner.append(Published("sums", 0, None, None, "none yet"))
+            inner[0] = publish(origin, [{"value": "first"}], eventsql=bench.eventsql, topic="sums")
+        return attempt
+
+    monkeypatch.setattr(staging, "stage", overtaken)
+    origin = Origin("run", "run", "sums")
+    outer = publish(origin, [{"value": "second"}], eventsql=bench.eventsql, topic="sums")
+    assert events(bench) == [(None, b"first")]
+    assert (inner[0].repeated, outer.repeated) == (False, True)
+    assert (outer.first, outer.last) == (inner[0].first, inner[0].last)
+    assert stored(bench) == 1, "what the second one staged is gone"
+
+
+def test_no_events_are_a_publication_too(
+    bench: Workbench, materialize: Materialize, metadata: Callable[..., dict[str, Any]]
+) -> None:
+    result = materialize(asset([]))
+    assert metadata(result, dg.AssetKey("sums"))["published events"] == 0
+    assert stored(bench) == 0
+
+
+# Bad input
+
+MAP = pa.map_(pa.string(), pa.string())
+
+
+def stumbles(_: object) -> Iterator[Publication]:
+    for number in range(1_500):
+        yield Publication("sums", b"%d" % number)
+    raise ValidationError("no more")
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (pa.table({"key": ["a"]}), ValidationError, "column 'value' is missing"),
+        (pa.table({"value": [b"1", None]}), InvalidPublicationError, "column 'value' is null"),
+        (pa.table({"value": [1.5]}), ValidationError, "column 'value' must be binary or string, not double"),
+        (pa.table({"value": ["v"], "key": [1]}), ValidationError, "column 'key' must be string, not int64"),
+        (pa.table({"value": ["v"], "price": [1]}), ValidationError, "column 'price' has no place in an event"),
+        (pa.table({"value": ["v"], "partition": [7]}), PartitionOutOfRangeError, "partition 7 is out of range"),
+        (pa.table({"value": ["v"], "topic": ["other"]}), ValidationError, "'other' is not the topic of the asset"),
+        (pa.table({"value": ["v"], "headers": pa.array([[("a", None)]], MAP)}), InvalidPublicationError, "'a' is null"),
+        (pa.table([["v"], ["w"]], names=["value", "value"]), ValidationError, "'value' is there twice"),
+        ([Publication("other", b"")], ValidationError, "event 1 for topic 'sums' is a publication for topic 'other'"),
+        ([{"value": "v"}, {"key": "k"}], ValidationError, "event 2 for topic 'sums' has no value"),
+        ([{"value": {"a": 1}}], InvalidPublicationError, "event 1 for topic 'sums': value must be bytes, not dict"),
+        ([{"value": "v", "price": 1}], ValidationError, "'price' is no part of an event"),
+        ([{"value": "v", "partition": 2}], PartitionOutOfRangeError, "partition 2 is out of range"),
+        ([{"value": "v", "partition": 2**70}], PartitionOutOfRangeError, "is no partition"),
+        ([1], ValidationError, "event 1 for topic 'sums' is of type int"),
+        (lambda _: 7, ValidationError, "int is nothing to publish"),
+        ("text", ValidationError, "str is nothing to publish"),
+        ({"value": "v"}, ValidationError, "dict is nothing to publish"),
+        (lambda _: None, ValidationError, "nothing was returned"),
+        (stumbles, ValidationError, "no more"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_published_is_refused_and_nothing_is(
+    bench: Workbench, materialize: Materialize, value: object, error: type[EventSQLError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        materialize(asset(value))
+    assert stored(bench) == 0
+    # What was refused is no publication: mended, it is published.
+    assert materialize(asset([{"value": "v"}])).success
+    assert stored(bench) == 1
+
+
+def test_a_frame_of_spark_that_cannot_be_published_is_refused_by_the_same_errors(
+    bench: Workbench, materialize: Materialize, spark: SparkSession
+) -> None:
+    nulls = spark.createDataFrame([("v",), (None,)], "value string")
+    with pytest.raises(InvalidPublicationError, match="column 'value' is null"):
+        materialize(asset(lambda _: nulls))
+    with pytest.raises(ValidationError, match="column 'value' is missing"):
+        materialize(asset(lambda _: nulls.withColumnRenamed("value", "key")))
+    assert stored(bench) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"metadata": {"topic": "nowhere"}}, TopicNotFoundError, "nowhere"),
+        ({"metadata": {}}, ConfigurationError, "asset sums has no topic: give it metadata="),
+        ({"metadata": {"topic": "No Topic"}}, ValidationError, "No Topic"),
+    ],
+)
+def test_an_asset_without_a_topic_is_refused(
+    bench: Workbench, materialize: Materialize, options: dict[str, Any], error: type[EventSQLError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        materialize(asset([{"value": "v"}], **options))
+
+
+def test_topics_of_the_manager_are_checked_when_the_location_is_loaded(bench: Workbench) -> None:
+    with pytest.raises(PydanticValidationError, match="topics"):
+        EventSQLIOManager(eventsql=bench.eventsql, topics={"a": "No Topic"})
+    with pytest.raises(PydanticValidationError, match="reads"):
+        EventSQLIOManager(eventsql=bench.eventsql, reads="nothing")  # type: ignore[arg-type]  # that is what is tested
+
+
+# Loading
+
+RIDES = Topic("sums", 2)
+
+
+def taker(seen: list[Any], annotation: Any, **options: Any) -> dg.AssetsDefinition:
+    """An asset that takes topic `sums`, in the form of an annotation."""
+    given = {"key": topic_key("sums"), "input_manager_key": "topics", **options}
+
+    def taker(taken: Any) -> None:
+        seen.append(rows(taken))
+
+    taker.__annotations__ = {"taken": annotation, "return": None}
+    return dg.asset(ins={"taken": dg.AssetIn(**given)})(taker)
+
+
+def rows(taken: Any) -> list[tuple[int, bytes]]:
+    """Offsets and values of what was loaded, in order."""
+    if isinstance(taken, DataFrame):
+        return sorted((row["offset"], bytes(row["value"])) for row in taken.collect())
+    if isinstance(taken, list):
+        return [(event.id, event.value) for event in taken]
+    if isinstance(taken, pa.RecordBatchReader):
+        taken = taken.read_all()
+    if not isinstance(taken, pa.Table):
+        return list(zip(taken["offset"], taken["value"], strict=True))
+    assert taken.column_names == ["key", "value", "topic", "partition", "offset", "timestamp"]
+    return list(zip(taken["offset"].to_pylist(), taken["value"].to_pylist(), strict=True))
+
+
+def pandas_type() -> Any:
+    return importlib.import_module("pandas").DataFrame
+
+
+FORMS = [
+    pytest.param(lambda: DataFrame, id="Spark"),
+    pytest.param(lambda: Any, id="anything"),
+    pytest.param(lambda: pa.Table, id="Arrow table"),
+    pytest.param(lambda: pa.RecordBatchReader, id="RecordBatchReader"),
+    pytest.param(lambda: list[Event], id="events"),
+    pytest.param(pandas_type, id="pandas"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_topic_is_loaded_in_the_form_that_is_asked_for(
+    bench: Workbench, materialize: Materialize, spark: SparkSession, form: Callable[[], Any]
+) -> None:
+    ids = bench.publish("sums", 5)
+    seen: list[Any] = []
+    result = materialize(topic_asset(RIDES), taker(seen, form()), selection=["taker"])
+    assert seen == [[(id_, b"%d" % i) for i, id_ in enumerate(ids)]]
+    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.LOADED_INPUT]
+    data: Any = event.event_specific_data
+    loaded = {name: value.value for name, value in data.metadata.items()}
+    assert loaded == {
+        "topic": "sums",
+        "input": topic_key("sums"),
+        "ranges": [{"partition": -1, "after": 0, "upto": ids[-1]}],
+        "trace": f"eventsql trace sums {ids[-1]}",
+    }
+
+
+def test_a_range_of_a_topic_partition_is_loaded(bench: Workbench, materialize: Materialize) -> None:
+    bench.publish("sums", 2, partition=0)
+    ids = bench.publish("sums", 4, partition=1)
+    bench.publish("sums", 2, partition=0)
+    seen: list[Any] = []
+    named = {"after": ids[0], "upto": ids[2], "topic partition": 1}
+    materialize(topic_asset(RIDES), taker(seen, list[Event], metadata=named), selection=["taker"])
+    assert seen == [[(ids[1], b"1"), (ids[2], b"2")]]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.id in ("Spark", "Arrow table", "events")])
+def test_the_last_materialization_of_an_asset_is_loaded(
+    bench: Workbench, materialize: Materialize, spark: SparkSession, form: Callable[[], Any]
+) -> None:
+    made = iter([["0"], ["1", "2"]])
+    seen: list[Any] = []
+
+    def compute(_: object) -> Iterator[Publication]:
+        for value in next(made):
+            yield Publication("sums", value.encode())
+            # Another's event lies within the range of offsets.
+            bench.platform.publisher.publish(Publication("sums", b"another"))
+
+    source = asset(compute, metadata={}, name=None, key=topic_key("sums"))
+    for _ in range(2):
+        materialize(source)
+    materialize(source, taker(seen, form(), metadata={"reads": "materialization"}), selection=["taker"])
+    assert [value for _, value in seen[0]] == [b"1", b"2"]
+
+
+def test_of_a_partitioned_asset_the_partitions_that_are_asked_for_are_loaded(
+    bench: Workbench, materialize: Materialize
+) -> None:
+    seen: list[Any] = []
+
+    def compute(context: dg.AssetExecutionContext) -> list[Publication]:
+        return [Publication("sums", context.partition_key.encode())]
+
+    source = asset(compute, metadata={}, name=None, key=topic_key("sums"), partitions_def=DAYS)
+    for day in DAYS.get_partition_keys():
+        materialize(source, partition_key=day)
+
+    def monday(taken: Any) -> None:
+        seen.append([value for _, value in rows(taken)])
+
+    monday.__annotations__ = {"taken": list[Event], "return": None}
+    given = dg.AssetIn(key=topic_key("sums"), input_manager_key="topics")
+    daily = dg.asset(ins={"taken": given}, partitions_def=DAYS)(monday)
+    both = dg.asset(ins={"taken": given}, name="both")(monday)
+    materialize(source, daily, partition_key="monday", selection=["monday"])
+    materialize(source, both, selection=["both"])
+    assert seen == [[b"monday"], [b"monday", b"tuesday"]]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "options", "message"),
+    [
+        (int, {}, "a topic cannot be loaded as <class 'int'>"),
+        (list[Event], {"metadata": {"reads": "all"}}, "metadata reads is topic or materialization, not 'all'"),
+        (list[Event], {"metadata": {"after": "1"}}, "metadata after is a whole number, not '1'"),
+        (list[Event], {"metadata": {"topic partition": 2}}, "partition 2 is out of range"),
+        (list[Event], {"metadata": {"after": 5, "upto": 4}}, "no range of offsets"),
+        (list[Event], {"metadata": {"reads": "materialization"}}, "topic/sums has not been materialized"),
+        (list[Event], {"metadata": {"topic": "nowhere"}}, "nowhere"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(
+    materialize: Materialize, annotation: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EventSQLError, match=message):
+        materialize(topic_asset(RIDES), taker([], annotation, **options), selection=["taker"])

@@ -1,0 +1,266 @@
+"""Lineage: what events say of their run, what materializations say of events, and topics as assets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration.dagster import (
+    ConsumerDefinition,
+    EventSQLResource,
+    consumer_asset,
+    publish_events,
+    range_asset,
+    topic_asset,
+    topic_key,
+    topic_observations,
+)
+from eventsql_orchestration.dagster.lineage import Origin, input_metadata
+from eventsql_orchestration.dagster.provenance import Tracer
+from eventsql_orchestration.dagster.runs import StoredRuns
+from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.log.claims import Claim
+from tests.dagster.conftest import Workbench
+
+RIDES = Topic("rides")
+Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(RIDES)
+    bench.platform.registry.register_topic(Topic("sums"))
+
+
+def size(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
+    """Publishes the size of a range."""
+    return publish_events(context, [{"value": str(claim.events)}], eventsql=eventsql, topic="sums", claim=claim)
+
+
+def sizes(**options: Any) -> ConsumerDefinition:
+    return range_asset(
+        topic=RIDES, consumer="sizes", publishes="sums", name="sizes", kinds=(),
+        **{"max_wait": 0.0, "drain_seconds": 0.0, **options},
+    )(size)  # fmt: skip
+
+
+# Events and their runs
+
+
+def test_an_event_leads_to_the_one_range_that_it_was_made_from(bench: Workbench) -> None:
+    definition = sizes(max_events=10, drain_seconds=60.0, drain_idle=0.0)
+    definition.register(bench.platform)
+    ids = bench.publish("rides", 25)
+    result = bench.run(definition)
+
+    tracer = Tracer(bench.platform, StoredRuns(bench.instance))
+    published = bench.platform.reader.read("sums")
+    assert [event.value for event in published] == [b"10", b"10", b"5"]
+    ranges = []
+    for event in published:
+        origin = tracer.trace("sums", event.id)
+        assert (origin.publisher.run_id, origin.publisher.asset) == (result.run_id, "sizes")
+        (read,) = origin.inputs
+        ranges.append((read.range.after, read.range.upto))
+    assert ranges == [(0, ids[9]), (ids[9], ids[19]), (ids[19], ids[24])]
+
+
+def test_a_run_says_which_events_it_published_and_which_it_read(bench: Workbench, metadata: Metadata) -> None:
+    definition = sizes()
+    definition.register(bench.platform)
+    ids = bench.publish("rides", 3)
+    result = bench.run(definition)
+    (event,) = bench.platform.reader.read("sums")
+    assert metadata(result, topic_key("sums")) == {
+        "published topic": "sums",
+        "published events": 1,
+        "published first offset": event.id,
+        "published last offset": event.id,
+        "published by run": result.run_id,
+        "published by asset": "sizes",
+        "published to": topic_key("sums"),
+        "trace published": f"eventsql trace sums {event.id}",
+    }
+    of_consumer = metadata(result, definition.key)
+    assert (of_consumer["topic"], of_consumer["consumer"]) == ("rides", "sizes")
+    assert [(each["after"], each["upto"]) for each in of_consumer["ranges"]] == [(0, ids[-1])]
+    assert of_consumer["input"] == topic_key("rides")
+    assert of_consumer["trace"] == f"eventsql trace rides {ids[-1]}"
+
+
+def test_what_a_consumer_publishes_beside_its_effects_leads_to_its_claim(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(Topic("echoes"))
+
+    def echo(events: Any, connection: Any, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> None:
+        origin = Origin.of(context).metadata()
+        echoes = [Publication("echoes", event.value, metadata=origin) for event in events]
+        eventsql.platform.publisher.publish_all(echoes, connection=connection)
+
+    definition = consumer_asset(topic=RIDES, consumer="echo", max_wait=0.0, drain_seconds=0.0)(echo)
+    definition.register(bench.platform)
+    ids = bench.publish("rides", 3)
+    assert bench.run(definition).success
+    bench.platform.transfer.run_once()
+    (read,) = Tracer(bench.platform).trace("echoes", 1).inputs
+    assert (read.range.topic, read.range.consumer, read.range.upto) == ("rides", "echo", ids[-1])
+
+
+def test_a_range_of_partitions_is_named_by_its_ends(bench: Workbench) -> None:
+    days = dg.StaticPartitionsDefinition(["a", "b", "c"])
+
+    @dg.asset(partitions_def=days)
+    def daily(context, eventsql: EventSQLResource) -> None:  # type: ignore[no-untyped-def]  # Dagster's own default
+        publish_events(context, [{"value": "v"}], eventsql=eventsql, topic="sums")
+
+    tags = {"dagster/asset_partition_range_start": "a", "dagster/asset_partition_range_end": "c"}
+    result = dg.materialize([daily], instance=bench.instance, resources={"eventsql": bench.eventsql}, tags=tags)
+    assert dict(bench.platform.reader.read("sums")[0].metadata) == {
+        "dagster_run_id": result.run_id,
+        "dagster_asset_key": "daily",
+        "dagster_partition": "a...c",
+    }
+
+
+def test_publishers_are_told_apart_by_asset_output_partition_topic_and_first_run() -> None:
+    origin = Origin("again", "first", "a", "monday")
+    writers = {
+        origin.writer("t"),
+        Origin("other", "first", "a", "monday").writer("t"),
+        origin.writer("u"),
+        origin.writer("t", output="o"),
+        origin.writer("t", claim=7),
+        Origin("again", "first", "b", "monday").writer("t"),
+        Origin("again", "first", "a", "tuesday").writer("t"),
+        Origin("again", "again", "a", "monday").writer("t"),
+    }
+    assert len(writers) == 7, "a run and the run that repeats it are the same"
+
+
+def test_a_claim_that_was_lost_publishes_nothing_of_any_form(bench: Workbench) -> None:
+    definition = sizes()
+    definition.register(bench.platform)
+    bench.publish("rides", 3)
+    claim = bench.platform.claims.claim("rides", "sizes", owner="first")
+    assert isinstance(claim, Claim)
+    bench.platform.claims.release(claim)
+
+    @dg.op
+    def late(context, eventsql: EventSQLResource) -> None:  # type: ignore[no-untyped-def]  # Dagster's own default
+        publish_events(context, [{"value": "v"}], eventsql=eventsql, topic="sums", claim=claim)
+
+    @dg.job(resource_defs={"eventsql": bench.eventsql})
+    def job() -> None:
+        late()
+
+    with pytest.raises(ClaimLostError):
+        job.execute_in_process(instance=bench.instance)
+    bench.platform.transfer.run_once()
+    assert bench.platform.reader.count("sums") == 0
+
+
+def test_what_nothing_was_read_of_has_no_event_to_trace() -> None:
+    read = input_metadata("rides", [{"partition": -1, "after": 4, "upto": 4, "events": 0}])
+    assert set(read) == {"topic", "input", "ranges"}
+
+
+# Topics as assets
+
+
+def test_a_topic_asset_says_whose_it_is_what_it_holds_and_how_fresh_it_must_be() -> None:
+    spec = topic_asset(
+        RIDES,
+        owners=["team:rides", "a@b.com"],
+        kinds=["json"],
+        columns={"order_id": "string", "price_cents": "bigint"},
+        freshness=timedelta(hours=1),
+        deps=["web"],
+    )
+    assert spec.owners == ["team:rides", "a@b.com"]
+    assert spec.kinds == {"eventsql", "postgresql", "json"}
+    schema = spec.metadata["dagster/column_schema"]
+    assert isinstance(schema, dg.TableSchema)
+    assert [(column.name, column.type) for column in schema.columns] == [
+        ("order_id", "string"),
+        ("price_cents", "bigint"),
+    ]
+    assert spec.freshness_policy == dg.FreshnessPolicy.time_window(fail_window=timedelta(hours=1))
+    assert [dep.asset_key for dep in spec.deps] == [dg.AssetKey("web")]
+
+
+def test_columns_and_freshness_may_be_given_as_dagster_has_them() -> None:
+    columns = dg.TableSchema([dg.TableColumn("a", "int", description="An A.")])
+    policy = dg.FreshnessPolicy.cron(deadline_cron="0 9 * * *", lower_bound_delta=timedelta(hours=1))
+    assert topic_asset(RIDES, columns=columns, freshness=policy).freshness_policy == policy
+    assert topic_asset(RIDES, columns=columns).metadata["dagster/column_schema"] == columns
+    assert topic_asset(RIDES, columns=columns.columns).metadata["dagster/column_schema"] == columns
+    plain = topic_asset(RIDES)
+    assert plain.freshness_policy is None
+    assert "dagster/column_schema" not in plain.metadata
+
+
+def test_the_graph_goes_from_services_over_topics_to_what_consumers_publish() -> None:
+    definition = sizes()
+    graph = dg.Definitions(
+        assets=[dg.AssetSpec("web"), topic_asset(RIDES, deps=["web"]), definition.asset],
+        resources={"eventsql": EventSQLResource(dsn="postgresql://nobody@127.0.0.1:1/nowhere")},
+    ).resolve_asset_graph()
+    assert graph.get(topic_key("rides")).parent_keys == {dg.AssetKey("web")}
+    assert graph.get(definition.key).parent_keys == {topic_key("rides")}
+    assert graph.get(topic_key("sums")).parent_keys == {definition.key}
+
+
+# What comes to external topics
+
+
+def test_new_events_of_a_topic_are_told_once_with_their_offsets(bench: Workbench) -> None:
+    first = topic_observations(bench.platform, [RIDES, "sums"], seen={})
+    assert (first.materializations, first.seen) == ((), {"rides": 0, "sums": 0})
+
+    ids = bench.publish("rides", 3)
+    news = topic_observations(bench.platform, [RIDES, "sums"], seen=first.seen)
+    (told,) = news.materializations
+    assert told.asset_key == topic_key("rides")
+    assert {name: value.value for name, value in told.metadata.items()} == {
+        "published topic": "rides",
+        "published events": 3,
+        "published first offset": ids[0],
+        "published last offset": ids[-1],
+        "trace published": f"eventsql trace rides {ids[-1]}",
+    }
+    assert topic_observations(bench.platform, [RIDES, "sums"], seen=news.seen).materializations == ()
+
+
+def test_the_first_look_at_a_topic_counts_nothing(bench: Workbench) -> None:
+    ids = bench.publish("rides", 3)
+    news = topic_observations(bench.platform, [RIDES], seen={})
+    assert news.seen == {"rides": ids[-1]}
+    (told,) = news.materializations
+    assert "published events" not in told.metadata
+    assert told.metadata["published last offset"].value == ids[-1]
+
+
+def test_a_topic_that_is_missing_does_not_hide_the_others(bench: Workbench) -> None:
+    ids = bench.publish("rides", 1)
+    news = topic_observations(bench.platform, ["nowhere", "rides"], seen={"rides": 0, "nowhere": 5})
+    assert news.seen == {"rides": ids[-1]}
+    assert len(news.materializations) == len(news.missing) == 1
+    assert "nowhere" in news.missing[0]
+
+
+def test_a_topic_that_was_created_anew_begins_anew(bench: Workbench) -> None:
+    ids = bench.publish("rides", 2)
+    news = topic_observations(bench.platform, [RIDES], seen={"rides": 1_000})
+    assert (news.seen, len(news.materializations)) == ({"rides": ids[-1]}, 1)
+
+
+def test_what_is_told_of_a_topic_makes_it_fresh(bench: Workbench) -> None:
+    bench.publish("rides", 1)
+    for told in topic_observations(bench.platform, [RIDES], seen={}).materializations:
+        bench.instance.report_runless_asset_event(told)
+    found = bench.instance.get_latest_materialization_event(topic_key("rides"))
+    assert found is not None, "the one thing that a freshness policy looks at"

@@ -1,0 +1,338 @@
+"""Runs that are executed again, by a person or by Dagster: what was committed is repeated only where that is wanted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.model import EventFilter
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record, slow
+from tests.dagster.test_ranges import SUMS, sums, total
+from tests.dagster.test_ranges import define as define_range
+
+TOPIC = Topic("rides")
+
+
+def define(function: Any = record, **options: Any) -> ConsumerDefinition:
+    return consumer_asset(topic=TOPIC, consumer="c", name="c", **{"max_wait": 0.0, "drain_seconds": 0.0, **options})(
+        function
+    )
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    define().register(bench.platform)
+
+
+def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
+    answer = bench.tick(definition.sensors[0])
+    assert isinstance(answer, list), answer
+    found: dg.RunRequest = answer[0]
+    return found
+
+
+def again(
+    bench: Workbench, definition: ConsumerDefinition, requested: dg.RunRequest, *, replay: bool
+) -> dg.ExecuteInProcessResult:
+    """A run with the config of another, in which somebody has written `replay`."""
+    (op, config) = next(iter(requested.run_config["ops"].items()))
+    return bench.job(definition).execute_in_process(
+        instance=bench.instance,
+        run_config={"ops": {op: {"config": {**config["config"], "replay": replay}}}},
+        raise_on_error=False,
+    )
+
+
+def materialized(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
+    (found,) = result.asset_materializations_for_node(result.job_def.name.removeprefix("consume_"))
+    return {name: value.value for name, value in found.metadata.items()}
+
+
+# Real re-execution needs a job that another process could load.
+
+
+def slow_job() -> dg.JobDefinition:
+    """The job of consumer `slow` of the tests' location."""
+    return dg.Definitions(
+        assets=[slow.asset], jobs=[slow.job], resources={"eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"))}
+    ).resolve_job_def("consume_slow")
+
+
+@pytest.fixture
+def reexecuting(
+    bench: Workbench, shared_instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> Workbench:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    bench.instance = shared_instance
+    bench.platform.registry.register_topic(slow.topic)
+    slow.register(bench.platform)
+    return bench
+
+
+def execute(bench: Workbench, **options: Any) -> tuple[str, bool]:
+    with dg.execute_job(
+        dg.reconstructable(slow_job), instance=bench.instance, raise_on_error=False, **options
+    ) as result:
+        return result.run_id, result.success
+
+
+def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves_the_offset(
+    reexecuting: Workbench,
+) -> None:
+    ids = reexecuting.publish("orders", 25)
+    requested = request(reexecuting, slow)
+    first, succeeded = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
+    assert succeeded
+    later = reexecuting.publish("orders", 5)
+
+    second, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
+    assert succeeded
+    assert reexecuting.effects() == [*ids, *ids], "its own range, not what came later"
+    assert reexecuting.offset(slow) == ids[-1]
+    run = reexecuting.instance.get_run_by_id(second)
+    assert run is not None
+    assert run.tags["eventsql/replay"] == "true"
+    (entry,) = reexecuting.instance.all_logs(second, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+    assert entry.asset_materialization is not None
+    assert entry.asset_materialization.metadata["replayed"].value is True
+
+    # The live consumer goes on where it was.
+    assert request(reexecuting, slow).tags["eventsql/after"] == str(ids[-1])
+    assert later[0] > ids[-1]
+
+
+def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothing(reexecuting: Workbench) -> None:
+    """Whoever tries it again, Dagster's run retries or a person: all they know is that it failed."""
+    ids = reexecuting.publish("orders", 5)
+    requested = request(reexecuting, slow)
+    first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
+    run = reexecuting.instance.get_run_by_id(first)
+    assert run is not None
+    reexecuting.instance.report_run_failed(run)
+
+    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
+    assert succeeded
+    assert reexecuting.effects() == ids
+
+
+def test_a_run_that_failed_before_its_commit_and_is_executed_again_consumes_its_range(reexecuting: Workbench) -> None:
+    ids = reexecuting.publish("orders", 5)
+    requested = request(reexecuting, slow)
+    dead = reexecuting.requested(slow, requested, dg.DagsterRunStatus.FAILURE)
+    reexecuting.platform.claims.adopt(int(requested.tags["eventsql/claim"]), owner=f"run {dead}")
+
+    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=dead))
+    assert succeeded
+    assert reexecuting.effects() == ids
+    assert reexecuting.offset(slow) == ids[-1]
+
+
+# Replays that somebody asks for
+
+
+def test_a_replay_that_is_asked_for_hands_over_what_the_filter_lets_through(bench: Workbench) -> None:
+    definition = define(batch=2)
+    bench.platform.registry.register_consumer(definition.consumer, filter=EventFilter(keys=frozenset({"nobody"})))
+    bench.publish("rides", 5)
+    requested = request(bench, definition)
+    assert bench.run(definition, requested).success
+    assert again(bench, definition, requested, replay=True).success
+    assert bench.effects() == []
+
+    bench.platform.registry.register_consumer(definition.consumer)
+    found = again(bench, definition, requested, replay=True)
+    assert len(bench.effects()) == 5
+    assert materialized(found)["events"] == 5
+
+
+def test_a_replay_that_is_not_wanted_does_nothing(bench: Workbench) -> None:
+    definition = define()
+    ids = bench.publish("rides", 5)
+    requested = request(bench, definition)
+    assert bench.run(definition, requested).success
+    assert again(bench, definition, requested, replay=False).success
+    assert bench.effects() == ids
+
+
+def test_what_was_not_committed_cannot_be_replayed(bench: Workbench) -> None:
+    definition = define()
+    bench.publish("rides", 5)
+    requested = request(bench, definition)
+    assert not again(bench, definition, requested, replay=True).success
+    assert bench.effects() == []
+
+
+def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench: Workbench) -> None:
+    definition = define()
+    ids = bench.publish("rides", 5)
+    requested = request(bench, definition)
+    assert bench.run(definition, requested).success
+    with bench.platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.rides_event WHERE eql_id = %s", (ids[0],))
+    found = again(bench, definition, requested, replay=True)
+    assert not found.success
+    (failed,) = [event for event in found.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
+    assert "4 of its 5 events are left" in str(failed.step_failure_data.user_failure_data)
+    assert bench.effects() == ids
+
+
+def test_a_batch_that_fails_ends_a_replay_and_the_offset_stays(bench: Workbench) -> None:
+    definition = define(batch=2)
+    ids = bench.publish("rides", 6)
+    requested = request(bench, definition)
+    assert bench.run(definition, requested).success
+
+    def stumble(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if events[0].id == ids[2]:
+            raise ValueError("no")
+
+    assert not again(bench, define(stumble, batch=2), requested, replay=True).success
+    assert bench.effects() == [*ids, *ids[:2]]
+    (state,) = bench.platform.registry.consumer("rides", "c")
+    assert (state.last_event_id, state.attempts) == (ids[-1], 0), "a replay's failure is nobody's attempt"
+
+
+def test_a_range_asset_commits_by_itself_and_is_not_replayed(bench: Workbench) -> None:
+    definition = define_range(total)
+    bench.platform.registry.register_topic(SUMS)
+    bench.platform.registry.unregister_consumer("rides", "c")
+    bench.platform.registry.unregister_topic("rides", force=True)
+    definition.register(bench.platform)
+    bench.publish("rides", 4)
+    requested = request(bench, definition)
+    assert bench.run(definition, requested).success
+    assert not again(bench, definition, requested, replay=True).success
+    assert sums(bench) == [b"4"]
+
+
+# Dagster's own retries
+
+
+def test_a_step_that_dagster_retries_goes_on_with_its_claim(bench: Workbench) -> None:
+    calls = itertools.count()
+
+    definition = define(cut_connection(calls), batch=2)
+    ids = bench.publish("rides", 6)
+    requested = request(bench, definition)
+    retrying = dg.define_asset_job(
+        "retrying", selection=[definition.key], op_retry_policy=dg.RetryPolicy(max_retries=3),
+        executor_def=dg.in_process_executor,
+    )  # fmt: skip
+    job = dg.Definitions(
+        assets=[definition.asset], jobs=[retrying], resources={"eventsql": bench.eventsql}
+    ).resolve_job_def("retrying")
+    result = job.execute_in_process(
+        instance=bench.instance, run_config=requested.run_config, tags=dict(requested.tags), raise_on_error=False
+    )
+    assert result.success
+    assert bench.effects() == ids
+    assert bench.offset(definition) == ids[-1]
+
+
+def cut_connection(calls: Iterator[int]) -> Any:
+    def consume(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if next(calls) == 1:
+            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    return consume
+
+
+# What else happens to runs and sensors
+
+
+def test_a_queued_run_that_was_deleted_from_history_leaves_its_range_to_the_next(bench: Workbench) -> None:
+    definition = define()
+    ids = bench.publish("rides", 5)
+    requested = request(bench, definition)
+    run_id = bench.requested(definition, requested, dg.DagsterRunStatus.NOT_STARTED)
+    assert run_id in bench.tick(definition.sensors[0])
+    bench.instance.delete_run(run_id)
+
+    assert "leases the partition" in bench.tick(definition.sensors[0])
+    bench.end_lease(definition)
+    assert bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == ids
+
+
+def test_a_run_that_was_deleted_while_it_runs_keeps_its_range(bench: Workbench) -> None:
+    definition = define()
+    bench.publish("rides", 5)
+    requested = request(bench, definition)
+    run_id = bench.requested(definition, requested, dg.DagsterRunStatus.STARTED)
+    bench.platform.claims.adopt(int(requested.tags["eventsql/claim"]), owner=f"run {run_id}")
+    bench.instance.delete_run(run_id)
+    assert bench.tick(definition.sensors[0]).startswith(f"run {run_id} leases the partition")
+
+
+def test_a_sensor_that_was_renamed_waits_for_the_run_that_the_old_one_requested(bench: Workbench) -> None:
+    old, new = define(), consumer_asset(topic=TOPIC, consumer="c", name="renamed", max_wait=0.0)(record)
+    ids = bench.publish("rides", 5)
+    requested = request(bench, old)
+    bench.requested(old, requested, dg.DagsterRunStatus.NOT_STARTED)
+    assert f"of claim {requested.tags['eventsql/claim']} is not started" in bench.tick(new.sensors[0])
+
+    assert bench.run(old, requested).success
+    more = bench.publish("rides", 5)
+    following = request(bench, new)
+    assert following.run_key != requested.run_key
+    assert bench.run(new, following).success
+    assert bench.effects() == [*ids, *more]
+
+
+def test_a_tick_that_is_never_stored_loses_no_event(bench: Workbench) -> None:
+    """Queue integrations that acknowledge in the tick lose what they acknowledged here."""
+    definition = define()
+    ids = bench.publish("rides", 5)
+    request(bench, definition)  # and the daemon dies
+    assert bench.offset(definition) == 0
+    bench.end_lease(definition)
+    assert bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == ids
+
+
+def test_run_keys_differ_by_partition_and_by_try_where_offsets_do_not(bench: Workbench) -> None:
+    """A key of the offset alone would let Dagster swallow the second partition's run, and every second try."""
+    partitioned = consumer_asset(
+        topic=Topic("twins", 2), consumer="p", partitioned=True, name="p", max_wait=0.0, drain_seconds=0.0
+    )(record)
+    partitioned.register(bench.platform)
+    bench.publish("twins", 1, partition=0)
+    bench.publish("twins", 1, partition=1)
+    keys = []
+    for _ in range(2):
+        for sensor in partitioned.sensors:
+            (requested,) = bench.tick(sensor)
+            assert requested.tags["eventsql/after"] == "0"
+            keys.append(requested.run_key)
+        bench.end_lease(partitioned)
+    assert len(set(keys)) == 4
+
+
+def test_a_run_that_dies_unseen_is_reported_as_failed_once_its_partition_is_claimed_anew(bench: Workbench) -> None:
+    """Dagster's default launcher does not see it, and the queue would count it for ever."""
+    definition = define()
+    bench.publish("rides", 5)
+    requested = request(bench, definition)
+    run_id = bench.requested(definition, requested, dg.DagsterRunStatus.STARTED)
+    claim: Claim = bench.platform.claims.adopt(int(requested.tags["eventsql/claim"]), owner=f"run {run_id}")
+    assert isinstance(bench.tick(definition.sensors[0]), str)
+    run = bench.instance.get_run_by_id(run_id)
+    assert run is not None
+    assert run.status is dg.DagsterRunStatus.STARTED, "its lease goes on"
+
+    bench.end_lease(definition)
+    assert request(bench, definition).tags["eventsql/after"] == str(claim.position)
+    run = bench.instance.get_run_by_id(run_id)
+    assert run is not None
+    assert run.status is dg.DagsterRunStatus.FAILURE

@@ -1,0 +1,87 @@
+"""What Spark does for a run is in the run's log and in its metadata."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster_pyspark import LazyPySparkResource
+from pyspark.sql import SparkSession
+
+from eventsql_orchestration.dagster.progress import (
+    SPARK_FAILED_TASKS,
+    SPARK_JOBS,
+    SPARK_ROWS,
+    SPARK_TASKS,
+    THREAD,
+    spark_progress,
+)
+from eventsql_orchestration.spark import spark_config
+from eventsql_orchestration.spark.java import ensure_java
+
+ROWS = 1_000
+
+
+@dg.asset
+def counted(context: dg.AssetExecutionContext, spark: LazyPySparkResource) -> dg.MaterializeResult[None]:
+    session = spark.spark_session
+    session.range(5).count()  # not in the block
+    with spark_progress(context, session, every=0.05) as progress:
+        session.range(ROWS).selectExpr("id % 7 AS key").groupBy("key").count().collect()
+        stages = progress.stages()
+    session.range(5).count()  # not in the block either
+    assert all(stage.status == "COMPLETE" for stage in stages)
+    return dg.MaterializeResult(metadata=progress.metadata())
+
+
+@dg.asset
+def unused(spark: LazyPySparkResource) -> None:
+    """Asks for the resource and does not use it."""
+
+
+@pytest.fixture
+def resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    ensure_java(tmp_path)
+    shared = SparkSession.getActiveSession()
+    yield {"spark": LazyPySparkResource(spark_config=spark_config(**{"spark.master": "local[2]"}))}
+    started = SparkSession.getActiveSession()
+    if started is not None and shared is None:
+        started.stop()
+
+
+def test_stages_and_rows_of_a_run_s_own_jobs_are_logged_and_become_metadata(resources: dict[str, Any]) -> None:
+    with dg.instance_for_test() as instance:
+        result = dg.materialize([counted], resources=resources, instance=instance)
+        assert result.success
+        (materialization,) = result.asset_materializations_for_node("counted")
+        metadata: dict[str, Any] = {name: value.value for name, value in materialization.metadata.items()}
+        assert metadata[SPARK_JOBS] >= 1
+        assert metadata[SPARK_TASKS] >= 2
+        assert metadata[SPARK_FAILED_TASKS] == 0
+        rows = metadata[SPARK_ROWS]
+        assert isinstance(rows, list)
+        # Seven groups of each of the two tasks go through the shuffle; jobs outside the block count five rows.
+        assert {"in": 14, "out": 0} in [{"in": row["in"], "out": row["out"]} for row in rows]
+        messages = [record.user_message for record in instance.all_logs(result.run_id)]
+    told = [message for message in messages if message.startswith("Spark stage")]
+    assert len(told) >= 2
+    assert any("14 rows in" in message for message in told)
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD], (
+        "the watching thread ended with the block"
+    )
+
+
+def test_a_session_starts_when_it_is_used_and_not_before(
+    resources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: SparkSession.Builder) -> SparkSession:
+        raise RuntimeError("a session was started")
+
+    monkeypatch.setattr(SparkSession.Builder, "getOrCreate", start)
+    assert dg.materialize([unused], resources=resources).success
+    with pytest.raises(RuntimeError, match="a session was started"):
+        dg.materialize([counted], resources=resources)
