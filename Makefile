@@ -8,7 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: help setup demo browser test bench faults lint format types contracts check clean
+VENV_OLDEST := .venv-oldest
+
+.PHONY: help setup demo browser test oldest bench faults lint format types contracts check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -41,6 +43,15 @@ browser: ## Install Chromium for the tests of what a person sees, where apt-get 
 
 test: setup browser ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+oldest: | uv ## Run Dagster's tests with the oldest versions that pyproject.toml allows (ARGS=tests: all tests)
+	@test -x $(VENV_OLDEST)/bin/python || $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV_OLDEST)
+	@# What the file already says of packages that pyproject.toml does not name stays as it is.
+	$(UV) pip compile --quiet --python $(VENV_OLDEST)/bin/python --resolution lowest-direct --all-extras --group dev \
+		--no-header --no-annotate pyproject.toml --output-file .ci/oldest.txt
+	$(UV) pip sync --quiet --python $(VENV_OLDEST)/bin/python .ci/oldest.txt
+	$(UV) pip install --quiet --python $(VENV_OLDEST)/bin/python --no-deps --editable .
+	$(VENV_OLDEST)/bin/python -m pytest $(or $(ARGS),tests/dagster)
 
 bench: setup ## Measure the whole table of docs/benchmarks.md (ARGS=--quick: a small run)
 	$(BIN)/eventsql bench all $(ARGS)

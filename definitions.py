@@ -9,7 +9,13 @@ from assets.churn import pipeline as churn
 from assets.rides import fares, projections, simulation, utilisation
 from assets.rides.order import RIDE_ORDERS
 from assets.setup import build_setup_job
-from eventsql_orchestration.dagster import EventSQLResource, TopicResource, build_delivered_check, build_lag_check
+from eventsql_orchestration.dagster import (
+    EventSQLResource,
+    TopicResource,
+    build_backfill,
+    build_delivered_check,
+    build_lag_check,
+)
 from eventsql_orchestration.spark import spark_config
 from sensors import alert_sensor, consumer_sensors, housekeeping, lag_sensor, transfer
 
@@ -42,8 +48,14 @@ CONSUMER_CHECKS = [
     *(build_delivered_check(consumer) for consumer in CONSUMERS),
 ]
 
+BACKFILLS = [build_backfill(consumer) for consumer in CONSUMERS]
+
 defs = dg.Definitions(
-    assets=[*SOURCES, *(consumer.asset for consumer in CONSUMERS)],
+    assets=[
+        *SOURCES,
+        *(consumer.asset for consumer in CONSUMERS),
+        *(backfill.asset for backfill in BACKFILLS),
+    ],
     asset_checks=[*CHECKS, *(check.definition for check in CONSUMER_CHECKS)],
     jobs=[
         build_setup_job(topics=TOPICS, consumers=CONSUMERS),
@@ -55,6 +67,7 @@ defs = dg.Definitions(
             executor_def=dg.in_process_executor,
         ),
         *(consumer.job for consumer in CONSUMERS),
+        *(job for backfill in BACKFILLS for job in backfill.jobs),
     ],
     sensors=[
         *consumer_sensors(CONSUMERS),

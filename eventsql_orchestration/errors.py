@@ -138,6 +138,10 @@ class ClaimLostError(EventSQLError):
 # Using the log
 
 
+class DataLossError(EventSQLError):
+    """Retention has dropped events that were still to be read."""
+
+
 class ConcurrentAppendError(EventSQLError):
     """Another writer appended to this aggregate first: load it again and decide anew."""
 

@@ -104,7 +104,7 @@ def directory_churn(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
     """Sum up the claimed range and publish the sums, together with the consumer's offset."""
-    events = eventsql.read_range(spark.spark_session, claim.remaining)
+    events = eventsql.read_range(spark.spark_session, claim)
     churn = sums.churn(sums.changes_of(events))
     with spark_progress(context, spark.spark_session) as progress:
         published = publish_dataframe(

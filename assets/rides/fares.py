@@ -39,7 +39,7 @@ def zone_fares(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
     """Sum up the claimed range and publish the sums, together with the consumer's offset."""
-    events = eventsql.read_range(spark.spark_session, claim.remaining)
+    events = eventsql.read_range(spark.spark_session, claim)
     fares = sums.fares(sums.orders_of(events))
     with spark_progress(context, spark.spark_session) as progress:
         published = publish_dataframe(

@@ -49,7 +49,7 @@ from eventsql_orchestration.dagster.windows import (
     new_id,
     resume_command,
 )
-from eventsql_orchestration.errors import RegistryError, RunFailedError
+from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, RunFailedError
 from eventsql_orchestration.log.positions import Back, starting_at
 from eventsql_orchestration.platform import EventSQL
 
@@ -251,7 +251,8 @@ def _launcher(
 def _take_over(backfills: Backfills, found: Backfill, *, new: bool) -> None:
     try:
         moves = backfills.take_over(found)
-    except Exception:
+    except (RegistryError, PartitionLeasedError, DatabaseBusyError):
+        # Nothing has moved. After anything else that is not known, and what was left to the backfill must stay with it.
         if new:
             backfills.delete(found)
         raise

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
+from urllib.parse import quote
 
 import click
 import dagster as dg
@@ -17,9 +18,13 @@ from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, partition_name, say, show, timestamp, write_json
 from eventsql_orchestration.cli.parameters import json_option, topic_argument
 from eventsql_orchestration.dagster.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
+from eventsql_orchestration.dagster.launching import without_credentials
 from eventsql_orchestration.dagster.provenance import DEPTH, WIDTH, Input, Origin, Tracer
 from eventsql_orchestration.dagster.runs import Runs, ServedRuns, StoredRuns
 from eventsql_orchestration.errors import EventSQLError
+
+MAX_DEPTH: Final = 100
+"""Each of them takes some frames of Python's stack."""
 
 HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
 
@@ -30,7 +35,7 @@ HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
 @click.option("--dagster-url", metavar="URL", help="Where Dagster's UI is, such as http://127.0.0.1:3000.")
 @click.option(
     "--depth",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_DEPTH),
     default=DEPTH,
     show_default=True,
     help="How many runs behind one another are followed.",
@@ -93,7 +98,12 @@ def _not_reached(error: Exception) -> None:
 
 
 def _link(run_id: str | None, url: str | None) -> str | None:
-    return None if run_id is None or url is None else f"{url.rstrip('/')}/runs/{run_id}"
+    return None if run_id is None or url is None else f"{without_credentials(url)}/runs/{quote(run_id, safe='')}"
+
+
+def _plain(text: str) -> str:
+    """What a publisher or a run says of itself, without what would command a terminal or break a line."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _object(origin: Origin, url: str | None) -> dict[str, Any]:
@@ -143,7 +153,7 @@ def _grow(tree: Tree, origin: Origin, url: str | None) -> None:
     elif origin.original is None and not origin.notes:
         tree.add("published by no run: a service, or a program")
     for note in origin.notes:
-        branch.add(Text(note, style="italic"))
+        branch.add(Text(_plain(note), style="italic"))
     if origin.original is not None:
         copied = branch.add(Text.assemble("a copy of ", _events(origin.original)))
         _grow(copied, origin.original, url)
@@ -155,11 +165,11 @@ def _run(origin: Origin, url: str | None) -> Text:
     publisher, run = origin.publisher, origin.run
     link = _link(publisher.run_id, url)
     line = Text("run ")
-    line.append(publisher.run_id or "", style="bold" if link is None else f"bold link {link}")
+    line.append(_plain(publisher.run_id or ""), style="bold" if link is None else f"bold link {link}")
     if publisher.asset is not None:
-        line.append(f", asset {publisher.asset}")
+        line.append(f", asset {_plain(publisher.asset)}")
     if publisher.partition is not None:
-        line.append(f" [{publisher.partition}]")
+        line.append(f" [{_plain(publisher.partition)}]")
     if run is not None:
         line.append(f", {run.status}", style="green" if run.status == "SUCCESS" else "yellow")
         if run.ended is not None:
@@ -171,11 +181,11 @@ def _run(origin: Origin, url: str | None) -> Text:
 
 def _range(read: Input) -> Text:
     given = read.range
-    line = Text.assemble("read ", (given.topic, "bold"), f" ({given.after}, {given.upto}]")
+    line = Text.assemble("read ", (_plain(given.topic), "bold"), f" ({given.after}, {given.upto}]")
     if given.partition >= 0:
         line.append(f" of partition {partition_name(given.partition)}")
     if given.consumer is not None:
-        line.append(f" as {given.consumer}")
+        line.append(f" as {_plain(given.consumer)}")
     if given.claim is not None:
         line.append(f", claim {given.claim}")
     return line
@@ -183,7 +193,7 @@ def _range(read: Input) -> Text:
 
 def _grow_input(branch: Tree, read: Input, url: str | None) -> None:
     for note in read.notes:
-        branch.add(Text(note, style="italic"))
+        branch.add(Text(_plain(note), style="italic"))
     for origin in read.origins:
         _grow(branch.add(_events(origin)), origin, url)
     if read.left_out:

@@ -107,7 +107,11 @@ class BackfillDriver:
         consumed, leased = {}, set()
         for key, run in self._planned.items():
             part = current.part(run.window, run.partition)
-            if part is None or part.done:
+            if part is None:
+                if key not in self._done:
+                    self._failures[key] = "its window is gone: another backfill has the id by now"
+                continue
+            if part.done:
                 self._done.add(key)
                 continue
             consumed[key] = min(part.consumed, run.events)

@@ -36,6 +36,7 @@ from eventsql_orchestration.errors import RegistryError, ValidationError
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, resolve
 from eventsql_orchestration.log.registry import choose_partitions, consumer_states, lock_registry
 from eventsql_orchestration.log.seek import Move
+from eventsql_orchestration.model import ConsumerState
 from eventsql_orchestration.rules import check_name
 
 
@@ -89,7 +90,9 @@ class Backfills:
         first, last = (min(times), max(times)) if times else (None, None)
         with self._database.connection() as connection:
             first_event = self._first(connection, topic, after, upto)
-        return Plan(topic, consumer, after, upto, kept, tuple(runs), first_event, first, last, tuple(remarks))
+        return Plan(
+            topic, consumer, tuple(wanted), after, upto, kept, tuple(runs), first_event, first, last, tuple(remarks)
+        )
 
     def _range(self, topic: str, start: Place, end: Place) -> tuple[int, int, list[str]]:
         with self._database.connection() as connection:
@@ -181,9 +184,10 @@ class Backfills:
         check_id(backfill_id)
         if not plan.runs:
             raise ValidationError("the range holds no events: there is nothing to replay")
-        if into is not None:
-            check_name("consumer name", into)
+        if into is not None and MARK in check_name("consumer name", into):
+            raise ValidationError(f"{into!r} would be taken for a window of a backfill: choose a name without {MARK!r}")
         names = [window.consumer(plan.consumer, backfill_id, into) for window in plan.windows]
+        partitions = {run.partition for run in plan.runs}
         with self._database.core() as connection:
             lock_registry(connection)
             driver = driver_connection(connection)
@@ -194,19 +198,30 @@ class Backfills:
                     f"consumer {plan.consumer!r} has a backfill {backfill_id} already: "
                     f"`{resume_command(plan.topic, plan.consumer, backfill_id)}` runs the rest of it"
                 )
+            states = consumer_states(connection, plan.topic, plan.consumer)
+            if not {*plan.partitions} <= {state.partition for state in states}:
+                raise RegistryError(
+                    f"consumer {plan.consumer!r} of topic {plan.topic!r} was deleted or registered anew meanwhile: "
+                    "make the plan again"
+                )
             # Retention drops a log from its beginning.
             if self._first(driver, plan.topic, plan.after, plan.upto) != plan.first_event:
                 raise RegistryError("retention dropped a part of the range meanwhile: make the plan again")
-            driver.execute(
-                self._queries("register"),
-                {
-                    "topic": plan.topic,
-                    "consumer": plan.consumer,
-                    "names": names,
-                    "afters": [window.after for window in plan.windows],
-                    "partitions": sorted({run.partition for run in plan.runs}),
-                },
-            )
+            windows = [(names, plan.windows, partitions)]
+            if into is not None:
+                # It consumes all of the partitions from there on, those that have no events in the range too.
+                windows.append((names[:1], plan.windows[:1], {*plan.partitions} - partitions))
+            for named, cut, chosen in windows:
+                driver.execute(
+                    self._queries("register"),
+                    {
+                        "topic": plan.topic,
+                        "consumer": plan.consumer,
+                        "names": named,
+                        "afters": [window.after for window in cut],
+                        "partitions": sorted(chosen),
+                    },
+                )
             (registered,) = self._registered(plan.topic, plan.consumer, backfill_id, driver)
         return registered
 
@@ -350,7 +365,7 @@ class Backfills:
             if only_done and current.into is not None:
                 driver.execute(
                     self._queries("keep_side_consumer"),
-                    {"topic": topic, "window": current.names[0], "into": current.into, "upto": current.range.upto},
+                    {"topic": topic, "names": current.names, "into": current.into, "upto": current.range.upto},
                 )
             own = {"topic": topic, "names": current.names}
             driver.execute(self._queries("delete_windows"), own)
@@ -361,31 +376,21 @@ class Backfills:
         """Move the consumer's own offset to the end of a range: what of it was not consumed is left to the backfill.
 
         Partitions that are beyond the end stay. Raises `RegistryError` where a partition stands before the range, whose
-        events in between nobody would consume, and `PartitionLeasedError` while somebody leases one of them.
+        events in between nobody would consume, and `PartitionLeasedError` while somebody leases one of them; then none
+        of them has moved.
         """
-        registry, seeker = self._platform.registry, self._platform.seeker
-        states = registry.consumer(backfill.topic, backfill.consumer)
-        begin, end = backfill.range.after, backfill.range.upto
+        topic, begin, end = backfill.topic, backfill.range.after, backfill.range.upto
         wanted = {part.partition for part in backfill.parts}
-        behind = [state for state in states if state.partition in wanted and state.last_event_id < end]
-        with self._database.connection() as connection:
-            for state in behind:
-                if self._count(
-                    connection, backfill.topic, state.partition, after=state.last_event_id, upto=begin, limit=1
-                ):
-                    raise RegistryError(
-                        f"consumer {backfill.consumer!r} stands at offset {state.last_event_id}, before the range: "
-                        "what lies between would be skipped; begin the range there"
-                    )
-        position = AtOffset(end + 1)
-        return [
-            move
-            for state in behind
-            for move in seeker.execute(
-                backfill.topic, backfill.consumer, position, partition=_numbered(state.partition)
-            )
-        ]
 
+        def behind(states: Sequence[ConsumerState]) -> Sequence[ConsumerState]:
+            chosen = [state for state in states if state.partition in wanted and state.last_event_id < end]
+            with self._database.connection() as connection:
+                for state in chosen:
+                    if self._count(connection, topic, state.partition, after=state.last_event_id, upto=begin, limit=1):
+                        raise RegistryError(
+                            f"consumer {backfill.consumer!r} stands at offset {state.last_event_id}, before the range: "
+                            "what lies between would be skipped; begin the range there"
+                        )
+            return chosen
 
-def _numbered(partition: int) -> int | None:
-    return None if partition == NOT_PARTITIONED else partition
+        return self._platform.seeker.execute(topic, backfill.consumer, AtOffset(end + 1), choose=behind)

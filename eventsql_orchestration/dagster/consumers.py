@@ -328,6 +328,7 @@ def _drain(
     partitions: Sequence[int],
 ) -> None:
     if config.claim is not None:
+        draining.require_claim_of(consumer, config.claim)
         if _replays(context, config) and _replay(context, draining, config):
             return
         claim = draining.take_over(config.claim)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError
@@ -114,6 +114,16 @@ class Draining:
         self._deadline = time.monotonic() + limits.drain_seconds
         self.drained = Drained()
 
+    def require_claim_of(self, consumer: Consumer, claim_id: int) -> None:
+        """Raises `ForeignClaimError` for a claim of another consumer, whose events this one would take from it."""
+        try:
+            claim, _ = self._platform.claims.get(claim_id)
+        except ClaimLostError:
+            # Whoever takes it over says so.
+            return
+        if (claim.range.topic, claim.consumer) != (consumer.topic, consumer.name):
+            raise ForeignClaimError(claim, consumer)
+
     def take_over(self, claim_id: int) -> Claim | None:
         """Adopt the claim that the run was requested for; None, with a note of why, when it is not to be had."""
         try:
@@ -183,6 +193,17 @@ class Draining:
                 return None
             time.sleep(POLL)
         return None
+
+
+class ForeignClaimError(dg.Failure):
+    """A run was given the claim of another consumer, and has not touched it."""
+
+    def __init__(self, claim: Claim, consumer: Consumer) -> None:
+        super().__init__(
+            f"{claim} is none of consumer {consumer.name!r} of topic {consumer.topic!r}: launch the run without a "
+            "claim, and it claims what waits",
+            allow_retries=False,
+        )
 
 
 class ReplayError(dg.Failure):

@@ -96,6 +96,8 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
                 "or annotate the function with -> None"
             )
         output = f"output {context.step_key}.{context.name}"
+        if context.mapping_key is not None:
+            output += f"[{context.mapping_key}]"
         published = publish(Origin.of_output(context), obj, eventsql=self.eventsql, topic=topic, output=output)
         context.log.info("%s", published)
         context.add_output_metadata(published.metadata())

@@ -93,7 +93,8 @@ class RemoteDagster:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise ValidationError(f"{url!r} is no URL of a Dagster webserver, such as http://127.0.0.1:3000")
-        self.url = url.rstrip("/")
+        self.url = without_credentials(url)
+        self._endpoint = f"{url.rstrip('/')}/graphql"
         # The proxy that an environment names does not reach this machine's loopback.
         local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
         self._proxies = {"no_proxy": parts.hostname} if local else None
@@ -193,7 +194,7 @@ class RemoteDagster:
     def _ask(self, query: str, **variables: Any) -> Mapping[str, Any]:
         try:
             response = requests.post(
-                f"{self.url}/graphql", json={"query": query, "variables": variables},
+                self._endpoint, json={"query": query, "variables": variables},
                 timeout=TIMEOUT, proxies=self._proxies,
             )  # fmt: skip
             response.raise_for_status()
@@ -203,10 +204,18 @@ class RemoteDagster:
                 f"no Dagster answers at {self.url} ({type(error).__name__}): start it, by `eventsql dev` for example, "
                 "or name definitions with -f or -m to run the backfill without one"
             ) from error
+        if not isinstance(answer, dict):
+            raise LocalDagsterError(f"what answers at {self.url} is no webserver of Dagster")
         if answer.get("errors") or answer.get("data") is None:
             raise LocalDagsterError(f"{self.url} refused a query: {one_line(json.dumps(answer.get('errors')))}")
         data: Mapping[str, Any] = answer["data"]
         return data
+
+
+def without_credentials(url: str) -> str:
+    """A webserver's URL as it may be shown: without a user and a password, and without a slash at its end."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def one_line(text: str) -> str:

@@ -70,8 +70,8 @@ class Origin:
     def writer(self, topic: str, *, claim: int | None = None, output: str | None = None) -> str:
         """Who publishes, for the platform to publish it once: whatever else is repeated, this is the same.
 
-        With a claim, the claim's range tells publications apart, and else the first run. `output` is that of an op or
-        of an asset which returns what it publishes.
+        With a claim, the claim's range tells publications apart, and else the first run. `output` is the step that
+        publishes, or that of its outputs which is published.
         """
         cause = f"run {self.root_run_id}" if claim is None else f"claim {claim}"
         return json.dumps([self.asset, output, self.partition, topic, cause], ensure_ascii=False)
@@ -92,6 +92,12 @@ def asset_name(context: ExecutionContext) -> str | None:
     keys = sorted(context.selected_asset_keys)
     own = [key for key in keys if key.path[0] != TOPIC_PREFIX] or keys
     return ",".join(key.to_user_string() for key in own)
+
+
+def step_of(context: ExecutionContext) -> str:
+    """The step that is executed: of an op, within the graphs that it is in, with the key that it is mapped to."""
+    op = context.op_execution_context if isinstance(context, dg.AssetExecutionContext) else context
+    return str(op.get_step_execution_context().step.key)
 
 
 def lineage(context: ExecutionContext | None) -> dict[str, str]:

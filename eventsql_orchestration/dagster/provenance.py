@@ -25,6 +25,12 @@ from eventsql_orchestration.model import NOT_PARTITIONED
 DEPTH: Final = 10
 WIDTH: Final = 20
 
+COPIES: Final = 100
+"""Copies of copies that are followed: anybody may publish an event that says what it is a copy of."""
+
+OFFSET_DIGITS: Final = 18
+"""Of an offset that such an event names; it could be no number at all, and more than a bigint holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
@@ -92,6 +98,7 @@ class Tracer:
     unreachable: LocalDagsterError | None = field(default=None, init=False)
     """Why Dagster was not asked any further, where it did not answer."""
     _seen: set[tuple[str, str, int, int]] = field(default_factory=set, init=False)
+    _copies: set[tuple[str, int]] = field(default_factory=set, init=False)
 
     def trace(self, topic: str, offset: int) -> Origin:
         """The way of one event. Raises `TopicNotFoundError`, and `ValidationError` where there is no such event."""
@@ -119,12 +126,17 @@ class Tracer:
 
     def _trace_copy(self, event: Event, topic: str, offset: int) -> Origin:
         original = None
+        self._copies.add((event.topic, event.id))
         try:
-            original = self._event(topic, offset)
+            if (topic, offset) in self._copies:
+                note = f"says that it is a copy of event {offset} of topic {topic}, which is followed above"
+            elif len(self._copies) > COPIES:
+                note = f"a copy of event {offset} of topic {topic}, which is not followed any further"
+            else:
+                note = f"event {offset} of topic {topic} is not kept any more"
+                original = self._event(topic, offset)
         except TopicNotFoundError as error:
             note = error.message
-        else:
-            note = f"event {offset} of topic {topic} is not kept any more"
         return Origin(
             event.topic, 1, event.id, event.id, Publisher(),
             original=None if original is None else self._trace_event(original),
@@ -208,7 +220,7 @@ def _copied_from(event: Event) -> tuple[str, int] | None:
     topic, offset = _text(event.metadata, SOURCE_TOPIC), _text(event.metadata, SOURCE_OFFSET)
     if topic is None or offset is None:
         topic, _, offset = (_text(event.metadata, REDRIVEN_FROM) or "").rpartition(":")
-    return (topic, int(offset)) if topic and offset.isdecimal() else None
+    return (topic, int(offset)) if topic and offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
 
 
 def _text(metadata: Any, name: str) -> str | None:

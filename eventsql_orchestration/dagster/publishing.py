@@ -18,7 +18,7 @@ import dagster as dg
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.lineage import ExecutionContext, Origin
+from eventsql_orchestration.dagster.lineage import ExecutionContext, Origin, step_of
 from eventsql_orchestration.dagster.metadata import (
     PUBLISHED_AS,
     PUBLISHED_EVENTS,
@@ -101,13 +101,16 @@ def publish_events(
     `events` is a DataFrame of Spark or pandas, an Arrow table or RecordBatchReader, with a column `value` and, as
     wanted, `key`, `partition` and `headers`, or an iterable of publications or of mappings. Each event's metadata names
     the run, the asset and its partition. With `claim` the claim is committed in the same transaction: consumed and
-    published exactly once. Without one, each asset publishes once per run, partition, topic and `batch`, however often
-    a step is retried or the run re-executed: a second call for the same topic needs another `batch`.
+    published exactly once. Without one, each step publishes once per run, partition, topic and `batch`, however often
+    it is retried or the run re-executed: a second call in it for the same topic needs another `batch`.
 
     The events are transferred at once, so that the metadata can say their offsets. Raises `ClaimLostError`,
     `TopicNotFoundError`, `ValidationError` or `DatabaseError`; then nothing was published.
     """
-    published = publish(Origin.of(context), events, eventsql=eventsql, topic=topic, claim=claim, batch=batch)
+    output = f"step {step_of(context)}"
+    published = publish(
+        Origin.of(context), events, eventsql=eventsql, topic=topic, claim=claim, batch=batch, output=output
+    )
     context.log.info("%s", published)
     return published.metadata()
 

@@ -15,6 +15,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange
 from eventsql_orchestration.dagster.lineage import ExecutionContext, lineage
 from eventsql_orchestration.database.database import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.lag import ConsumerLag
 from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
 from eventsql_orchestration.rules import DEFAULT_SCHEMA
@@ -93,12 +94,16 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
         event.listen(platform.database.engine, "connect", limit)
         return platform
 
-    def read_range(self, spark: SparkSession, offsets: OffsetRange, *, columns: str | None = None) -> DataFrame:
-        """The events of a range, of a claim's for example, as a DataFrame of the `eventsql` data source.
+    def read_range(self, spark: SparkSession, events: Claim | OffsetRange, *, columns: str | None = None) -> DataFrame:
+        """The events of a claim, or of a range, as a DataFrame of the `eventsql` data source.
 
-        `columns` is a schema such as `"key string, value binary"`: no other column is fetched.
+        Of a claim these are the events that are not committed yet and that its consumer's filter lets through. Spark
+        asks for them when the frame is first evaluated, which raises `ClaimLostError` where the claim is over by then.
+        Of a range it is every event, whoever claimed it. `columns` is a schema such as `"key string, value binary"`: no
+        other column is fetched.
         """
-        reader = spark.read.format(FORMAT).options(**self.spark_options(), **range_options(offsets))
+        wanted = {"claim": str(events.id)} if isinstance(events, Claim) else range_options(events)
+        reader = spark.read.format(FORMAT).options(**self.spark_options(), **wanted)
         if columns is not None:
             reader = reader.schema(columns)
         return reader.load()

@@ -194,14 +194,17 @@ def _ranges(metadata: Mapping[str, Any]) -> Iterator[RunInput]:
     if not isinstance(topic, str) or not isinstance(ranges, list):
         return
     for each in ranges:
-        if isinstance(each, dict) and isinstance(each.get("after"), int) and isinstance(each.get("upto"), int):
+        if not isinstance(each, dict):
+            continue
+        partition, claim = each.get("partition", NOT_PARTITIONED), each.get("claim")
+        if all(type(number) is int for number in (each.get("after"), each.get("upto"), partition)):
             yield RunInput(
                 topic=topic,
-                partition=each.get("partition", NOT_PARTITIONED),
+                partition=partition,
                 after=each["after"],
                 upto=each["upto"],
                 consumer=consumer if isinstance(consumer, str) else None,
-                claim=each.get("claim"),
+                claim=claim if type(claim) is int else None,
             )
 
 

@@ -92,11 +92,13 @@ def read_key(key: str) -> tuple[str, Window, int]:
 class Plan:
     """What a backfill would replay: `runs` in order, their events by the time at which they entered the log.
 
-    `remarks` say what the range does not hold, or what else a person should know before it runs.
+    `partitions` are those that are meant, with events in the range or without. `remarks` say what the range does not
+    hold, or what else a person should know before it runs.
     """
 
     topic: str
     consumer: str
+    partitions: tuple[int, ...]
     after: int
     upto: int
     windows: tuple[Window, ...]

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import psycopg
 import sqlalchemy
+from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow, tuple_row
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
@@ -128,7 +129,16 @@ round trip. Measured: a third of the time of publishing one event."""
 
 
 def _check_at_checkout(engine: sqlalchemy.Engine) -> None:
-    """See to it that a server that restarted, or a dropped connection, costs a reconnect and no error."""
+    """See to it that a server that restarted, or a dropped connection, costs a reconnect and no error.
+
+    And that whoever gets a connection finds no transaction in it.
+    """
+
+    @sqlalchemy.event.listens_for(engine, "reset")
+    def reset(connection: Any, _record: object, _state: object) -> None:
+        # Of one that is closed it is unknown.
+        if connection.pgconn.transaction_status not in {TransactionStatus.IDLE, TransactionStatus.UNKNOWN}:
+            connection.rollback()
 
     @sqlalchemy.event.listens_for(engine, "checkin")
     def checked_in(_connection: object, record: sqlalchemy.pool.ConnectionPoolEntry) -> None:
@@ -186,6 +196,8 @@ class Database:
             isolation_level="AUTOCOMMIT",
             pool_size=pool_size,
             max_overflow=max_overflow,
+            # By the listener below, and only where there is something to roll back.
+            pool_reset_on_return=None,
             connect_args=self._connect_args,
         )
         _check_at_checkout(self.engine)
@@ -253,8 +265,10 @@ class Database:
         try:
             with self.errors(connection):
                 # SQLAlchemy's own transactions leave it as they need it.
-                connection.autocommit = True
-                connection.isolation_level = _ISOLATION
+                if not connection.autocommit:
+                    connection.autocommit = True
+                if connection.isolation_level is not _ISOLATION:
+                    connection.isolation_level = _ISOLATION
                 yield connection
         finally:
             # A handler may have set another; SQLAlchemy and what comes next read tuples.

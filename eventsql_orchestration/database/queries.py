@@ -42,9 +42,9 @@ class Queries:
     def __init__(self, file: str, schema: str) -> None:
         self._file = file
         self._schema = schema
-        self._composed: dict[tuple[str, str | None, str | None], sql.Composed] = {}
+        self._composed: dict[tuple[str, str | None, str | None], sql.SQL] = {}
 
-    def __call__(self, name: str, *, topic: str | None = None, segment: str | None = None) -> sql.Composed:
+    def __call__(self, name: str, *, topic: str | None = None, segment: str | None = None) -> sql.SQL:
         """The statement called `name`; `topic` fills `{event_table}`, a segment's table `{segment}`."""
         composed = self._composed.get((name, topic, segment))
         if composed is None:
@@ -55,5 +55,6 @@ class Queries:
                 identifiers["segment"] = sql.Identifier(segment)
             # The text comes from a file of this package, never from a caller.
             text = _statements(self._file)[name]
-            composed = self._composed[name, topic, segment] = sql.SQL(text).format(**identifiers)
+            # Rendered once: with nothing but identifiers in it, it is the same for every connection.
+            composed = self._composed[name, topic, segment] = sql.SQL(sql.SQL(text).format(**identifiers).as_string())
         return composed

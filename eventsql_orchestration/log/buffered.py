@@ -28,6 +28,7 @@ from eventsql_orchestration.errors import (
     RegistryError,
     ValidationError,
 )
+from eventsql_orchestration.log import encoding
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import Publication, Topic
@@ -157,11 +158,7 @@ class Lanes(Generic[Acknowledged]):
     def place(self, publication: Publication, topic: Topic) -> Placed:
         """Choose the partition of an event of `topic`. Raises `PartitionOutOfRangeError`."""
         partition = self._publisher.partition_of(publication, topic)
-        size = len(publication.value)
-        if publication.key is not None:
-            size += len(publication.key)
-        if publication.metadata:
-            size += sum(len(name) + len(text) for name, text in publication.metadata.items())
+        size = encoding.size(publication)
         lane = (hash(topic.name) + partition) % len(self._lanes)
         return Placed(_in_partition(publication, partition), topic.partitions, size, lane)
 

@@ -55,6 +55,11 @@ UNANNOUNCED_SECONDS: Final = 60.0
 """How long polling goes on at its full pace after it found events that nobody had notified of, as another library's
 transfer does not."""
 
+REST_EVENTS: Final = 200
+REST_SECONDS: Final = 0.05
+"""A partition whose pass came to so many events, though not to a full batch, rests for so long: where events come fast,
+a pass costs as much as handing over some hundred of them."""
+
 FAULT_DELAY: Final = 5.0
 
 _LONGEST_WAIT: Final = 3600.0
@@ -304,7 +309,9 @@ class Consumption:
             due_in = self._idle_delay() if came_to.due_in is None else came_to.due_in
             turn.least, turn.deaf, turn.empty = came_to.least, came_to.deaf, False
             turn.enough_at = now + due_in if came_to.least > 1 else 0.0
-            if not turn.deaf and turn.wakes != self._wakes:
+            if came_to.due_in is None and came_to.progress is not None and came_to.progress.consumed >= REST_EVENTS:
+                due_in, turn.deaf = REST_SECONDS, True
+            elif not turn.deaf and turn.wakes != self._wakes:
                 # What it was that came during the pass, the pass may not have seen.
                 due_in = 0.0
             elif came_to.progress is not None and came_to.due_in is None and not self._notified():
@@ -538,8 +545,10 @@ class Consumers:
         try:
             return self._attempt(key, plan, hold, plan.handler, each=plan.each)
         except BatchFailedError as failed:
-            # A savepoint for each batch, in case, would be two more messages to the server.
-            return self._attempt(key, plan, hold, failed.handler(plan.handler), each=True)
+            handler = failed.handler(plan.handler)
+        # A savepoint for each batch, in case, would be two more messages to the server. Not in the block above: what
+        # failed, and the frames with its events, would be kept while they are read and handled again.
+        return self._attempt(key, plan, hold, handler, each=True)
 
     def _attempt(self, key: ConsumerPartition, plan: _Plan, hold: Hold, handler: BatchHandler, *, each: bool) -> Pass:
         """A pass in one transaction. Raises `BatchFailedError` where it must be made with `each`."""

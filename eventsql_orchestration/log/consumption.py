@@ -153,10 +153,12 @@ class BatchFailedError(Exception):
         if len(self._events) > 1:
             return handler
         failed = self._events[0].id
+        # Given away when it is raised: the error keeps the frame below, and would be kept by it, with all the events.
+        known = [self._error]
 
         def handle_again(events: Sequence[Event], connection: Connection) -> None:
             if events[0].id == failed:
-                raise self._error
+                raise known.pop()
             handler(events, connection)
 
         return handle_again
@@ -304,7 +306,8 @@ def advance(
     values = {"after": after, "upto": upto, "first": first, "consumed": consumed, "transaction": transaction}
     cursor = connection.execute(queries("advance"), {**key.parameters(), **values})
     if cursor.rowcount != 1:
-        current = connection.execute("SELECT pg_current_xact_id()::text").fetchone()
+        # A handler may have set a row factory of its own.
+        current = connection.cursor(row_factory=tuple_row).execute("SELECT pg_current_xact_id()::text").fetchone()
         if transaction is not None and current != (transaction,):
             raise psycopg.ProgrammingError(_ENDED)
         raise ClaimLostError(f"{key} is not at offset {after} any more: another consumption moved it")

@@ -418,7 +418,7 @@ class DeadLetters:
 
     def _matching(
         self, source: str, wanted: LetterFilter, window: _Window, *, limit: int | None, redriven: bool | None
-    ) -> tuple[sql.Composed, dict[str, object]]:
+    ) -> tuple[sql.SQL, dict[str, object]]:
         return self._queries("matching", topic=source), {
             **wanted.parameters(),
             "letters": source,

@@ -36,6 +36,16 @@ def log_prefix(time: int) -> bytes:
     return struct.pack(">hiqiq", len(LOG_COLUMNS), 8, time, 8, time)
 
 
+def size(publication: Publication) -> int:
+    """About how many bytes the row of an event will have."""
+    size = len(publication.value)
+    if publication.key is not None:
+        size += len(publication.key)
+    if publication.metadata:
+        size += sum(len(name) + len(text) for name, text in publication.metadata.items())
+    return size
+
+
 def encode(publication: Publication, partition: int) -> bytes:
     """The rest of an event's row: key, value, metadata and partition."""
     key, value, metadata = publication.key, publication.value, publication.metadata

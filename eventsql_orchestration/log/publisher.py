@@ -9,7 +9,7 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from typing import Final, TypeAlias
@@ -72,7 +72,10 @@ class Publisher:
             self._writer.close()
 
     def configure_partitioner(self, partitioner: Partitioner) -> None:
-        """Choose partitions by `partitioner(publication, partitions)` instead of by the hash of the key."""
+        """Choose partitions by `partitioner(publication, partitions)` instead of by the hash of the key.
+
+        It may be asked again about events that turn out to go through the buffer.
+        """
         self._partitioner = partitioner
 
     def publish(
@@ -113,11 +116,11 @@ class Publisher:
         """
         if connection is None and self._writer is not None:
             first, rest = _begin(publications)
-            if not rest and len(first) >= STRAIGHT_LEAST and len({publication.topic for publication in first}) == 1:
+            if rest is None and len(first) >= STRAIGHT_LEAST and len({publication.topic for publication in first}) == 1:
                 topic = self._registry.cached_topic(first[0].topic)
                 if self._append(self._writer, topic, first):
                     return len(first)
-            publications = chain(first, rest)
+            publications = first if rest is None else chain(first, rest)
         # One definition for the whole batch: what is checked in the end is what its partitions were chosen by.
         topics: dict[str, Topic] = {}
         encoded = self._encoded(publications, topics)
@@ -137,16 +140,24 @@ class Publisher:
 
     def _append(self, writer: LogWriter, topic: Topic, publications: list[Publication]) -> bool:
         """Take the straight path; False, and nothing done, when the events must go to the buffer."""
-        # Nothing of the caller's may fail, or take its time, while the topic is held. The hash of a key cannot fail.
-        partitions: Iterable[int] = (self._partition(publication, topic) for publication in publications)
-        if self._partitioner is not default_partition or any(each.partition is not None for each in publications):
-            partitions = list(partitions)
+        rows = self._rows(publications, topic)
         self._database.ensure_schema()
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
-            appended = mine and writer.append(topic, _chunks(publications, partitions))
+            appended = mine and writer.append(topic, _chunks(rows))
         if appended:
             self._on_appended(topic.name)
         return appended
+
+    def _rows(self, publications: list[Publication], topic: Topic) -> Iterator[bytes]:
+        """The rows of events, encoded when they are asked for; no code of the caller's runs then: the topic is held."""
+        partitions: Iterable[int]
+        if self._partitioner is default_partition and all(each.partition is None for each in publications):
+            partitions = (default_partition(each, topic.partitions) for each in publications)
+        else:
+            partitions = [self._partition(each, topic) for each in publications]
+        rows = map(encoding.encode, publications, partitions)
+        # Any other mapping may be the caller's code, which may fail or take its time.
+        return rows if {type(each.metadata) for each in publications} == {dict} else iter(list(rows))
 
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
         """The partition that a publication goes to; `topic` is its topic where the caller has looked it up.
@@ -217,22 +228,21 @@ def _redefined(topics: list[str]) -> RedefinitionError:
     return RedefinitionError(f"topic {', '.join(topics)} was redefined meanwhile: nothing was published, publish again")
 
 
-def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | tuple[()]]:
+def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
     """As many of the first events as the straight path takes and one more, and the others, if there may be any."""
     first: list[Publication] = []
     size = 0
     source = iter(publications)
     for publication in source:
         first.append(publication)
-        size += len(publication.value)
+        size += encoding.size(publication)
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
-    return first, ()
+    return first, None
 
 
-def _chunks(publications: Sequence[Publication], partitions: Iterable[int]) -> Iterator[list[bytes]]:
-    """The rows of events, in parts: while the server stores one, the next is encoded."""
-    rows = map(encoding.encode, publications, partitions)
+def _chunks(rows: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """The rows in parts: while the server stores one, the next is encoded."""
     while chunk := list(islice(rows, _CHUNK_EVENTS)):
         yield chunk
 

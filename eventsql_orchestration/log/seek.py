@@ -68,9 +68,19 @@ class Seeker:
         return [self._counted(move) for move in moves]
 
     def execute(
-        self, topic: str, consumer: str, position: Position, *, partition: int | None = None, force: bool = False
+        self,
+        topic: str,
+        consumer: str,
+        position: Position,
+        *,
+        partition: int | None = None,
+        force: bool = False,
+        choose: Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]] | None = None,
     ) -> list[Move]:
         """Move a consumer to `position`, in one partition or in all of them at once; gives what was done.
+
+        `choose` is given the partitions as they stand when nobody can move them any more, and gives those to be moved;
+        what it raises leaves all where they are.
 
         Consumptions go on from there, whether they are running or started later: nothing else is needed. What is known
         of a failing event is forgotten, and a claim that is not committed is released. The counts of consumed events
@@ -83,6 +93,9 @@ class Seeker:
         wanted = choose_partitions(self._registry.consumer(topic, consumer), partition)
         with self._database.core() as connection:
             states = self._lock(connection, topic, consumer, wanted)
+            states = states if choose is None else list(choose(states))
+            if not states:
+                return []
             moves = self._moves(connection, states, position)
             if not force:
                 _refuse_leased(moves)

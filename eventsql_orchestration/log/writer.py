@@ -35,6 +35,10 @@ BATCH_SECONDS: Final = 0.2
 LOOK_SECONDS: Final = 0.5
 """How often a publisher that appends takes note of what is decided in the buffer."""
 
+OBSERVE_SECONDS: Final = 0.05
+"""How often, at most, the transactions that may have written to the buffer are listed: what is not decided yet costs
+nothing but a step over entries that are dead already."""
+
 MOST_BUFFERED: Final = 10_000
 """Events in the buffer that a publisher moves before its own; where there are more, the transfer is behind."""
 
@@ -113,6 +117,7 @@ class LogWriter:
         self._connection: Connection | None = None
         self._low_water = _LowWater()
         self._looked_at = 0.0
+        self._observed_at = 0.0
         self._room: dict[str, int] = {}
         self._zoned: dict[str, bool] = {}
         self._mutex = threading.Lock()
@@ -139,7 +144,7 @@ class LogWriter:
             self._connection.close()
         self._connection = None
         self._low_water = _LowWater()
-        self._looked_at = 0.0
+        self._looked_at = self._observed_at = 0.0
 
     @contextmanager
     def session(self, *, timeout: float = -1) -> Iterator[bool]:
@@ -179,8 +184,10 @@ class LogWriter:
         process, newest, topics = self._marked(connection, wanted)
         if not self._low_water.holds(process, newest):
             self._low_water = _LowWater(process)
+            self._observed_at = 0.0
             process, newest, topics = self._marked(connection, wanted)
-        if topics:
+        if topics and time.monotonic() - self._observed_at >= OBSERVE_SECONDS:
+            self._observed_at = time.monotonic()
             # The order matters: whoever drew an id up to `newest` and is not in the list has ended.
             relation = f'"{self._database.schema}".event_buffer'
             writers = connection.execute(self._queries("buffer_writers"), {"relation": relation})
@@ -247,7 +254,8 @@ class LogWriter:
     def append(self, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
         """Append encoded events to the topic's log, after what lies in its buffer, in a transaction of its own.
 
-        They come in parts, which are asked for one by one while the topic is held: encoding them must not fail.
+        They come in parts, which are asked for one by one while the topic is held. Where one cannot be had, nothing is
+        appended.
 
         False, and nothing done, where they must go to the buffer instead: another transaction keeps the topic for too
         long, too much lies in the buffer, the topic is not defined like `topic` any more, or its log has times without
@@ -314,6 +322,6 @@ class LogWriter:
         """Looks for room anew after a transaction that failed: for want of it, or with segments that it had made."""
         try:
             yield
-        except psycopg.Error:
+        except BaseException:
             self._room.pop(topic, None)
             raise

@@ -24,6 +24,7 @@ inclusive) in these options.
 | `numPartitions` | tasks to read with, instead of both | |
 | `maxOffsetsPerTrigger` | events in a stream's batch at most | no limit |
 | `failOnDataLoss` | whether it is an error that retention has dropped what is to be read | `true` |
+| `pushFilters` | let the database filter, for a frame that a single query uses; not for a stream | `false` |
 | `consumer` | a registered consumer that holds the stream's progress; for a stream | |
 | `includeHeaders` | also give the events' metadata | `false` |
 | `valueSchema` | values are JSON: decode them to a struct with these columns (DDL) | `value` is binary |

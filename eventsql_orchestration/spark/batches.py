@@ -20,7 +20,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_postgresql import StatementOptions, dbapi  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
 
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, DataLossError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.values import ValueDecoder
@@ -102,7 +102,7 @@ def read_batches(source: Source, pieces: Iterable[Piece], wanted: Projection) ->
     """The events of ranges, those of each in their order.
 
     Raises `DatabaseUnavailableError` when the server goes away, also in mid-read, and `DatabaseError` when it refuses;
-    `EventSQLError` where retention has dropped events since the read was planned; `ValidationError` for a value that
+    `DataLossError` where retention has dropped events since the read was planned; `ValidationError` for a value that
     cannot be decoded.
     """
     with ExitStack() as opened:
@@ -148,9 +148,9 @@ def _read_piece(cursor: Any, source: Source, piece: Piece, wanted: Projection) -
 
 
 def report_loss(what: str, *, fail: bool) -> None:
-    """Raises `EventSQLError`, or logs a warning where a loss is no failure."""
+    """Raises `DataLossError`, or logs a warning where a loss is no failure."""
     if fail:
-        raise EventSQLError(f"{what}; set failOnDataLoss to false to go on with what is left")
+        raise DataLossError(f"{what}; set failOnDataLoss to false to go on with what is left")
     logger.warning("%s; the read goes on with what is left", what)
 
 

@@ -208,7 +208,7 @@ class Logs:
         return found[lane.partition].offset + 1
 
     def lost(self, lane: Lane, first: int, floor: int) -> None:
-        """Say that offsets are not in the log any more, as the option failOnDataLoss has it."""
+        """Say that offsets are not in the log any more: `DataLossError`, or a warning, as failOnDataLoss has it."""
         report_loss(
             f"offsets {first} to {floor - 1} of {lane} are not in the log any more: retention has dropped them",
             fail=self._options.fail_on_data_loss,

@@ -37,6 +37,7 @@ _READ: Final = (
     "maxOffsetsPerTrigger",
     "includeHeaders",
     "failOnDataLoss",
+    "pushFilters",
     "consumer",
     "valueSchema",
     "mode",
@@ -90,6 +91,7 @@ class ReadOptions:
     max_events: int | None
     headers: bool
     fail_on_data_loss: bool
+    push_filters: bool
     consumer: str | None
     fail_fast: bool
 
@@ -101,6 +103,7 @@ class ReadOptions:
             for name in _ENDS:
                 given.refuse(name, "a stream has no end")
             given.refuse("claim", "a stream keeps its progress in its checkpoint")
+            given.refuse("pushFilters", "Spark pushes no filters to a stream")
         else:
             given.refuse("maxOffsetsPerTrigger", "it is for streams, endingOffsets ends a batch")
             given.refuse("consumer", "it is for streams, a batch consumes nothing")
@@ -128,6 +131,7 @@ class ReadOptions:
             max_events=given.number("maxOffsetsPerTrigger", 1, MAX_BIGINT),
             headers=given.flag("includeHeaders"),
             fail_on_data_loss=given.flag("failOnDataLoss", default=True),
+            push_filters=given.flag("pushFilters"),
             consumer=_consumer(given),
             fail_fast=given.word("mode", ("permissive", "failfast")) == "failfast",
         )

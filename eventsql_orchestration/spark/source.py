@@ -32,10 +32,14 @@ class EventSQLDataSource(DataSource):
         return declared_schema(SchemaOptions.parse(self.options))
 
     def reader(self, schema: StructType) -> BatchReader:
+        options = ReadOptions.parse(self.options, streaming=False)
+        # Spark 4.3 keeps one read function for a frame and all that is made of it: the rows that one query's filters
+        # leave are all that the frame's next query sees. Only who asks for it can know that there is no other query.
+        #
         # Where filters are not to be pushed down, Spark refuses every reader that could take them, and nothing else
         # than the program that asks says whether they are.
-        kind = FilteringReader if pushes_filters() else BatchReader
-        return kind(ReadOptions.parse(self.options, streaming=False), schema)
+        kind = FilteringReader if options.push_filters and pushes_filters() else BatchReader
+        return kind(options, schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:
         return StreamReader(ReadOptions.parse(self.options, streaming=True), schema)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+import requests
 from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Publication
@@ -327,6 +329,26 @@ def test_a_backfill_that_somebody_deletes_is_not_taken_for_done(ledger: Ledger) 
     assert set(outcome.failures) == set(keys)
 
 
+def test_a_backfill_of_the_same_id_that_takes_its_place_is_not_taken_for_it(ledger: Ledger) -> None:
+    ledger.publish(20)
+    backfills, launcher = Backfills(ledger.platform), Recorder()
+    plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
+    backfill = backfills.register(plan, "one")
+    keys = [run.key("one") for run in plan.runs]
+
+    def replace(standing: Standing) -> None:
+        if standing.running and not launcher.results:
+            backfills.delete(backfill)
+            backfills.register(backfills.plan("orders", "fragile", start=Earliest(), end=Latest()), "one")
+            launcher.results = {keys[0]: Ended(False, "its window is not there")}
+
+    outcome = BackfillDriver(
+        backfills, backfill, plan.runs, launcher=launcher, target=Target("job", "set", ()), parallel=1
+    ).run(replace)
+    assert not outcome.done
+    assert (set(outcome.failures), outcome.done_keys) == (set(keys), frozenset())
+
+
 # A running Dagster
 
 
@@ -380,3 +402,21 @@ def test_what_is_no_webserver_is_refused(closed_port: int) -> None:
         RemoteDagster("ftp://127.0.0.1")
     with pytest.raises(LocalDagsterError, match="no Dagster answers"):
         RemoteDagster(f"http://127.0.0.1:{closed_port}").require_running()
+
+
+def test_a_webserver_is_asked_with_the_password_of_its_url_and_named_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def post(url: str, **_: Any) -> Any:
+        asked.append(url)
+        answer = requests.Response()
+        answer.status_code, answer.raw = 200, io.BytesIO(b"[]")
+        return answer
+
+    monkeypatch.setattr(requests, "post", post)
+    dagster = RemoteDagster("http://somebody:secret@127.0.0.1:3000/")
+    with pytest.raises(LocalDagsterError, match="is no webserver of Dagster") as raised:
+        dagster.require_running()
+    assert asked == ["http://somebody:secret@127.0.0.1:3000/graphql"]
+    assert dagster.url == "http://127.0.0.1:3000"
+    assert "secret" not in str(raised.value)

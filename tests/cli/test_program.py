@@ -77,7 +77,6 @@ def test_a_group_without_a_command_shows_its_help_as_wrong_usage(invoke: Run, ar
     ("arguments", "line"),
     [
         (["frobnicate"], "eventsql: No such command 'frobnicate'; see `eventsql --help`"),
-        (["backfill"], "eventsql: No such command 'backfill'; see `eventsql --help`"),
         (["publish"], "eventsql: Missing argument 'TOPIC'; see `eventsql publish --help`"),
         (["lag", "--frequency", "1"], "eventsql: No such option '--frequency'"),
         (["topic", "list", "--dsn", "x"], "eventsql: --dsn stands before the command: eventsql --dsn … topic list"),

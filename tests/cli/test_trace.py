@@ -306,6 +306,23 @@ def test_a_dead_letter_and_a_redriven_event_are_followed_to_the_event_that_they_
     assert "a copy of doubles_dlt event 1" in run("trace", "doubles", platform.reader.end("doubles")).stdout
 
 
+def test_what_an_event_says_of_its_origin_commands_no_terminal_and_a_link_has_no_password(
+    run: Run, pipeline: Pipeline
+) -> None:
+    run_id, asset, partition = "r\x1b]0;title\x07\nrun 2", "\x1b[2J", "\x9b31m"
+    said = {"dagster_run_id": run_id, "dagster_asset_key": asset, "dagster_partition": partition}
+    pipeline.platform.publisher.publish(Publication("rides", b"", metadata=said))
+    pipeline.platform.transfer.run_once()
+    url = f"http://somebody:secret@127.0.0.1:{free_port(3456)}/"
+    told = run("trace", "rides", 1, "--dagster-url", url)
+    assert told.exit_code == 0
+    assert not set("\x1b\x07\x9b") & set(told.output)
+    assert r"run r\x1b]0;title\x07\nrun 2, asset \x1b[2J [\x9b31m], http://127.0.0.1:" in told.stdout
+    found = run("trace", "rides", 1, "--dagster-url", url, "--json")
+    assert "secret" not in told.output + found.output
+    assert json.loads(found.stdout)["run_id"] == run_id
+
+
 def test_many_publishers_of_a_range_are_cut_short_and_counted(run: Run, pipeline: Pipeline) -> None:
     for _ in range(3):
         pipeline.publish(1)

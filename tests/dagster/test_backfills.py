@@ -14,7 +14,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
 from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.windows import (
@@ -329,15 +329,17 @@ def test_a_backfill_reports_what_it_did_to_the_consumers_own_asset_and_its_topic
     plan = everything(backfills, "ranges")
     result = replay(bench, location.ranges_backfill, plan.runs[0].key(backfills.register(plan, "one").id))
     assert result.success
+    reported = []
     for key in (["ranges"], ["topic", "sums"], ["ranges_backfill"]):
         event = bench.instance.get_latest_materialization_event(dg.AssetKey(key))
         assert event is not None
         assert event.asset_materialization is not None
-        assert event.asset_materialization.metadata["backfill"].value == "one"
-    metadata = event.asset_materialization.metadata
+        reported.append(event.asset_materialization)
+    assert [each.metadata["backfill"].value for each in reported] == ["one"] * 3
+    metadata = reported[-1].metadata
     assert metadata["events"].value == len(ids)
     assert [entry["events"] for entry in metadata["ranges"].value] == [25, 5]  # type: ignore[union-attr,index,call-overload]
-    assert event.asset_materialization.partition == plan.runs[0].key("one")
+    assert reported[-1].partition == plan.runs[0].key("one")
     assert bench.instance.get_runs(dg.RunsFilter(tags={"eventsql/backfill": "one"}))
 
 
@@ -448,6 +450,69 @@ def test_a_side_consumer_is_left_at_the_end_of_the_range(bench: Workbench, backf
     assert [(state.partition, state.last_event_id) for state in states] == [(0, ids[14]), (1, ids[14])]
     with pytest.raises(RegistryError, match="name a new one"):
         backfills.register(everything(backfills), "two", into="ledger_2")
+
+
+def test_a_side_consumer_has_the_partitions_too_that_have_no_events_in_the_range(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    ids = bench.publish("orders", 10, partition=1)
+    plan = everything(backfills, window_events=5)
+    backfill = backfills.register(plan, "one", into="ledger_2")
+    assert backfills.runs_of(backfill) == plan.runs, "nothing runs for the others"
+    replay_all(bench, location.ledger_backfill, plan, backfill)
+    states = bench.platform.registry.consumer("orders", "ledger_2")
+    assert [(state.partition, state.last_event_id) for state in states] == [(0, ids[-1]), (1, ids[-1])]
+
+    one = backfills.plan("orders", "ledger", start=Earliest(), end=Latest(), partition=1)
+    replay_all(bench, location.ledger_backfill, one, backfills.register(one, "two", into="ledger_3"))
+    assert [state.partition for state in bench.platform.registry.consumer("orders", "ledger_3")] == [1]
+
+
+def test_a_side_consumer_that_would_look_like_a_window_is_refused(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 5)
+    with pytest.raises(ValidationError, match="would be taken for a window"):
+        backfills.register(everything(backfills), "one", into=f"next{MARK}two_1_2")
+    assert backfills.registered() == []
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_consumer_that_is_deleted_or_changes_its_form_after_the_plan_is_noticed(
+    bench: Workbench, backfills: Backfills, anew: bool
+) -> None:
+    bench.publish("orders", 5)
+    plan = everything(backfills)
+    bench.platform.registry.unregister_consumer("orders", "ledger")
+    if anew:
+        bench.platform.registry.register_consumer(Consumer("orders", "ledger", partitioned=False))
+    with pytest.raises(RegistryError, match="make the plan again"):
+        backfills.register(plan, "one")
+
+
+def test_a_take_over_moves_all_partitions_or_none(bench: Workbench, backfills: Backfills) -> None:
+    for partition in (0, 1):
+        bench.publish("orders", 5, partition=partition)
+    backfill = backfills.register(everything(backfills), "one")
+    bench.platform.claims.claim("orders", "ledger", 1, owner="somebody")
+    with pytest.raises(PartitionLeasedError):
+        backfills.take_over(backfill)
+    assert [bench.offset(location.ledger, partition) for partition in (0, 1)] == [0, 0]
+
+
+def test_a_take_over_moves_nobody_back_who_passed_the_end_meanwhile(
+    bench: Workbench, backfills: Backfills, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.publish("orders", 5)
+    backfill = backfills.register(everything(backfills, "fragile"), "one")
+    beyond = bench.publish("orders", 5)[-1]
+    seeker, seek = bench.platform.seeker, bench.platform.seeker.execute
+
+    def consume_first(*arguments: Any, **options: Any) -> Any:
+        bench.platform.consumers.consume_once("orders", "fragile", lambda _events, _connection: None)
+        return seek(*arguments, **options)
+
+    monkeypatch.setattr(seeker, "execute", consume_first)
+    assert backfills.take_over(backfill) == []
+    assert bench.offset(location.fragile) == beyond
 
 
 def test_a_backfill_that_takes_over_moves_the_offset_and_nothing_is_consumed_twice(

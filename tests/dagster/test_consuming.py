@@ -11,9 +11,10 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Event, EventSQL, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Topic
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
 
@@ -60,6 +61,8 @@ def test_a_run_consumes_exactly_the_claimed_range(bench: Workbench, metadata: Me
     assert bench.claims() == [(0, ids[29], "committed")]
     assert metadata(result, definition.key) == {
         "topic": "rides",
+        "input": dg.AssetKey(["topic", "rides"]),
+        "trace": f"eventsql trace rides {ids[29]}",
         "consumer": "c",
         "partition": -1,
         "events": 30,
@@ -363,6 +366,22 @@ def test_a_function_may_take_the_context_and_resources(bench: Workbench) -> None
     result = bench.run(definition, request(bench, definition), word="hello")
     assert result.success
     assert seen == {"run": result.run_id, "topics": 2, "word": "hello"}
+
+
+@pytest.mark.parametrize("replay", [None, True])
+def test_the_claim_of_another_consumer_is_left_to_it(bench: Workbench, replay: bool | None) -> None:
+    definition = define()
+    bench.platform.registry.register_consumer(Consumer("rides", "other"))
+    bench.publish("rides", 5)
+    claim = bench.platform.claims.claim("rides", "other", owner="other")
+    assert isinstance(claim, Claim)
+    if replay:
+        bench.platform.claims.process(claim, lambda _events, _connection: None)
+    wanted = dg.RunRequest(run_config={"ops": {"c": {"config": {"claim": claim.id, "replay": replay}}}})
+    result = bench.run(definition, wanted)
+    assert "is none of consumer 'c' of topic 'rides'" in failure_of(result)["description"]
+    assert bench.effects() == []
+    assert bench.platform.claims.get(claim.id)[1] == ("committed" if replay else "claimed")
 
 
 def test_a_database_that_goes_away_fails_the_run_and_the_range_is_claimed_again(bench: Workbench) -> None:

@@ -205,6 +205,21 @@ def test_an_op_publishes_what_it_returns_too(bench: Workbench) -> None:
     assert [dict(event.metadata) for event in bench.platform.reader.read("sums")] == [{"dagster_run_id": result.run_id}]
 
 
+def test_each_dynamic_output_is_published(bench: Workbench) -> None:
+    @dg.op(out=dg.DynamicOut(io_manager_key="topics", metadata={"topic": "sums"}))
+    def op():  # type: ignore[no-untyped-def]  # Dagster would check it
+        for key in ("a", "b"):
+            yield dg.DynamicOutput([{"value": key}], mapping_key=key)
+
+    @dg.job(resource_defs={"topics": EventSQLIOManager(eventsql=bench.eventsql)})
+    def job() -> None:
+        op()
+
+    assert job.execute_in_process(instance=bench.instance).success
+    bench.platform.transfer.run_once()
+    assert [event.value for event in bench.platform.reader.read("sums")] == [b"a", b"b"]
+
+
 # Once
 
 

@@ -21,8 +21,8 @@ from eventsql_orchestration.dagster import (
     topic_observations,
 )
 from eventsql_orchestration.dagster.lineage import Origin, input_metadata
-from eventsql_orchestration.dagster.provenance import Tracer
-from eventsql_orchestration.dagster.runs import StoredRuns
+from eventsql_orchestration.dagster.provenance import COPIES, Tracer
+from eventsql_orchestration.dagster.runs import RunInput, StoredRuns
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
@@ -124,6 +124,91 @@ def test_a_range_of_partitions_is_named_by_its_ends(bench: Workbench) -> None:
         "dagster_asset_key": "daily",
         "dagster_partition": "a...c",
     }
+
+
+def test_each_op_of_a_run_publishes_for_itself_and_each_key_that_it_is_mapped_to(bench: Workbench) -> None:
+    def publishing(name: str) -> dg.OpDefinition:
+        @dg.op(name=name)
+        def op(context, key: str) -> str:  # type: ignore[no-untyped-def]  # Dagster's own default
+            publish_events(context, [{"value": f"{name} {key}"}], eventsql=bench.eventsql, topic="sums")
+            return key
+
+        return op
+
+    @dg.op(out=dg.DynamicOut(str))
+    def keys():  # type: ignore[no-untyped-def]  # Dagster would check it
+        for key in ("a", "b"):
+            yield dg.DynamicOutput(key, mapping_key=key)
+
+    first, second = publishing("first"), publishing("second")
+
+    @dg.job
+    def job() -> None:
+        keys().map(lambda key: second(first(key)))
+
+    assert job.execute_in_process(instance=bench.instance).success
+    bench.platform.transfer.run_once()
+    values = sorted(event.value for event in bench.platform.reader.read("sums"))
+    assert values == [b"first a", b"first b", b"second a", b"second b"]
+
+
+def test_each_op_of_a_graph_asset_publishes_for_itself(bench: Workbench) -> None:
+    @dg.op
+    def first(context) -> int:  # type: ignore[no-untyped-def]  # Dagster's own default
+        publish_events(context, [{"value": "first"}], eventsql=bench.eventsql, topic="sums")
+        return 1
+
+    @dg.op
+    def second(context, before: int) -> int:  # type: ignore[no-untyped-def]  # Dagster's own default
+        publish_events(context, [{"value": "second"}], eventsql=bench.eventsql, topic="sums")
+        return before
+
+    @dg.graph_asset
+    def both():  # type: ignore[no-untyped-def]  # Dagster would check it
+        return second(first())
+
+    assert dg.materialize([both], instance=bench.instance).success
+    assert [event.value for event in bench.platform.reader.read("sums")] == [b"first", b"second"]
+
+
+@pytest.mark.parametrize("offset", ["1", "9" * 5_000])
+def test_an_event_that_says_it_is_a_copy_of_itself_or_of_nothing_is_followed_once(
+    bench: Workbench, offset: str
+) -> None:
+    metadata = {"dlt_topic": "sums", "dlt_offset": offset}
+    bench.platform.publisher.publish(Publication("sums", b"", metadata=metadata))
+    bench.platform.transfer.run_once()
+    origin = Tracer(bench.platform).trace("sums", 1)
+    notes = ("says that it is a copy of event 1 of topic sums, which is followed above",) if offset == "1" else ()
+    assert (origin.original, origin.notes) == (None, notes)
+
+
+def test_copies_of_copies_are_not_followed_for_ever(bench: Workbench) -> None:
+    bench.platform.publisher.publish_all(
+        Publication("sums", b"", metadata={"dlt_topic": "sums", "dlt_offset": str(number - 1)})
+        for number in range(1, 1_001)
+    )
+    bench.platform.transfer.run_once()
+    origin, copies = Tracer(bench.platform).trace("sums", 1_000), 0
+    while origin.original is not None:
+        origin, copies = origin.original, copies + 1
+    assert copies == COPIES
+    assert origin.notes[0].endswith("which is not followed any further")
+
+
+@pytest.mark.parametrize(
+    "said", [{"partition": "x"}, {"partition": [1]}, {"partition": None}, {"after": True}, {"upto": "5"}]
+)
+def test_ranges_in_metadata_of_somebody_else_are_passed_over(bench: Workbench, said: dict[str, Any]) -> None:
+    @dg.asset
+    def other() -> Any:
+        ranges = [{"after": 0, "upto": 5, **said}, {"after": 5, "upto": 6, "claim": {}}]
+        return dg.MaterializeResult(metadata={"topic": "sums", "ranges": dg.MetadataValue.json(ranges)})
+
+    run_id = dg.materialize([other], instance=bench.instance).run_id
+    facts = StoredRuns(bench.instance).run(run_id)
+    assert facts is not None
+    assert facts.inputs == (RunInput("sums", -1, 5, 6),)
 
 
 def test_publishers_are_told_apart_by_asset_output_partition_topic_and_first_run() -> None:

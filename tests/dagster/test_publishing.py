@@ -54,7 +54,7 @@ def count(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> dict[str, Any]:
     """How many events each partition of a range has, as events."""
-    events = eventsql.read_range(spark.spark_session, claim.remaining, columns="partition int")
+    events = eventsql.read_range(spark.spark_session, claim, columns="partition int")
     frame = (
         events.groupBy("partition").count().selectExpr("cast(partition as string) key", "cast(count as string) value")
     )

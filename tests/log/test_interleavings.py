@@ -231,6 +231,7 @@ def log(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     monkeypatch.setattr(publisher, "STRAIGHT_LEAST", 1)
     monkeypatch.setattr(publisher, "LOCK_TIMEOUT", 600.0)
     monkeypatch.setattr(writer, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(writer, "OBSERVE_SECONDS", -1.0)
     monkeypatch.setattr(registry, "CACHE_SECONDS", 1e6)
     with ExitStack() as stack:
         yield Log(dsn, stack)
@@ -243,9 +244,9 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     def change(statement: str, text: str) -> None:
         compose = Queries.__call__
 
-        def changed(self: Queries, name: str, **identifiers: Any) -> sql.Composed:
+        def changed(self: Queries, name: str, **identifiers: Any) -> sql.SQL:
             if name == statement:
-                return sql.SQL(text).format()
+                return sql.SQL(sql.SQL(text).format().as_string())
             return compose(self, name, **identifiers)
 
         monkeypatch.setattr(Queries, "__call__", changed)

@@ -149,7 +149,7 @@ class Watch:
     def explain(
         self, cursor: Explaining, query: Any, parameters: Any, prepare: bool | None, binary: bool | None
     ) -> None:
-        name = self.names.get(query.as_string()) if self.on and isinstance(query, sql.Composed) else None
+        name = self.names.get(query.as_string()) if self.on and isinstance(query, sql.SQL) else None
         # A COPY has no plan.
         if name is None or query.as_string().startswith("COPY"):
             return
@@ -163,7 +163,7 @@ class Watch:
                 with connection.transaction(force_rollback=True):
                     self._explain_generic(own, query, parameters, name)
 
-    def _explain_generic(self, own: psycopg.Cursor[Any], query: sql.Composed, parameters: Any, name: str) -> None:
+    def _explain_generic(self, own: psycopg.Cursor[Any], query: sql.SQL, parameters: Any, name: str) -> None:
         names: list[str] = []
 
         def numbered(match: re.Match[str]) -> str:
@@ -218,7 +218,7 @@ def watch() -> Iterator[Watch]:
     Cursor.watch = watch
     compose = Queries.__call__
 
-    def named(self: Queries, name: str, **identifiers: Any) -> sql.Composed:
+    def named(self: Queries, name: str, **identifiers: Any) -> sql.SQL:
         composed = compose(self, name, **identifiers)
         watch.names[composed.as_string()] = name
         return composed

@@ -19,6 +19,7 @@ from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, TopicNotFoundError
+from eventsql_orchestration.log import writer
 from eventsql_orchestration.log.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -447,6 +448,12 @@ def test_the_loop_is_woken(platform: EventSQL, transfers: Callable[..., Transfer
 
 
 # The low-water mark
+
+
+@pytest.fixture(autouse=True)
+def observing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look observes the transactions that may have written, however soon after the last."""
+    monkeypatch.setattr(writer, "OBSERVE_SECONDS", -1.0)
 
 
 def marks(transfer: Transfer) -> dict[str, int]:

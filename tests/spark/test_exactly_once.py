@@ -150,14 +150,13 @@ def write(spark: SparkSession, dsn: str) -> None:
 @pytest.mark.parametrize(
     ("stop", "kill", "published"),
     [
-        (at_record, Driver.kill, 0),
-        (at_copy, Driver.kill, 0),
+        # The last moment at which nothing is committed. Earlier ones: where servers go away, below.
         (at_delete, Driver.kill, 0),
         # Its Python lives on, and may come to the end of the commit.
         (at_delete, Driver.kill_without_workers, None),
         (after_commit, Driver.kill, EVENTS),
     ],
-    ids=["at-record", "at-copy", "at-delete", "at-delete-workers-live-on", "after-commit"],
+    ids=["at-delete", "at-delete-workers-live-on", "after-commit"],
 )
 def test_a_batch_whose_driver_is_killed_in_the_commit_is_published_once_by_the_next(
     *,

@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration import EventSQL, OffsetRange, Topic
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import DataLossError, EventSQLError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark.reader import BatchReader, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
@@ -145,7 +145,7 @@ def test_events_that_retention_drops_before_a_task_reads_are_missed(
     strict, lenient = (reader_of(dsn, subscribe=orders, failOnDataLoss=fail) for fail in (True, False))
     planned = strict.partitions()
     drop_the_first_events(platform, publish, orders)
-    with pytest.raises(EventSQLError, match=r"events from offset 1 on of topic 'orders' were dropped after the read"):
+    with pytest.raises(DataLossError, match=r"events from offset 1 on of topic 'orders' were dropped after the read"):
         list(strict.read(planned[0]))
     with caplog.at_level(logging.WARNING):
         assert [batch.num_rows for batch in lenient.read(planned[0])] == []
@@ -156,7 +156,7 @@ def test_offsets_that_retention_has_dropped_are_missed(
     platform: EventSQL, publish: Publish, dsn: str, orders: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = drop_the_first_events(platform, publish, orders)
-    with pytest.raises(EventSQLError, match=rf"offsets 5 to {first - 1} of topic 'orders' are not in the log any more"):
+    with pytest.raises(DataLossError, match=rf"offsets 5 to {first - 1} of topic 'orders' are not in the log any more"):
         reader_of(dsn, subscribe=orders, startingOffsets=5).partitions()
     with caplog.at_level(logging.WARNING):
         assert len(offsets_read(reader_of(dsn, subscribe=orders, startingOffsets=5, failOnDataLoss=False))) == 20
@@ -180,11 +180,32 @@ def test_retention_does_not_take_what_a_task_is_reading(
 # SQL
 
 
-def test_a_topic_is_a_view_in_sql(spark: SparkSession, dsn: str, orders: str) -> None:
-    spark.sql(
-        f"CREATE TEMPORARY VIEW recent USING eventsql OPTIONS (dsn '{dsn}', subscribe 'orders', startingOffsets '991')"
+def test_a_topic_is_a_view_in_sql_that_keeps_the_snapshot_of_its_first_query(
+    spark: SparkSession, publish: Publish, dsn: str, orders: str
+) -> None:
+    create = (
+        "CREATE OR REPLACE TEMPORARY VIEW recent USING eventsql "
+        f"OPTIONS (dsn '{dsn}', subscribe 'orders', startingOffsets '991')"
     )
+    counted = "SELECT count(*), min(offset) FROM recent WHERE topic = 'orders'"
+    spark.sql(create)
     try:
-        assert spark.sql("SELECT count(*), min(offset) FROM recent WHERE topic = 'orders'").collect() == [(10, 991)]
+        assert spark.sql(counted).collect() == [(10, 991)]
+        publish(5, first=1_000)
+        assert spark.sql(counted).collect() == [(10, 991)]
+        spark.sql(create)
+        assert spark.sql(counted).collect() == [(15, 991)]
     finally:
         spark.catalog.dropTempView("recent")
+
+
+def test_a_view_may_name_its_columns(spark: SparkSession, platform: EventSQL, dsn: str, orders: str) -> None:
+    spark.sql(
+        "CREATE TEMPORARY VIEW keys (key STRING, offset BIGINT) USING eventsql "
+        f"OPTIONS (dsn '{dsn}', subscribe 'orders', endingOffsets '11')"
+    )
+    try:
+        found = spark.sql("SELECT * FROM keys ORDER BY offset").collect()
+    finally:
+        spark.catalog.dropTempView("keys")
+    assert found == [(event.key, event.id) for event in platform.reader.read(orders, limit=10)]

@@ -19,6 +19,7 @@ from eventsql_orchestration import Consumer, EventSQL, OffsetRange, Topic
 from eventsql_orchestration.errors import (
     ConfigurationError,
     ConsumerNotFoundError,
+    DataLossError,
     EventSQLError,
     PartitionLeasedError,
     ValidationError,
@@ -351,7 +352,7 @@ def test_a_stream_that_retention_overtook_fails_or_goes_on_as_it_is_told(
     assert overtaken > 1_000
     start, end = {orders: {"0": 400}}, {orders: {"0": overtaken + 20}}
     lost = rf"offsets 400 to {overtaken - 1} of topic 'orders' are not in the log any more"
-    with streaming(dsn, orders) as reader, pytest.raises(EventSQLError, match=lost):
+    with streaming(dsn, orders) as reader, pytest.raises(DataLossError, match=lost):
         reader.partitions(start, end)
     with streaming(dsn, orders, failOnDataLoss=False) as reader, caplog.at_level(logging.WARNING):
         (found,) = ranges_of(reader.partitions(start, end))
@@ -395,7 +396,7 @@ def test_a_failure_of_a_running_stream_is_one_of_this_package(
     with pytest.raises(StreamingQueryException) as failure:
         drain(frame, checkpoint, tmp_path / "sink")
     error = eventsql_error(failure.value)
-    assert error is not None
+    assert isinstance(error, DataLossError)
     assert "offsets 5 to" in error.message
     frame = stream_of(spark, dsn, orders, startingOffsets=5, failOnDataLoss=False)
     drain(frame, checkpoint, tmp_path / "sink")

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,24 +18,13 @@ import dagster as dg
 import psutil
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
 
 from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.system.conftest import plotted, screenshot, see, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SCREENSHOTS = os.environ.get("EVENTSQL_SCREENSHOTS")
-"""A directory for the screenshots, `docs/images` for those of the documents; a temporary one by default."""
-
-# fmt: off
-HEADLESS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--window-size=1600,1000", "--hide-scrollbars",
-)
-# fmt: on
 
 
 @dataclass
@@ -46,13 +34,6 @@ class Dev:
     process: subprocess.Popen[str]
     home: Path
     url: str
-
-
-def wait_for(condition: Callable[[], object], what: str, *, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:.0f} s"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -80,35 +61,6 @@ def dev() -> Iterator[Dev]:
         process.kill()
         EmbeddedPostgres(home / "postgres").destroy()
         shutil.rmtree(root, ignore_errors=True)
-
-
-@pytest.fixture
-def browser() -> Iterator[webdriver.Chrome]:
-    binary = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if binary is None and not os.environ.get("CI"):
-        pytest.skip("no Chromium is installed here: `make browser` installs it where it can")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary or BROWSERS[0]
-    for argument in HEADLESS:
-        options.add_argument(argument)
-    driver = shutil.which("chromedriver")
-    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver) if driver else None)
-    try:
-        yield chrome
-    finally:
-        chrome.quit()
-
-
-def see(browser: webdriver.Chrome, condition: Callable[[webdriver.Chrome], object], what: str) -> None:
-    """Wait until a person sees it."""
-    WebDriverWait(browser, 120, ignored_exceptions=[WebDriverException]).until(condition, what)
-
-
-def screenshot(browser: webdriver.Chrome, name: str, directory: Path) -> None:
-    target = Path(SCREENSHOTS) if SCREENSHOTS else directory
-    target.mkdir(parents=True, exist_ok=True)
-    browser.save_screenshot(str(target / f"{name}.png"))
-    assert (target / f"{name}.png").stat().st_size > 10_000
 
 
 @pytest.mark.timeout(600)
@@ -143,34 +95,6 @@ def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_pat
     # The simulation's events wait until the transfer's first run and the sensors' first ticks have come by.
     wait_for(lambda: len(lags(dev)) >= 3 and max(lags(dev)) > 0, "three observations of a lag", timeout=240)
     browser.get(f"{dev.url}/assets/order_status?view=overview")
-
-    def plotted(driver: webdriver.Chrome) -> bool:
-        plots = driver.find_elements(By.XPATH, "//button[normalize-space(.)='Plots']")
-        if not plots:
-            return False
-        plots[0].click()
-        try:
-            title = WebDriverWait(driver, 15).until(
-                lambda page: page.find_element(By.XPATH, "//*[normalize-space(text())='lag events']")
-            )
-        except TimeoutException:
-            driver.refresh()
-            return False
-        driver.execute_script("arguments[0].scrollIntoView({block: 'start'})", title)
-        # The plot beside its title, and whether anything was drawn on it.
-        return bool(
-            driver.execute_script(
-                """
-                const charts = [...document.querySelectorAll('canvas')].filter(canvas =>
-                    arguments[0].compareDocumentPosition(canvas) & Node.DOCUMENT_POSITION_FOLLOWING);
-                if (!charts.length || !charts[0].width) return false;
-                const {width, height} = charts[0];
-                return charts[0].getContext('2d').getImageData(0, 0, width, height).data.some(value => value > 0);
-                """,
-                title,
-            )
-        )
-
     see(browser, plotted, "the plot of lag events")
     screenshot(browser, "consumer-lag", tmp_path)
 

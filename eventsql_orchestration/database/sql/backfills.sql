@@ -33,12 +33,13 @@ FROM {schema}.consumer c
 CROSS JOIN unnest(%(names)s::text[], %(afters)s::bigint[]) AS w (name, after)
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = ANY (%(partitions)s);
 
--- keep_side_consumer -- The side consumer of a backfill that is done, at its end, in the form of one of its windows.
+-- keep_side_consumer -- The side consumer of a backfill that is done, at its end, in the form of its windows.
 INSERT INTO {schema}.consumer
     (eql_topic, eql_name, eql_partition, eql_last_event_id, eql_consumed_events, eql_max_attempts, eql_filter)
-SELECT eql_topic, %(into)s, eql_partition, %(upto)s, 0, eql_max_attempts, eql_filter
+SELECT DISTINCT ON (eql_partition) eql_topic, %(into)s, eql_partition, %(upto)s, 0, eql_max_attempts, eql_filter
 FROM {schema}.consumer
-WHERE eql_topic = %(topic)s AND eql_name = %(window)s
+WHERE eql_topic = %(topic)s AND eql_name = ANY (%(names)s)
+ORDER BY eql_partition, eql_name
 ON CONFLICT DO NOTHING;
 
 -- delete_windows -- The side consumers of these names.

@@ -1,0 +1,90 @@
+"""What the tests of the whole system share: a browser, and waiting until a person would see something in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+from selenium.common.exceptions import TimeoutException, WebDriverException
+from selenium.webdriver.support.wait import WebDriverWait
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SCREENSHOTS = os.environ.get("EVENTSQL_SCREENSHOTS")
+"""A directory for the screenshots, `docs/images` for those of the documents; a temporary one by default."""
+
+# fmt: off
+HEADLESS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--window-size=1600,1000", "--hide-scrollbars",
+)
+# fmt: on
+
+
+def wait_for(condition: Callable[[], object], what: str, *, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:.0f} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def browser() -> Iterator[webdriver.Chrome]:
+    binary = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if binary is None and not os.environ.get("CI"):
+        pytest.skip("no Chromium is installed here: `make browser` installs it where it can")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary or BROWSERS[0]
+    for argument in HEADLESS:
+        options.add_argument(argument)
+    driver = shutil.which("chromedriver")
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver) if driver else None)
+    try:
+        yield chrome
+    finally:
+        chrome.quit()
+
+
+def see(browser: webdriver.Chrome, condition: Callable[[webdriver.Chrome], object], what: str) -> None:
+    """Wait until a person sees it."""
+    WebDriverWait(browser, 120, ignored_exceptions=[WebDriverException]).until(condition, what)
+
+
+def screenshot(browser: webdriver.Chrome, name: str, directory: Path) -> None:
+    target = Path(SCREENSHOTS) if SCREENSHOTS else directory
+    target.mkdir(parents=True, exist_ok=True)
+    browser.save_screenshot(str(target / f"{name}.png"))
+    assert (target / f"{name}.png").stat().st_size > 10_000
+
+
+def plotted(driver: webdriver.Chrome) -> bool:
+    """Whether the page of an asset shows its plot of `lag events`, with something drawn on it."""
+    plots = driver.find_elements("xpath", "//button[normalize-space(.)='Plots']")
+    if not plots:
+        return False
+    plots[0].click()
+    try:
+        title = WebDriverWait(driver, 15).until(
+            lambda page: page.find_element("xpath", "//*[normalize-space(text())='lag events']")
+        )
+    except TimeoutException:
+        driver.refresh()
+        return False
+    driver.execute_script("arguments[0].scrollIntoView({block: 'start'})", title)
+    # The plot beside its title, and whether anything was drawn on it.
+    return bool(
+        driver.execute_script(
+            """
+            const charts = [...document.querySelectorAll('canvas')].filter(canvas =>
+                arguments[0].compareDocumentPosition(canvas) & Node.DOCUMENT_POSITION_FOLLOWING);
+            if (!charts.length || !charts[0].width) return false;
+            const {width, height} = charts[0];
+            return charts[0].getContext('2d').getImageData(0, 0, width, height).data.some(value => value > 0);
+            """,
+            title,
+        )
+    )

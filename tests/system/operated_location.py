@@ -1,0 +1,84 @@
+"""A code location for the tests of what an operator sees: a consumer that gives an event up, one that is backfilled."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import dagster as dg
+
+from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.dagster import (
+    CheckAlert,
+    EventSQLResource,
+    build_alert_sensor,
+    build_backfill,
+    build_delivered_check,
+    build_lag_check,
+    build_lag_sensor,
+    consumer_asset,
+)
+from eventsql_orchestration.database import Connection
+
+ORDERS = Topic("ride_orders", 2)
+FARES = Topic("zone_fares")
+
+BROKEN = b"not a ride order"
+GATE = b"a slow one"
+MAX_LAG = 10
+
+GATE_FILE = "EVENTSQL_TEST_GATE"
+"""The environment variable that names a file; while it is not there, an event of value GATE takes its time."""
+
+ALERTS_FILE = "EVENTSQL_TEST_ALERTS"
+
+
+def refuse_broken(events: Sequence[Event]) -> None:
+    if any(event.value == BROKEN for event in events):
+        raise ValueError(BROKEN.decode())
+
+
+@consumer_asset(
+    topic=ORDERS,
+    consumer="order_status",
+    partitioned=True,
+    sensor="consumer",
+    max_wait=0.0,
+    drain_seconds=0.0,
+    max_attempts=1,
+    description="The newest status of each order.",
+)
+def order_status(events: Sequence[Event], connection: Connection) -> None:
+    refuse_broken(events)
+
+
+@consumer_asset(
+    topic=FARES, consumer="fare_totals", max_wait=0.0, max_attempts=1, description="What was paid, by zone and day."
+)
+def fare_totals(events: Sequence[Event], connection: Connection) -> None:
+    refuse_broken(events)
+    while any(event.value == GATE for event in events) and not Path(os.environ[GATE_FILE]).exists():
+        time.sleep(0.05)
+
+
+def notify(alert: CheckAlert) -> None:
+    with Path(os.environ[ALERTS_FILE]).open("a", encoding="utf-8") as alerts:
+        alerts.write(f"{alert}\n")
+
+
+CHECKS = [build_delivered_check(order_status), build_lag_check(order_status, max_events=MAX_LAG)]
+
+fare_totals_backfill = build_backfill(fare_totals)
+
+defs = dg.Definitions(
+    assets=[order_status.asset, fare_totals.asset, fare_totals_backfill.asset],
+    asset_checks=[check.definition for check in CHECKS],
+    jobs=[order_status.job, fare_totals.job, *fare_totals_backfill.jobs],
+    sensors=[
+        *order_status.sensors,
+        *fare_totals.sensors,
+        build_lag_sensor([order_status, fare_totals], checks=CHECKS, interval_seconds=1),
+        build_alert_sensor(CHECKS, notify, interval_seconds=1),
+    ],
+    resources={"eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"))},
+)

@@ -1,0 +1,206 @@
+"""What an operator sees in the Dagster UI, with a daemon: red checks, lag, alerts, a backfill's progress."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+
+from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.dagster import write_instance
+from eventsql_orchestration.dagster.development import LocalDagster, free_port, only_one
+from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, instance_directory
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.model import Topic
+from tests.system import operated_location as location
+from tests.system.conftest import plotted, screenshot, see, wait_for
+
+BACKFILL = "may"
+WINDOW = 10
+BROKEN_WINDOW, SLOW_WINDOWS, WINDOWS = 2, (3, 4), 6
+"""Of the backfill's windows one fails and two take their time, so that each state of a partition is to be seen."""
+
+
+@dataclass
+class System:
+    """A running Dagster on the location, and the platform under it."""
+
+    dagster: LocalDagster
+    platform: EventSQL
+    alerts: Path
+    gate: Path
+    backfill: subprocess.Popen[str]
+
+    def lags(self) -> list[int]:
+        """The lags of consumer order_status that its sensor observed, in events, the newest first."""
+        with self.dagster.instance() as instance:
+            observed = instance.fetch_observations(location.order_status.key, limit=100).records
+        metadata = [record.asset_observation.metadata for record in observed if record.asset_observation]
+        return [int(str(entry["lag events"].value)) for entry in metadata if "lag events" in entry]
+
+    def was_behind(self, events: int) -> bool:
+        return events in self.lags()
+
+    def alerted(self, text: str) -> bool:
+        return self.alerts.exists() and text in self.alerts.read_text(encoding="utf-8")
+
+    def windows(self) -> dict[str, str]:
+        """The status of the run of each window that was launched, by its partition key."""
+        with self.dagster.instance() as instance:
+            runs = instance.get_runs(dg.RunsFilter(tags={"eventsql/backfill": BACKFILL}))
+        return {run.tags["dagster/partition"]: run.status.value for run in runs}
+
+
+def publish(platform: EventSQL, topic: str, values: Iterable[bytes]) -> None:
+    platform.publisher.publish_all(Publication(topic, value) for value in values)
+    platform.transfer.run_once()
+
+
+@contextlib.contextmanager
+def transferring(platform: EventSQL) -> Iterator[None]:
+    """The transfer at work, which takes the location's dead letters to their topic too."""
+    stop = threading.Event()
+    thread = threading.Thread(target=platform.transfer.run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def backfilling(dagster: LocalDagster, dsn: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """`eventsql backfill` at work, with two runs at a time."""
+    command = [
+        str(Path(sys.executable).with_name("eventsql")), "backfill", "zone_fares", "fare_totals", "--from", "earliest",
+        "--window-events", str(WINDOW), "--parallel", "2", "--id", BACKFILL, "--execute", "--dagster-url", dagster.url,
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command,
+        cwd=directory,
+        env={**os.environ, "EVENTSQL_DSN": dsn},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def system(server: EmbeddedPostgres) -> Iterator[System]:
+    root = Path(tempfile.mkdtemp(prefix="eventsql-operating-"))
+    dsn = server.create_database("operating")
+    alerts, gate = root / "alerts", root / "gate"
+    values = {BROKEN_WINDOW: location.BROKEN, **dict.fromkeys(SLOW_WINDOWS, location.GATE)}
+    history = [[values.get(window, b"paid"), *[b"paid"] * (WINDOW - 1)] for window in range(1, WINDOWS + 1)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        only_one(instance_directory(root)),
+        EventSQL(dsn, transfer=False) as platform,
+    ):
+        patch.setenv(STORAGE_VARIABLE, "of another instance")
+        platform.database.ensure_schema()
+        location.order_status.register(platform)
+        platform.registry.register_topic(Topic(location.ORDERS.dead_letter_topic))
+        publish(platform, "ride_orders", [b"accepted", location.BROKEN, b"delivered"])
+        platform.registry.register_topic(location.FARES)
+        publish(platform, "zone_fares", itertools.chain(*history))
+        # What came before is what the backfill is for.
+        platform.registry.register_consumer(location.fare_totals.consumer, max_attempts=1, start="latest")
+        dagster = LocalDagster(
+            Path(location.__file__),
+            instance_home=write_instance(root, dsn),
+            port=free_port(0),
+            environment={"EVENTSQL_DSN": dsn, location.GATE_FILE: str(gate), location.ALERTS_FILE: str(alerts)},
+        )
+        with transferring(platform), dagster:
+            dagster.start()
+            with backfilling(dagster, dsn, root) as backfill:
+                yield System(dagster, platform, alerts, gate, backfill)
+            gate.touch()
+    server.drop_database("operating")
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def shown(driver: webdriver.Chrome) -> str:
+    return driver.find_element(By.TAG_NAME, "body").text
+
+
+@pytest.mark.timeout(300)
+def test_an_event_that_was_given_up_turns_the_check_delivered_red(
+    system: System, browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    wait_for(lambda: system.alerted("check delivered of order_status is red"), "an alert", timeout=120)
+    browser.get(f"{system.dagster.url}/assets/order_status?view=checks&checkDetail=delivered")
+
+    def red(driver: webdriver.Chrome) -> bool:
+        text = shown(driver)
+        return "Failed" in text and "eventsql dlt redrive ride_orders --consumer order_status" in text
+
+    see(browser, red, "the failed check with what to do next")
+    screenshot(browser, "delivered-check", tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_consumer_that_falls_behind_is_plotted_turns_red_and_green_again(
+    system: System, browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    system.platform.registry.pause("ride_orders", "order_status")
+    for behind in (8, 24, 40):
+        already = sum(lag.events for lag in system.platform.lag("ride_orders"))
+        publish(system.platform, "ride_orders", [b"accepted"] * (behind - already))
+        wait_for(functools.partial(system.was_behind, behind), f"the sight of {behind} events", timeout=120)
+    wait_for(lambda: system.alerted("check lag of order_status is red"), "an alert", timeout=120)
+    browser.get(f"{system.dagster.url}/assets/order_status?view=checks&checkDetail=lag")
+    see(browser, lambda driver: "it is paused" in shown(driver) and "Failed" in shown(driver), "the check lag, red")
+    screenshot(browser, "lag-check", tmp_path)
+    browser.get(f"{system.dagster.url}/assets/order_status?view=overview")
+    see(browser, plotted, "the plot of lag events")
+    screenshot(browser, "lag-plot", tmp_path)
+
+    system.platform.registry.resume("ride_orders", "order_status")
+    wait_for(lambda: system.alerted("check lag of order_status is green again"), "the end of the alert", timeout=120)
+    assert system.lags()[0] <= location.MAX_LAG
+    assert not system.alerted("check delivered of order_status is green again")
+
+
+@pytest.mark.timeout(300)
+def test_a_backfills_progress_is_that_of_its_partitions(
+    system: System, browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    def half_way() -> bool:
+        assert system.backfill.poll() is None, system.backfill.communicate()
+        return sorted(system.windows().values()) == ["FAILURE", "STARTED", "STARTED", "SUCCESS"]
+
+    def states(driver: webdriver.Chrome) -> bool:
+        text = shown(driver)
+        counted = ("Materialized (1)", "Failed (1)", "Materializing (2)", "Missing (2)")
+        return all(state in text for state in counted) and f"{BACKFILL}:50-60" in text
+
+    wait_for(half_way, "the middle of the backfill", timeout=120)
+    browser.get(f"{system.dagster.url}/assets/fare_totals_backfill?view=partitions")
+    see(browser, states, "the state of every window")
+    screenshot(browser, "backfill-progress", tmp_path)
+
+    system.gate.touch()
+    output, _ = system.backfill.communicate(timeout=120)
+    assert system.backfill.returncode == 1, output
+    assert sorted(system.windows().values()) == ["FAILURE", *["SUCCESS"] * (WINDOWS - 1)]
