@@ -31,6 +31,10 @@ TOPIC_INTERVAL: Final = 60.0
 GREEN_INTERVAL: Final = 3_600.0
 """Seconds between evaluations of a green check that say nothing new."""
 
+RENEWAL_INTERVAL: Final = 60.0
+"""The same after the asset was materialized: Dagster's UI shows an evaluation only until then. A red check is reported
+again at once."""
+
 OWN_EVENT: Final = MappingProxyType({HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL})
 """The tags of observations and materializations by which housekeeping knows them again."""
 
@@ -51,8 +55,9 @@ def build_lag_sensor(
     Each observation has the numbers `lag events` and `lag seconds`, for the whole and for every partition, and the
     cause in words. A consumer that is not behind, and was not, is observed every 5 minutes. A check is evaluated at
     every tick, and reported when it says something new; otherwise every 5 minutes while it is red, every hour while it
-    is green. What has come to `topics`, those that no asset publishes to, is reported once a minute, as
-    materializations, by which Dagster judges their freshness. No run is started for any of it.
+    is green, and sooner after the asset was materialized. What has come to `topics`, those that no asset publishes to,
+    is reported once a minute, as materializations, by which Dagster judges their freshness. No run is started for any
+    of it.
 
     Raises `ValidationError` for a check of a consumer that is not among `consumers`.
     """
@@ -74,10 +79,21 @@ def build_lag_sensor(
             return observe_lag(
                 platform, watched,
                 checks=judged, topics=external, cursor=context.cursor, now=time.time(),
-                stopped=stopped_sensors(context.instance),
+                stopped=stopped_sensors(context.instance), materialized=materialized_at(context.instance, watched),
             )  # fmt: skip
 
     return observe
+
+
+def materialized_at(
+    instance: dg.DagsterInstance, consumers: Sequence[ConsumerDefinition]
+) -> Mapping[dg.AssetKey, float]:
+    """When each consumer's asset was materialized last, in seconds since the epoch, where it ever was."""
+    latest = {
+        record.asset_entry.asset_key: record.asset_entry.last_materialization
+        for record in instance.get_asset_records([consumer.key for consumer in consumers])
+    }
+    return {key: entry.timestamp for key, entry in latest.items() if entry is not None}
 
 
 def stopped_sensors(instance: dg.DagsterInstance) -> frozenset[str]:
@@ -125,10 +141,11 @@ def observe_lag(
     cursor: str | None,
     now: float,
     stopped: Collection[str] = (),
+    materialized: Mapping[dg.AssetKey, float] = MappingProxyType({}),
 ) -> dg.SensorResult:
     """One tick: the observations and evaluations that are due. `now` is in seconds since the epoch.
 
-    `stopped` are the names of sensors that were switched off.
+    `stopped` are the names of sensors that were switched off, `materialized` is as `materialized_at` gives it.
     """
     before, after = _Cursor.parse(cursor), _Cursor()
     try:
@@ -146,7 +163,7 @@ def observe_lag(
     ]
     for check in checks:
         look = Look(platform, lags.get(check.consumer.key, AssetLag(())), now)
-        events += _evaluations(check, look, before, after)
+        events += _evaluations(check, look, materialized.get(check.consumer.key, 0.0), before, after)
     missing = [
         f"consumer {consumer.consumer.name!r} of topic {consumer.topic.name!r} is not registered"
         for consumer in consumers
@@ -217,13 +234,16 @@ def _arrivals(
 
 
 def _evaluations(
-    check: ConsumerCheck, look: Look, before: _Cursor, after: _Cursor
+    check: ConsumerCheck, look: Look, materialized: float, before: _Cursor, after: _Cursor
 ) -> Iterable[dg.AssetCheckEvaluation]:
     name = check.key.to_user_string()
     said = before.checks.get(name, {})
     verdict = check.judge(replace(look, memory=said.get("memory", {})))
-    pause = GREEN_INTERVAL if verdict.passed else IDLE_INTERVAL
     at = said.get("at", 0.0)
+    if materialized >= at:
+        pause = RENEWAL_INTERVAL if verdict.passed else 0.0
+    else:
+        pause = GREEN_INTERVAL if verdict.passed else IDLE_INTERVAL
     if said.get("face") != verdict.face or look.now - at >= pause:
         at = look.now
         yield check.evaluation(verdict)

@@ -1,28 +1,24 @@
-"""A code location whose ticks and runs may stop at each of their steps."""
+"""A code location whose ticks and runs may stop at each of their steps.
+
+It changes the package for the whole process that imports it, so no test may.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration import Event, Topic
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset, watch
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.dagster import EventSQLResource, watch
 from eventsql_orchestration.log.claims import Claim, Claims, NoClaim, Processed
-from tests.dagster.location import record
 from tests.dagster.stopping import (
-    AFTER_EFFECTS,
     AFTER_LAUNCH,
     AFTER_THE_CLAIM,
     AFTER_THE_OFFSET,
     AFTER_THE_PROBE,
-    IN_PROCESSING,
     stop_at,
 )
-
-LEASE = 2.0
+from tests.dagster.stopping_consumer import LEASE, steps
 
 watch.ADOPT_TIMEOUT = LEASE  # type: ignore[misc]  # a minute is too long for a test
 
@@ -51,14 +47,6 @@ def stopping_process(claims: Claims, *given: Any, **options: Any) -> Processed:
 
 for name, stopping in (("claim", stopping_claim), ("adopt", stopping_adopt), ("process", stopping_process)):
     setattr(Claims, name, stopping)
-
-
-@consumer_asset(topic=Topic("orders", 2), consumer="steps", max_wait=0.0, drain_seconds=0.0, lease=LEASE)
-def steps(events: Sequence[Event], connection: Connection) -> None:
-    """Effects in the database, in one batch."""
-    stop_at(IN_PROCESSING)
-    record(events, connection)
-    stop_at(AFTER_EFFECTS)
 
 
 defs = dg.Definitions(

@@ -19,7 +19,13 @@ from eventsql_orchestration.dagster import (
     build_lag_sensor,
     consumer_asset,
 )
-from eventsql_orchestration.dagster.lag_sensor import GREEN_INTERVAL, IDLE_INTERVAL, observe_lag
+from eventsql_orchestration.dagster.lag_sensor import (
+    GREEN_INTERVAL,
+    IDLE_INTERVAL,
+    RENEWAL_INTERVAL,
+    materialized_at,
+    observe_lag,
+)
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.dead_letters import LetterFilter
@@ -55,8 +61,11 @@ class Watch:
         self._checks = checks
         self._cursor: str | None = None
 
-    def at(self, now: float) -> list[dg.AssetCheckEvaluation]:
-        result = observe_lag(self._bench.platform, [eager], checks=self._checks, cursor=self._cursor, now=now)
+    def at(self, now: float, *, materialized: float | None = None) -> list[dg.AssetCheckEvaluation]:
+        result = observe_lag(
+            self._bench.platform, [eager], checks=self._checks, cursor=self._cursor, now=now,
+            materialized={} if materialized is None else {eager.key: materialized},
+        )  # fmt: skip
         self._cursor = result.cursor
         found = [event for event in result.asset_events if isinstance(event, dg.AssetCheckEvaluation)]
         for evaluation in found:
@@ -146,6 +155,27 @@ def test_a_check_is_reported_when_it_says_something_new_and_seldom_otherwise(ben
     bench.platform.registry.pause("rides", "eager")
     (other,) = watch.at(red + IDLE_INTERVAL + 15)
     assert "stopped: it is paused" in str(other.description), "another cause is news"
+
+
+def test_a_check_is_reported_again_after_the_asset_was_materialized_because_dagster_shows_it_no_longer(
+    bench: Workbench,
+) -> None:
+    watch = Watch(bench, build_lag_check(eager, max_events=0))
+    assert len(watch.at(1_000.0)) == 1
+    assert watch.at(1_000.0 + RENEWAL_INTERVAL - 1, materialized=1_010.0) == []
+    assert len(watch.at(1_000.0 + RENEWAL_INTERVAL, materialized=1_010.0)) == 1
+    assert watch.at(1_000.0 + 2 * RENEWAL_INTERVAL, materialized=1_010.0) == [], "it was reported since"
+    bench.publish("rides", 1)
+    assert len(watch.at(2_000.0)) == 1
+    assert [each.passed for each in watch.at(2_015.0, materialized=2_010.0)] == [False]
+    assert watch.at(2_030.0, materialized=2_010.0) == []
+
+
+def test_the_sensor_knows_when_an_asset_was_materialized_last(bench: Workbench) -> None:
+    assert materialized_at(bench.instance, [eager]) == {}
+    before = time.time()
+    bench.instance.report_runless_asset_event(dg.AssetMaterialization(eager.key))
+    assert before <= materialized_at(bench.instance, [eager])[eager.key] <= time.time()
 
 
 def test_the_checks_of_a_consumer_that_is_not_registered_are_red(bench: Workbench) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE
-from tests.dagster import location, stopping, stopping_location
+from tests.dagster import location, stopping, stopping_consumer
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.stopping import held, stopped
 
@@ -72,7 +72,7 @@ class Machine:
 
 @pytest.fixture
 def orders(bench: Workbench, home: Path) -> Iterator[Workbench]:
-    stopping_location.steps.register(bench.platform)
+    stopping_consumer.steps.register(bench.platform)
     with dg.DagsterInstance.from_config(str(home)) as instance:
         bench.instance = instance
         yield bench
@@ -104,7 +104,7 @@ def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothin
         assert orders.effects() == []
 
     with Machine(home):
-        await_(lambda: orders.offset(stopping_location.steps) == ids[-1], "the end of the log")
+        await_(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log")
     assert orders.effects() == ids
     # The run whose tick was stored was created and launched by the machines that came after.
     runs = consumer_runs(orders)
@@ -129,7 +129,7 @@ def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothin
                 holding.enter_context(held(orders.platform, following))
             released.close()
         ids += orders.publish("orders", 10)
-        await_(lambda: orders.offset(stopping_location.steps) == ids[-1], "the end of the log")
+        await_(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log")
         await_(lambda: len(consumer_runs(orders)) >= len(IN_RUNS) + 1, "the last run")
     assert orders.effects() == ids
     # Those that were killed with a claim of theirs are no phantoms that take up the queue.

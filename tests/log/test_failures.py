@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import psycopg
@@ -12,7 +14,7 @@ from psycopg.rows import dict_row
 
 from eventsql_orchestration import Consumer, ConsumerState, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ConsumptionError, DatabaseUnavailableError
+from eventsql_orchestration.errors import ClaimLostError, ConsumptionError, DatabaseUnavailableError
 from eventsql_orchestration.log.claims import Claim, NoClaim
 from eventsql_orchestration.log.consumption import MAX_BACKOFF
 from eventsql_orchestration.log.dead_letters import DeadLetterCause, DeadLetterFactory, dead_letter
@@ -207,6 +209,47 @@ def test_a_handler_may_set_up_the_connection_as_it_likes(platform: EventSQL, eff
     while consume(platform, handle):
         pass
     assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_handler_that_moves_the_offset_has_lost_its_partition_however_it_reads_rows(platform: EventSQL) -> None:
+    def handle(_events: Sequence[Event], connection: Connection) -> None:
+        connection.row_factory = dict_row  # type: ignore[assignment]  # as handlers do
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 7")
+
+    with pytest.raises(ClaimLostError):
+        consume(platform, handle)
+    assert state_of(platform).last_event_id == 0
+
+
+@pytest.fixture
+def _no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.parametrize("max_events", [1, 10])
+def test_what_failed_is_not_kept_with_its_events(platform: EventSQL, max_events: int) -> None:
+    class Kept(Exception):  # noqa: N818 - what a weak reference can be to
+        pass
+
+    failures: list[weakref.ref[Exception]] = []
+    kept: list[int] = []
+
+    def fail() -> Exception:
+        error = Kept("no such customer")
+        failures.append(weakref.ref(error))
+        return error
+
+    def handle(_events: Sequence[Event], _connection: Connection) -> None:
+        kept.append(sum(failure() is not None for failure in failures))
+        raise fail()
+
+    platform.consumers.consume_once("orders", "mailer", handle, max_events=max_events)
+    # Neither while the batch is handled again, nor afterwards.
+    assert kept == [0] * (1 if max_events == 1 else 2)
+    assert [failure() for failure in failures] == [None] * len(kept)
 
 
 def test_a_connection_that_is_lost_in_the_handler_is_not_the_events_failure(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,39 @@ def test_a_batch_that_is_too_large_goes_through_the_buffer_whole(
 
 
 # Order over both paths
+
+
+def test_an_iterator_that_is_false_is_read_to_its_end_all_the_same(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "STRAIGHT_MOST", MANY)
+
+    class Left:
+        """An iterator that is true while it knows of more, as some are, and knows of none."""
+
+        def __init__(self) -> None:
+            self._source = iter(batch("a", 3 * MANY))
+
+        def __iter__(self) -> Left:
+            return self
+
+        def __next__(self) -> Publication:
+            return next(self._source)
+
+        def __len__(self) -> int:
+            return 0
+
+    assert platform.publisher.publish_all(Left()) == 3 * MANY
+    platform.transfer.run_once()
+    assert len(values(platform)) == 3 * MANY
+
+
+def test_keys_and_metadata_count_for_what_is_too_large(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "STRAIGHT_BYTES", 100 * MANY)
+    for fields in ({"metadata": {"a": "x" * 100}}, {"metadata": {"x" * 101: ""}}, {"key": "x" * 101}):
+        platform.publisher.publish_all(order("", **fields) for _ in range(MANY))
+        assert sum(platform.buffered().values()) == MANY
+        platform.transfer.run_once()
 
 
 def test_what_was_buffered_before_comes_first(platform: EventSQL) -> None:
@@ -320,6 +353,51 @@ def test_a_connection_that_was_lost_while_idle_costs_a_reconnect(
         )
     platform.publisher.publish_all(batch("b"))
     assert names(platform) == ["a", "b"]
+
+
+def test_metadata_that_became_unstorable_publishes_nothing_and_costs_no_room(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    publications = [order("bad", metadata={"a": "b"}) for _ in range(2_000)]
+    publications[1_500].metadata["a"] = "\ud800"  # type: ignore[index]
+    with sessions() as session:
+        sequence = "pg_get_serial_sequence('eventsql.orders_event', 'eql_id')"
+        # In the second of the first segments; the append that fails makes one more, which goes with it.
+        session.execute(f"SELECT setval({sequence}, 9000000)")
+        session.commit()
+        with pytest.raises(UnicodeEncodeError):
+            platform.publisher.publish_all(publications)
+        assert (values(platform), platform.buffered()) == ([], {})
+        # The next one is made to reach the end of what there is now.
+        session.execute(f"SELECT setval({sequence}, 14999990)")
+        session.commit()
+    platform.publisher.publish_all(batch("next"))
+    assert (names(platform), platform.buffered()) == (["next"], {})
+
+
+def test_a_mapping_of_the_callers_is_not_read_while_the_topic_is_held(platform: EventSQL, sessions: Sessions) -> None:
+    session = sessions()
+    free: list[bool] = []
+
+    class Slow(Mapping[str, str]):
+        def __getitem__(self, name: str) -> str:
+            row = session.execute(
+                "SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE SKIP LOCKED"
+            )
+            free.append(row.fetchone() is not None)
+            session.rollback()
+            return name
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(("a",))
+
+        def __len__(self) -> int:
+            return 1
+
+    platform.publisher.publish_all(order("", metadata=Slow()) for _ in range(MANY))
+    assert platform.buffered() == {}
+    assert len(free) >= MANY
+    assert all(free)
 
 
 def test_an_interrupted_append_leaves_nothing(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
