@@ -578,7 +578,9 @@ TOPICS: Final = 200
 def buffered(server: EmbeddedPostgres, watch: Watch, request: pytest.FixtureRequest) -> Iterator[EventSQL]:
     """A buffer that one topic floods, with few events of another and one of a third, among many topics."""
     name = f"buffer_{request.param}".lower()
-    with EventSQL(server.create_database(name), transfer=False) as platform:
+    with EventSQL(server.create_database(name), transfer=False) as platform, pytest.MonkeyPatch.context() as patch:
+        # What is decided is known to the last batch, so that the pages read are those of the batch.
+        patch.setattr(writer, "OBSERVE_SECONDS", -1.0)
         for topic in (Topic("flood"), Topic("orders", 10), Topic("rare")):
             platform.registry.register_topic(topic)
         with platform.database.connection() as connection:
