@@ -10,7 +10,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
 VENV_OLDEST := .venv-oldest
 
-.PHONY: help setup demo browser test oldest bench faults lint format types contracts check clean
+.PHONY: help setup demo browser jdbc test oldest bench faults lint format types contracts check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -41,7 +41,16 @@ browser: ## Install Chromium for the tests of what a person sees, where apt-get 
 		fi; \
 	fi
 
-test: setup browser ## Run all tests
+jdbc: ## Install PostgreSQL's JDBC driver, with which `eventsql bench spark` compares, where apt-get can
+	@if [ ! -e /usr/share/java/postgresql.jar ]; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libpostgresql-jdbc-java; \
+		else \
+			echo "No JDBC driver here: the test of the comparison will say that it did not run."; \
+		fi; \
+	fi
+
+test: setup browser jdbc ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
 oldest: | uv ## Run Dagster's tests with the oldest versions that pyproject.toml allows (ARGS=tests: all tests)
