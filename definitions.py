@@ -15,20 +15,29 @@ from eventsql_orchestration.dagster import (
     build_backfill,
     build_delivered_check,
     build_lag_check,
+    share_runs,
 )
 from eventsql_orchestration.spark import spark_config
 from sensors import alert_sensor, consumer_sensors, housekeeping, lag_sensor, transfer
 
 TOPICS = [RIDE_ORDERS, fares.ZONE_FARES, utilisation.DRIVER_UTILISATION, churn.FILE_CHANGES, churn.DIRECTORY_CHURN]
 
+# These take less time to work than their runs, and a Spark session, take to start.
+zone_fares, driver_utilisation, directory_churn = share_runs(
+    "consume_with_spark", [fares.zone_fares, utilisation.driver_utilisation, churn.directory_churn]
+)
+zone_fares_table, driver_utilisation_table, directory_churn_table = share_runs(
+    "consume_sums", [fares.zone_fares_table, utilisation.driver_utilisation_table, churn.directory_churn_table]
+)
+
 CONSUMERS = [
     projections.order_status,
-    fares.zone_fares,
-    fares.zone_fares_table,
-    utilisation.driver_utilisation,
-    utilisation.driver_utilisation_table,
-    churn.directory_churn,
-    churn.directory_churn_table,
+    zone_fares,
+    zone_fares_table,
+    driver_utilisation,
+    driver_utilisation_table,
+    directory_churn,
+    directory_churn_table,
 ]
 
 SOURCES = [simulation.ride_orders, churn.file_changes]
@@ -66,7 +75,7 @@ defs = dg.Definitions(
             selection=dg.AssetSelection.checks(*CHECKS, *(check.key for check in CONSUMER_CHECKS)),
             executor_def=dg.in_process_executor,
         ),
-        *(consumer.job for consumer in CONSUMERS),
+        *{consumer.job.name: consumer.job for consumer in CONSUMERS}.values(),
         *(job for backfill in BACKFILLS for job in backfill.jobs),
     ],
     sensors=[

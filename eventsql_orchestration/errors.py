@@ -6,6 +6,8 @@ of a class is the message that it carries when none is given.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class EventSQLError(Exception):
     """Something went wrong in the events platform."""
@@ -106,6 +108,56 @@ class RedefinitionError(RegistryError):
 
 class PublisherClosedError(EventSQLError):
     """The publisher is closed and takes no more events: open another."""
+
+
+# Shards
+
+
+class ShardError(EventSQLError):
+    """The shards of a platform cannot do what was asked of them together."""
+
+
+class ShardSetError(ShardError, ConfigurationError):
+    """The databases that were named are not the shards of one set."""
+
+
+class WrongShardError(RegistryError, ShardError):
+    """An event of this key belongs to another shard; nothing was published. `shard` is that one's name."""
+
+    def __init__(self, message: str | None = None, *, shard: str) -> None:
+        super().__init__(message)
+        self.shard = shard
+
+
+class ShardPendingError(WrongShardError):
+    """The shard is being added and takes no events yet: finish it with `eventsql shard add … --execute`."""
+
+
+class ShardUnavailableError(DatabaseUnavailableError, ShardError):
+    """The shard that a key belongs to cannot be reached; nothing was published. `shard` is its name."""
+
+    def __init__(self, message: str | None = None, *, shard: str) -> None:
+        super().__init__(message)
+        self.shard = shard
+
+
+class ShardsDifferError(ShardError):
+    """A topic or consumer is not the same on all shards."""
+
+
+class PartlyPublishedError(ShardError):
+    """Some shards have committed their events of a batch, others have not.
+
+    `committed` has the number of events by shard, `failed` the error by shard. The batch's events of the shards in
+    `failed` are not published, unless the error says that it is not known.
+    """
+
+    def __init__(self, committed: Mapping[str, int], failed: Mapping[str, Exception]) -> None:
+        done = ", ".join(f"{count} events on {name!r}" for name, count in committed.items())
+        faults = "; ".join(f"shard {name!r}: {error}" for name, error in failed.items())
+        super().__init__(f"published {done}, and nothing on the other shards: publish their events again ({faults})")
+        self.committed = dict(committed)
+        self.failed = dict(failed)
 
 
 # Consuming

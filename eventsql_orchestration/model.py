@@ -22,6 +22,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.rules import MAX_VALUE_BYTES, check_name, check_text, check_whole
+from eventsql_orchestration.sharding import ShardSet
 
 NOT_PARTITIONED: Final = -1
 """The number of partitions of a topic, and the partition of a consumer or an event, that is not partitioned."""
@@ -141,13 +142,16 @@ class Topic:
     `partitions` is -1 for a topic that is not partitioned, else 1 to 32,767.
 
     `retention` is no part of what makes a topic equal to another. Read from the registry, None means that everything is
-    kept; registered, None leaves the retention that the topic has, and `Retention()` ends it.
+    kept; registered, None leaves the retention that the topic has, and `Retention()` ends it. Nor is `layout`, which
+    counts how often the place of its keys has changed, nor `shards`: those that share it, where its database is one.
     """
 
     name: str
     partitions: int = NOT_PARTITIONED
     created_at: datetime | None = field(default=None, compare=False)
     retention: Retention | None = field(default=None, compare=False)
+    layout: int = field(default=1, compare=False)
+    shards: ShardSet | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_topic_name(self.name)
@@ -279,7 +283,8 @@ class ConsumerState:
     `last_event_id` is the offset: the id of the last event that was consumed, 0 before the first. `epoch` counts the
     leases that the partition has had. `failed_event_id`, `attempts` and `failure` describe the event that the
     partition is retrying, if any; `retry_at` is when it is due again. Events that do not match `filter`, where there is
-    one, are passed over.
+    one, are passed over. Events after `until`, where there is one, wait until the whole consumer has come so far.
+    `shard` is the name of the shard that the partition is on, where a platform of several lists it.
     """
 
     topic: str
@@ -298,6 +303,8 @@ class ConsumerState:
     retry_at: datetime | None
     max_attempts: int
     filter: EventFilter | None = None
+    until: int | None = None
+    shard: str | None = None
 
     @property
     def failing(self) -> bool:

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Unpack
+from typing import Any, Literal, Unpack
 
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier
@@ -18,9 +18,11 @@ from eventsql_orchestration.log.claims import Claims
 from eventsql_orchestration.log.consumer import Consumers
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.lag import ConsumerLag, LagReader
+from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.reader import Reader
 from eventsql_orchestration.log.registry import Registry
+from eventsql_orchestration.log.repartition import Repartitioner
 from eventsql_orchestration.log.retention import Retainer
 from eventsql_orchestration.log.seek import Seeker
 from eventsql_orchestration.log.transfer import Transfer
@@ -30,23 +32,38 @@ logger = logging.getLogger(__name__)
 
 
 class EventSQL:
-    """Events over one PostgreSQL database.
+    """Events over a PostgreSQL database, or over several that are its shards.
 
-    `dsn` is its URL. Nothing connects before it is used; the first use brings the tables in `schema` up to date unless
-    `migrate` is False. With `transfer`, a thread moves buffered events into their logs from the first publication of
-    this object on. With `straight`, batches may be written to their log directly where no other process holds the topic
-    (log/publisher.py). One object serves any number of threads; close it, or use it as a context manager.
+    `dsn` is its URL, `more` are those of further shards (docs/shards.md). Nothing connects before it is used; the first
+    use brings the tables in `schema` up to date unless `migrate` is False. With `transfer`, a thread moves buffered
+    events into their logs from the first publication of this object on. With `straight`, batches may be written to
+    their log directly where no other process holds the topic (log/publisher.py). One object serves any number of
+    threads; close it, or use it as a context manager.
+
+    Of several: an event whose shard is down fails, or with `on_shard_down="wait"` waits for up to `shard_timeout`
+    seconds; so long waits one whose shard is being added.
     """
+
+    def __new__(cls, dsn: str, *more: str, **options: Any) -> EventSQL:  # noqa: ARG004 - for __init__
+        if more and cls is EventSQL:
+            # Whoever has one database does not load what many need.
+            from eventsql_orchestration.sharded import ShardedEventSQL  # noqa: PLC0415
+
+            return super().__new__(ShardedEventSQL)
+        return super().__new__(cls)
 
     def __init__(
         self,
         dsn: str,
-        *,
+        *more: str,  # noqa: ARG002 - of the class that takes several
         schema: str = DEFAULT_SCHEMA,
         migrate: bool = True,
         transfer: bool = True,
         straight: bool = True,
+        on_shard_down: Literal["fail", "wait"] = "fail",  # noqa: ARG002 - of the class that takes several
+        shard_timeout: float = 10.0,  # noqa: ARG002 - likewise
     ) -> None:
+        self.shard: str | None = None
         self.database = Database(dsn, schema=schema, migrate=migrate)
         self.listener = Listener(self.database)
         self.notifier = Notifier(self.database)
@@ -61,6 +78,8 @@ class EventSQL:
         self.reader = Reader(self.database, self.registry)
         self.dead_letters = DeadLetters(self.database, self.registry, self.publisher, self.reader)
         self.transfer = Transfer(self.database, announce=self.announce)
+        self.layouts = Layouts(self.database)
+        self.repartitioner = Repartitioner(self.database, self.registry, self.transfer, announce=self.announce)
         self.retention = Retainer(self.database, self.registry, self.dead_letters)
         self.consumers = Consumers(self.database, self.registry, self.dead_letters, listener=self.listener)
         self.claims = Claims(self.database, self.dead_letters)
@@ -72,6 +91,20 @@ class EventSQL:
         self._unsubscribe: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._wake = threading.Event()
+
+    def open(self) -> EventSQL:
+        """Connect now, and not at the first use, and find the tables as they are needed. Raises database errors."""
+        self.database.ensure_schema()
+        return self
+
+    @property
+    def shards(self) -> tuple[EventSQL, ...]:
+        """The platform on each of its databases by itself; `shard` is the name of each among several."""
+        return (self,)
+
+    def shard_of(self, key: str) -> EventSQL:  # noqa: ARG002 - where there are several
+        """The one of `shards` that takes events of a key."""
+        return self
 
     def buffered_publisher(self, **options: Unpack[BoundOptions]) -> BufferedPublisher:
         """A publisher for threads that commits many events together; `close()` closes it. See `log.buffered.Bounds`."""
@@ -129,6 +162,21 @@ class EventSQL:
                         daemon=True,
                     )
                     self._background.start()
+
+    def transfer_until(
+        self,
+        stop: threading.Event,
+        *,
+        polling_delay: float | Callable[[], float] = 0.2,
+        on_moved: Callable[[dict[str, int]], None] | None = None,
+    ) -> None:
+        """Transfer until `stop` is set, at once where somebody tells of events in the buffer; see `Transfer.run`."""
+        wake = threading.Event()
+        unsubscribe = self.listener.subscribe(BUFFER, None, wake.set)
+        try:
+            self.transfer.run(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
+        finally:
+            unsubscribe()
 
     def _transfer_the_last(self, deadline: float) -> None:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pydantic
 from pydantic import Field, SecretStr, field_validator
@@ -14,11 +15,15 @@ from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.rules import DEFAULT_SCHEMA
 
+_BETWEEN_URLS: Final = re.compile(r"\s+(?=[a-zA-Z0-9+]+://)")
+"""A URL may hold spaces itself."""
+
 
 class Settings(BaseSettings):
     """The settings of one installation.
 
-    `dsn` names the database (a PostgreSQL URL); without one the embedded server of `home` is used. `db_schema`
+    `dsn` names the database (a PostgreSQL URL), or the databases of all shards: a list in the file, URLs with spaces or
+    line ends between them in the environment. Without one the embedded server of `home` is used. `db_schema`
     (`EVENTSQL_SCHEMA`, `schema` in the file) is the schema that holds the platform's tables. `home` is where the
     embedded server, the Java shim and Dagster's instance of this directory live.
     """
@@ -36,6 +41,18 @@ class Settings(BaseSettings):
     dsn: SecretStr | None = None
     db_schema: str = Field(default=DEFAULT_SCHEMA, validation_alias="schema")
     home: Path = Path(".eventsql")
+
+    @field_validator("dsn", mode="before")
+    @classmethod
+    def _urls_in_one_text(cls, value: object) -> object:
+        if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+            return " ".join(value) or None
+        return value
+
+    @property
+    def dsns(self) -> tuple[str, ...]:
+        """The URL of each shard; of a platform on one database its only one, and none where no database is named."""
+        return () if self.dsn is None else tuple(_BETWEEN_URLS.split(self.dsn.get_secret_value().strip()))
 
     @field_validator("db_schema")
     @classmethod

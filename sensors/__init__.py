@@ -19,8 +19,8 @@ from eventsql_orchestration.dagster import (
 
 
 def consumer_sensors(consumers: Sequence[ConsumerDefinition]) -> list[dg.SensorDefinition]:
-    """One sensor for each partition of each consumer."""
-    return [sensor for consumer in consumers for sensor in consumer.sensors]
+    """The sensors of the consumers: one for each partition, one for a consumer, or one for some that share runs."""
+    return list({sensor.name: sensor for consumer in consumers for sensor in consumer.sensors}.values())
 
 
 def lag_sensor(consumers: Sequence[ConsumerDefinition], checks: Sequence[ConsumerCheck]) -> dg.SensorDefinition:

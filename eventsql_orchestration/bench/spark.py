@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -82,19 +83,26 @@ def _measure(session: Session, size: SparkSize, jar: Path, home: Path) -> list[F
             "home": str(home),
         }
         rates = _rates(session, order)
-        _check_written(session, queries, target, size)
-    return _figures(rates, size)
+        return _figures(rates, _transfer(session, target, size), size)
 
 
-def _check_written(session: Session, queries: Queries, target: str, size: SparkSize) -> None:
-    row = session.connection.execute(queries("buffered"), {"topic": target}).fetchone()
-    assert row is not None, "an aggregate gives one row"
+def _transfer(session: Session, target: str, size: SparkSize) -> float:
+    """Events per second that the transfer moves of what was written, once all of it is found to be there."""
     expected = size.events * size.rounds + max(1, size.events // 10)
-    if row[0] != expected:
-        raise BenchmarkError(f"Spark was to write {expected} events, and wrote {row[0]}: does a transfer run?")
+    written = session.platform.buffered().get(target, 0)
+    if written != expected:
+        raise BenchmarkError(f"Spark was to write {expected} events, and wrote {written}: does a transfer run?")
+    session.report("transfer", 0, expected)
+    started = time.monotonic()
+    moved = session.platform.transfer.run_once([target])[target]
+    seconds = time.monotonic() - started
+    found = session.platform.reader.count(target)
+    if not moved == found == expected:
+        raise BenchmarkError(f"of {expected} events that Spark wrote, the transfer moved {moved}, and {found} arrived")
+    return expected / seconds
 
 
-def _figures(rates: dict[str, list[float]], size: SparkSize) -> list[Figure]:
+def _figures(rates: dict[str, list[float]], transfer: float, size: SparkSize) -> list[Figure]:
     # The mean time of the rounds, as a rate.
     means = {name: len(each) / sum(1 / rate for rate in each) for name, each in rates.items()}
     common = {"events": size.events, "tasks": size.tasks}
@@ -106,7 +114,13 @@ def _figures(rates: dict[str, list[float]], size: SparkSize) -> list[Figure]:
         Figure(f"spark_{name}_ratio", means[name] / means[f"{name}_jdbc"], "of the JDBC source's")
         for name in ("read", "read_two_columns", "write")
     ]
-    return [*figures, *ratios]
+    both = Figure(
+        "spark_write_and_transfer",
+        1 / (1 / means["write"] + 1 / transfer),
+        EVENTS_PER_SECOND,
+        details={**common, "transfer": transfer},
+    )
+    return [*figures, both, *ratios]
 
 
 def _rates(session: Session, order: dict[str, Any]) -> dict[str, list[float]]:

@@ -26,6 +26,7 @@ from eventsql_orchestration.cli.migrate import migrate
 from eventsql_orchestration.cli.output import OutputClosedError, OutputFailedError, discard_output, redact, say
 from eventsql_orchestration.cli.publish import publish
 from eventsql_orchestration.cli.seek import seek
+from eventsql_orchestration.cli.shard import shard
 from eventsql_orchestration.cli.topic import topic
 from eventsql_orchestration.cli.transfer import transfer
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
@@ -164,11 +165,12 @@ def _exit_code(error: Exception) -> int:
 def _traceback(error: Exception, context: CliContext) -> str:
     text = redact("".join(traceback.format_exception(error)))
     try:
-        dsn = context.settings.dsn
-        password = None if dsn is None else sqlalchemy.make_url(dsn.get_secret_value()).password
+        passwords = [sqlalchemy.make_url(dsn).password for dsn in context.settings.dsns]
     except (EventSQLError, sqlalchemy.exc.ArgumentError, ValueError):
-        password = None
-    return text.replace(str(password), "***") if password else text
+        passwords = []
+    for password in filter(None, passwords):
+        text = text.replace(str(password), "***")
+    return text
 
 
 class _Messages(logging.Handler):
@@ -201,10 +203,8 @@ def _show_log(ctx: click.Context, *, debug: bool) -> None:
     ctx.call_on_close(restore)
 
 
-def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
-    if len(values) > 1:
-        raise click.BadParameter("give it once", ctx, parameter)
-    return values[0] if values else None
+def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+    return " ".join(values) or None
 
 
 @click.group(
@@ -216,11 +216,13 @@ def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...
 @click.option(
     "--dsn",
     multiple=True,
-    callback=_once,
+    callback=_together,
     metavar="URL",
-    help="The database: postgresql://user@host:5432/database. EVENTSQL_DSN and `dsn` in eventsql.toml do the same, and "
-    "show a password to nobody who lists processes. With none, the embedded server of --home is used.",
+    help="The database: postgresql://user@host:5432/database; repeat it for shards. EVENTSQL_DSN and `dsn` in "
+    "eventsql.toml do the same, and show a password to nobody who lists processes. With none, the embedded server of "
+    "--home is used.",
 )
+@click.option("--shard", metavar="NAME", help="Of several databases, this one alone.")
 @click.option("--schema", metavar="NAME", help="The schema of the platform's tables (EVENTSQL_SCHEMA; eventsql).")
 @click.option(
     "--home",
@@ -230,14 +232,16 @@ def _once(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...
 @click.option("--debug", is_flag=True, help="Show the traceback of an error, and what the library logs.")
 @click.version_option(version("eventsql-orchestration"), message="eventsql %(version)s")
 @click.pass_context
-def main(ctx: click.Context, dsn: str | None, schema: str | None, home: Path | None, debug: bool) -> None:
+def main(
+    ctx: click.Context, *, dsn: str | None, shard: str | None, schema: str | None, home: Path | None, debug: bool
+) -> None:
     """Events over the SQL database that you already run."""
-    ctx.obj = CliContext(dsn=dsn, schema=schema, home=home)
+    ctx.obj = CliContext(dsn=dsn, schema=schema, home=home, shard=shard)
     _show_log(ctx, debug=debug)
 
 
 main.add_command(_LoadedWhenCalled("dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine."))
-for _command in (migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt, bench):
+for _command in (migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt, shard, bench):
     main.add_command(_command)
 main.add_command(_LoadedWhenCalled("trace", f"{_PACKAGE}.cli.trace", short_help="Show where an event comes from."))
 main.add_command(

@@ -196,7 +196,7 @@ def run(
                 say("a plan, nothing runs: run it again with --execute" if runs else "there is nothing to replay")
                 return
             launcher.require_running()
-            if launcher.was_run(backfill_id) and backfills.find(topic, backfill_id, consumer) is None:
+            if launcher.was_run(target, backfill_id) and backfills.find(topic, backfill_id, consumer) is None:
                 raise RegistryError(f"backfill {backfill_id} has run before: give another --id, or none")
             found = backfills.register(plan, backfill_id, into=into)
         if take_over:

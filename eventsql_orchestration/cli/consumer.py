@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import partition_name, say, show_fields, show_table, write_json
+from eventsql_orchestration.cli.output import on_shard, partition_name, say, show_fields, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
     NameValue,
     StartPlace,
@@ -119,12 +119,17 @@ def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> 
     if as_json:
         write_json([_object(state) for state in states])
         return
+    several = any(state.shard is not None for state in states)
     show_table(
-        ["topic", "consumer", "partition", "offset", "consumed", "last consumed (UTC)", "state", "filter"],
+        [
+            "topic", "consumer", *(["shard"] if several else []), "partition", "offset", "consumed",
+            "last consumed (UTC)", "state", "filter",
+        ],
         [
             (
                 state.topic,
                 state.name,
+                *([state.shard] if several else []),
                 partition_name(state.partition),
                 state.last_event_id,
                 state.consumed_events,
@@ -134,7 +139,7 @@ def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> 
             )
             for state in states
         ],
-    )
+    )  # fmt: skip
 
 
 def condition(state: ConsumerState) -> str:
@@ -150,6 +155,7 @@ def condition(state: ConsumerState) -> str:
 
 def _object(state: ConsumerState) -> dict[str, Any]:
     return {
+        **on_shard(state.shard),
         "topic": state.topic,
         "consumer": state.name,
         "partition": state.partition,
@@ -191,10 +197,15 @@ def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -
             "filter": states[0].filter,
         }
     )
+    several = any(state.shard is not None for state in states)
     show_table(
-        ["partition", "offset", "consumed", "last consumed (UTC)", "state", "leased by", "failing event", "failure"],
+        [
+            *(["shard"] if several else []), "partition", "offset", "consumed", "last consumed (UTC)", "state",
+            "leased by", "failing event", "failure",
+        ],
         [
             (
+                *([state.shard] if several else []),
                 partition_name(state.partition),
                 state.last_event_id,
                 state.consumed_events,
@@ -206,7 +217,7 @@ def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -
             )
             for state in states
         ],
-    )
+    )  # fmt: skip
 
 
 @consumer.command()

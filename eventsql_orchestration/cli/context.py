@@ -14,6 +14,7 @@ import click
 
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.settings import Settings
 
@@ -31,10 +32,14 @@ def resolve_dsn(settings: Settings) -> str:
     """The URL of the database to use, password included.
 
     Where the settings name none, the embedded server of their home is started and used, and one line on standard error
-    says so. Raises `MissingExtraError`, `EmbeddedServerError`.
+    says so. Raises `MissingExtraError`, `EmbeddedServerError`, and `ConfigurationError` where they name several.
     """
-    if settings.dsn is not None:
-        return settings.dsn.get_secret_value()
+    if len(settings.dsns) > 1:
+        raise ConfigurationError(
+            f"this is done on one database, and {len(settings.dsns)} are named: choose a shard with --shard NAME"
+        )
+    if settings.dsns:
+        return settings.dsns[0]
     embedded = embedded_server(settings)
     running = embedded.status()
     server = running or embedded.start()
@@ -45,15 +50,33 @@ def resolve_dsn(settings: Settings) -> str:
     return server.dsn
 
 
-def open_platform(settings: Settings, *, transfer: bool = False, migrate: bool | None = None) -> EventSQL:
-    """The platform on the database of the settings; the caller closes it.
+def open_platform(
+    settings: Settings, *, transfer: bool = False, migrate: bool | None = None, shard: str | None = None
+) -> EventSQL:
+    """The platform on the databases of the settings, or on that of `shard` alone; the caller closes it.
 
     The tables of the embedded server are kept up to date by themselves. A database that the user named is changed by
     `eventsql migrate` alone, so that a mistyped URL leaves no tables anywhere; `migrate` overrides either.
     """
     if migrate is None:
         migrate = settings.dsn is None
-    return EventSQL(resolve_dsn(settings), schema=settings.db_schema, migrate=migrate, transfer=transfer)
+    dsns = settings.dsns if len(settings.dsns) > 1 else (resolve_dsn(settings),)
+    if shard is not None:
+        dsns = (_dsn_of(shard, dsns, settings),)
+    return EventSQL(*dsns, schema=settings.db_schema, migrate=migrate, transfer=transfer)
+
+
+def _dsn_of(shard: str, dsns: tuple[str, ...], settings: Settings) -> str:
+    """The URL of one shard. Raises `ConfigurationError`, and `ShardSetError`, also for a shard that is down."""
+    with EventSQL(*dsns, schema=settings.db_schema, migrate=False, transfer=False) as platform:
+        platform.open()
+        for dsn, each in zip(dsns, platform.shards, strict=True):
+            if each.shard == shard:
+                return dsn
+        names = ", ".join(sorted(each.shard for each in platform.shards if each.shard is not None))
+    raise ConfigurationError(
+        f"there is no shard {shard!r}" + (f", but {names}" if names else ": one database is named")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +90,17 @@ class System:
 class CliContext:
     """The options that stand before the command. Nothing is read or connected before it is asked for."""
 
-    def __init__(self, *, dsn: str | None = None, schema: str | None = None, home: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        dsn: str | None = None,
+        schema: str | None = None,
+        home: Path | None = None,
+        shard: str | None = None,
+    ) -> None:
+        """`dsn` may be several URLs with spaces between them."""
         self._dsn = dsn
+        self.shard = shard
         self._schema = schema
         self._home = home
 
@@ -90,14 +122,16 @@ class CliContext:
 
     def platform(self, *, transfer: bool = False) -> EventSQL:
         """The platform, as `open_platform` opens it."""
-        return open_platform(self.settings, transfer=transfer)
+        return open_platform(self.settings, transfer=transfer, shard=self.shard)
 
     @contextmanager
     def whole_system(self) -> Iterator[System]:
         """The platform, its tables up to date. An embedded server is stopped when the block ends; its data stays."""
         embedded = embedded_server(self.settings) if self.settings.dsn is None else None
+        if self.shard is None:
+            resolve_dsn(self.settings)
         try:
-            with open_platform(self.settings, migrate=True) as platform:
+            with open_platform(self.settings, migrate=True, shard=self.shard) as platform:
                 yield System(platform, embedded)
         finally:
             if embedded is not None:

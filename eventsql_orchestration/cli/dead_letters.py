@@ -89,13 +89,15 @@ def list_dead_letters(
     if as_json:
         write_json([_object(letter) for letter in letters])
         return
+    several = any(letter.shard is not None for letter in letters)
     show_table(
         [
-            "offset", "event", "partition", "key", "consumer", "attempts", "exception", "message",
-            "given up (UTC)", "redriven (UTC)",
+            *(["shard"] if several else []), "offset", "event", "partition", "key", "consumer", "attempts", "exception",
+            "message", "given up (UTC)", "redriven (UTC)",
         ],
         [
             (
+                *([letter.shard] if several else []),
                 letter.id,
                 letter.metadata.get(dead_letters.SOURCE_OFFSET),
                 _source_partition(letter),
@@ -123,7 +125,7 @@ def _source_partition(letter: DeadLetter) -> str:
 
 def _object(letter: DeadLetter) -> dict[str, Any]:
     return {
-        **event_object(letter),
+        **event_object(letter, shard=letter.shard),
         "origin": letter.origin,
         "redriven": letter.redriven_at is not None,
         "redriven_at": letter.redriven_at,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -15,10 +15,11 @@ from eventsql_orchestration.cli.context import CliContext, open_platform, pass_c
 from eventsql_orchestration.cli.output import counted, redact, show_table, write_json
 from eventsql_orchestration.cli.parameters import json_option
 from eventsql_orchestration.database import Database, Queries, migrations
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import EventSQLError, ShardsDifferError
 from eventsql_orchestration.log.dead_letters import refused
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, ConsumerState
 from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.sharded import ShardedEventSQL
 from eventsql_orchestration.spark.java import find_java
 
 _OLDEST_SERVER: Final = 14
@@ -79,12 +80,45 @@ def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
         f"schema {settings.db_schema} ({context.source('schema')}), home {settings.home} ({context.source('home')})",
     )
     try:
-        with open_platform(settings, migrate=False) as platform:
-            yield from _database(context, platform, stalled_after)
+        with open_platform(settings, migrate=False, shard=context.shard) as platform:
+            if isinstance(platform, ShardedEventSQL):
+                yield from _shards(context, platform, stalled_after)
+            else:
+                yield from _database(context, platform, stalled_after)
     except EventSQLError as error:
         remedy = None if settings.dsn is None else f"start the server, or correct {context.source('dsn')}"
         yield Finding("database", Status.PROBLEM, redact(error.message), remedy)
     yield _java(context)
+
+
+def _shards(context: CliContext, platform: ShardedEventSQL, stalled_after: float) -> Iterator[Finding]:
+    standing = platform.open().standing()
+    for each in standing:
+        if each.state == "down":
+            yield Finding("shards", Status.PROBLEM, f"shard {each.shard} is down, {each.database}", "start its server")
+        elif each.state == "joining":
+            yield Finding(
+                "shards", Status.WARNING, f"shard {each.shard} takes no events yet", "eventsql shard add … --execute"
+            )
+    held = platform.held_back()
+    for waiting in held:
+        yield Finding(
+            "shards",
+            Status.WARNING,
+            f"{waiting.consumer} of topic {waiting.topic} is held back from shard {waiting.shard}, until it has "
+            f"consumed what was before on {', '.join(waiting.waits_for)}",
+        )
+    if not held and all(each.state == "takes events" for each in standing):
+        yield Finding("shards", Status.OK, f"{counted(len(standing), 'shard')}, all take events")
+    for topic in platform.registry.topics():
+        try:
+            platform.registry.check_same(topic.name)
+        except ShardsDifferError as error:
+            yield Finding("shards", Status.PROBLEM, error.message, f"eventsql topic create {topic.name}")
+    for shard in platform.shards:
+        if any(each.shard == shard.shard and each.state != "down" for each in standing):
+            for finding in _database(context, shard, stalled_after):
+                yield replace(finding, message=f"shard {shard.shard}: {finding.message}")
 
 
 def _database(context: CliContext, platform: EventSQL, stalled_after: float) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import click
@@ -20,7 +21,7 @@ from eventsql_orchestration.cli.parameters import (
 )
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.notifications import LOG
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 from eventsql_orchestration.log.registry import choose_partitions
 from eventsql_orchestration.model import Event, check_partition
@@ -33,6 +34,8 @@ _FOLLOW_DELAY: Final = 0.3
 
 _LOCKED_SECONDS: Final = 2.0
 """How long another consumption may keep the partition before `consume` gives up; its batches take less."""
+
+_STOPPED: Final = frozenset({LagCause.PAUSED, LagCause.BLOCKED, LagCause.LEASED, LagCause.UNREACHABLE})
 
 
 class OffsetOrEnd(click.ParamType[int | str]):
@@ -80,28 +83,50 @@ def tail(
             check_partition(topic, partition, found.partitions)
         if start is None:
             start = "latest" if follow else "earliest"
-        after = _before(platform, topic, start)
+        if len(platform.shards) > 1 and isinstance(start, int):
+            raise ValidationError("an offset means another event on each shard: name one (--shard NAME)")
+        logs = [_Log(shard, topic, start, partition) for shard in platform.shards]
         left = max_events
         wake = _woken_by(platform, topic, follow=follow)
         while left is None or left > 0:
-            limit = _BATCH if left is None else min(_BATCH, left)
-            events = platform.reader.read(topic, after=after, partition=partition, limit=limit)
-            if events:
-                write_events(events)
-                after = events[-1].id
-                left = None if left is None else left - len(events)
-            elif follow:
-                wake.wait(_FOLLOW_DELAY)
-                wake.clear()
-            else:
+            printed = 0
+            for log in logs:
+                printed += log.print(_BATCH if left is None else min(_BATCH, left - printed))
+            left = None if left is None else left - printed
+            if printed:
+                continue
+            if not follow:
                 return
+            wake.wait(_FOLLOW_DELAY)
+            wake.clear()
+
+
+class _Log:
+    """The log of a topic on one shard, and how far it was printed."""
+
+    def __init__(self, platform: EventSQL, topic: str, start: int | str, partition: int | None) -> None:
+        self._platform = platform
+        self._topic = topic
+        self._partition = partition
+        self._after = _before(platform, topic, start)
+
+    def print(self, limit: int) -> int:
+        """Print the next events, at most so many; gives their number."""
+        if not limit:
+            return 0
+        events = self._platform.reader.read(self._topic, after=self._after, partition=self._partition, limit=limit)
+        if events:
+            write_events(events, shard=self._platform.shard)
+            self._after = events[-1].id
+        return len(events)
 
 
 def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Event:
     """An event that is set when there may be new events of a topic, where that is to be followed."""
     wake = threading.Event()
     if follow:
-        platform.listener.subscribe(LOG, topic, wake.set)
+        for shard in platform.shards:
+            shard.listener.subscribe(LOG, topic, wake.set)
     return wake
 
 
@@ -129,7 +154,8 @@ def consume(
     `eventsql tail`.
     """
     with context.platform() as platform:
-        partitions = choose_partitions(platform.registry.consumer(topic, consumer), partition)
+        states = platform.registry.consumer(topic, consumer)
+        partitions = choose_partitions([state for state in states if state.shard == states[0].shard], partition)
         _Printer(platform, topic, consumer, partitions, everything=partition is None).run(max_events, follow=follow)
 
 
@@ -181,15 +207,28 @@ class _Printer:
         return consumed
 
     def _consume_once(self, partition: int | None, limit: int) -> int:
-        return self._platform.consumers.consume_once(
-            self._topic, self._consumer, _print, partition=partition, max_events=limit
-        )
+        consumed = 0
+        for shard in self._platform.shards:
+            show = partial(_print, shard.shard)
+            try:
+                consumed += shard.consumers.consume_once(
+                    self._topic, self._consumer, show, partition=partition, max_events=limit
+                )
+            except DatabaseUnavailableError:
+                if shard.shard is None:
+                    raise
+                # The lag says which shard it is.
+            if consumed and limit <= _BATCH:
+                break
+        return consumed
 
     def _waiting(self) -> list[ConsumerLag]:
         return [
             lag
             for lag in self._platform.lag(self._topic)
-            if lag.consumer == self._consumer and lag.partition in self._partitions and lag.events
+            if lag.consumer == self._consumer
+            and lag.partition in self._partitions
+            and (lag.events or lag.cause is LagCause.UNREACHABLE)
         ]
 
     def _end(self, waiting: list[ConsumerLag]) -> None:
@@ -201,7 +240,7 @@ class _Printer:
             say(f"{counted(events, 'event')} not transferred yet: `eventsql transfer --once` moves them")
 
     def _say_once(self, waiting: list[ConsumerLag]) -> None:
-        stopped = [lag for lag in waiting if lag.cause in (LagCause.PAUSED, LagCause.BLOCKED, LagCause.LEASED)]
+        stopped = [lag for lag in waiting if lag.cause in _STOPPED]
         explained = [_explain(lag, count=False) for lag in stopped]
         for line in explained:
             if line not in self._said:
@@ -209,11 +248,12 @@ class _Printer:
         self._said = explained
 
 
-def _print(events: Sequence[Event], _connection: Connection) -> None:
-    write_events(events)
+def _print(shard: str | None, events: Sequence[Event], _connection: Connection) -> None:
+    write_events(events, shard=shard)
 
 
 def _explain(lag: ConsumerLag, *, count: bool = True) -> str:
     partition = "" if lag.partition < 0 else f" partition {lag.partition}"
+    partition += "" if lag.shard is None else f" on shard {lag.shard!r}"
     what = f"{counted(lag.events, 'event')} not consumed: " if count else ""
     return f"{what}consumer {lag.consumer!r} of topic {lag.topic!r}{partition} is {lag.cause.value}, {lag.detail}"

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import partition_name, show, stdout_is_terminal, table, write_json
+from eventsql_orchestration.cli.output import on_shard, partition_name, show, stdout_is_terminal, table, write_json
 from eventsql_orchestration.cli.parameters import json_option, optional_topic_argument
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 
@@ -58,7 +58,8 @@ def _show(lags: list[ConsumerLag], *, as_json: bool, indent: int | None = 2) -> 
 
 def _object(lag: ConsumerLag) -> dict[str, object]:
     values = asdict(lag)
-    return {"offset" if name == "last_event_id" else name: value for name, value in values.items()}
+    shard = on_shard(values.pop("shard"))
+    return {**shard, **{"offset" if name == "last_event_id" else name: value for name, value in values.items()}}
 
 
 def _why(lag: ConsumerLag) -> str | None:
@@ -73,12 +74,17 @@ def _why(lag: ConsumerLag) -> str | None:
 
 def lag_table(lags: list[ConsumerLag]) -> Table:
     """Lag as people read it: a row for each consumer partition."""
+    several = any(each.shard is not None for each in lags)
     return table(
-        ["topic", "consumer", "partition", "events", "seconds", "offset", "end", "buffered", "why"],
+        [
+            "topic", "consumer", *(["shard"] if several else []), "partition", "events", "seconds", "offset", "end",
+            "buffered", "why",
+        ],
         [
             (
                 each.topic,
                 each.consumer,
+                *([each.shard] if several else []),
                 partition_name(each.partition),
                 each.events,
                 each.seconds,
@@ -89,4 +95,4 @@ def lag_table(lags: list[ConsumerLag]) -> Table:
             )
             for each in lags
         ],
-    )
+    )  # fmt: skip

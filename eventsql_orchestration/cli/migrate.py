@@ -1,4 +1,4 @@
-"""`eventsql migrate`: the platform's tables, created or brought up to date."""
+"""`eventsql migrate`: the platform's tables, created or brought up to date, and the first set of shards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
 from eventsql_orchestration.cli.output import say
-from eventsql_orchestration.database import migrations
+from eventsql_orchestration.database import Database, migrations
 from eventsql_orchestration.errors import DatabaseError
+from eventsql_orchestration.platform import EventSQL
 
 
 @click.command()
@@ -15,20 +16,35 @@ from eventsql_orchestration.errors import DatabaseError
 def migrate(context: CliContext) -> None:
     """Create the platform's tables, or bring them up to date.
 
-    Safe to run at any time, and by several processes at once.
+    Safe to run at any time, and by several processes at once. Several databases without topics become the shards of one
+    set; databases that are not of one set are left as they are.
     """
-    with open_platform(context.settings, migrate=False) as platform:
-        database = platform.database
-        before = database.revision()
-        if before is not None and not migrations.known(before):
-            raise DatabaseError(
-                f"schema {database.schema!r} of {database} is at revision {before}, which this version of "
-                "eventsql-orchestration does not know: upgrade the package"
-            )
-        database.migrate()
-        after = migrations.head()
-        where = f"schema {database.schema!r} of {database}"
-        if before == after:
-            say(f"{where} was at revision {after} already")
-        else:
-            say(f"{where} is at revision {after} now{'' if before is None else f', it was at {before}'}")
+    several = len(context.settings.dsns) > 1
+    with open_platform(context.settings, migrate=several) as platform:
+        before = [_revision(shard.database) for shard in platform.shards]
+        if several:
+            platform.open()
+        for shard, revision in zip(platform.shards, before, strict=True):
+            _migrate(shard, revision)
+
+
+def _revision(database: Database) -> str | None:
+    before = database.revision()
+    if before is not None and not migrations.known(before):
+        raise DatabaseError(
+            f"schema {database.schema!r} of {database} is at revision {before}, which this version of "
+            "eventsql-orchestration does not know: upgrade the package"
+        )
+    return before
+
+
+def _migrate(platform: EventSQL, before: str | None) -> None:
+    database = platform.database
+    database.migrate()
+    after = migrations.head()
+    shard = "" if platform.shard is None else f"shard {platform.shard!r}: "
+    where = f"{shard}schema {database.schema!r} of {database}"
+    if before == after:
+        say(f"{where} was at revision {after} already")
+    else:
+        say(f"{where} is at revision {after} now{'' if before is None else f', it was at {before}'}")

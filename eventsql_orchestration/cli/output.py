@@ -84,9 +84,18 @@ def discard_output() -> None:
         os.close(nowhere)
 
 
+_CONTROLS: Final = re.compile("[\x7f-\x9f]")
+
+
 def write_json(value: object, *, indent: int | None = 2) -> None:
     """Write one JSON document; with `indent=None` it is one line."""
-    write(json.dumps(value, ensure_ascii=False, indent=indent, default=_as_json) + "\n")
+    write(_json(value, indent=indent) + "\n")
+
+
+def _json(value: object, *, indent: int | None = None) -> str:
+    text = json.dumps(value, ensure_ascii=False, indent=indent, default=_as_json)
+    # JSON itself escapes those below U+0020 alone, and a terminal obeys these too.
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _as_json(value: object) -> object:
@@ -95,9 +104,10 @@ def _as_json(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def event_object(event: Event) -> dict[str, Any]:
-    """An event as the commands print it; `timestamp` is when it was published."""
+def event_object(event: Event, *, shard: str | None = None) -> dict[str, Any]:
+    """An event as the commands print it; `timestamp` is when it was published. With its `shard`, where it is on one."""
     printed: dict[str, Any] = {
+        **on_shard(shard),
         "topic": event.topic,
         "offset": event.id,
         "partition": event.partition,
@@ -113,9 +123,14 @@ def event_object(event: Event) -> dict[str, Any]:
     return printed
 
 
-def write_events(events: Iterable[Event]) -> None:
+def on_shard(shard: str | None) -> dict[str, Any]:
+    """The name of a shard, where there are several, as objects of JSON have it."""
+    return {} if shard is None else {"shard": shard}
+
+
+def write_events(events: Iterable[Event], *, shard: str | None = None) -> None:
     """Write events as JSON lines."""
-    lines = [json.dumps(event_object(event), ensure_ascii=False) for event in events]
+    lines = [_json(event_object(event, shard=shard)) for event in events]
     if lines:
         write("\n".join(lines) + "\n")
 

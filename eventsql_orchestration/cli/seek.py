@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import partition_name, say, show_table, write_json
+from eventsql_orchestration.cli.output import on_shard, partition_name, say, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
     Duration,
     Time,
@@ -81,10 +81,19 @@ def seek(
     if as_json:
         write_json({"topic": topic, "consumer": consumer, "executed": execute, "moves": [_object(m) for m in moves]})
     else:
+        several = any(move.shard is not None for move in moves)
         show_table(
-            ["partition", "from", "to", "consumed again", "skipped", "remark"],
+            [*(["shard"] if several else []), "partition", "from", "to", "consumed again", "skipped", "remark"],
             [
-                (partition_name(move.partition), move.offset, move.target, move.again, move.skipped, _remark(move))
+                (
+                    *([move.shard] if several else []),
+                    partition_name(move.partition),
+                    move.offset,
+                    move.target,
+                    move.again,
+                    move.skipped,
+                    _remark(move),
+                )
                 for move in moves
             ],
         )
@@ -115,6 +124,7 @@ def _remark(move: Move) -> str | None:
 
 def _object(move: Move) -> dict[str, object]:
     return {
+        **on_shard(move.shard),
         "partition": move.partition,
         "from": move.offset,
         "to": move.target,

@@ -110,8 +110,10 @@ def create(context: CliContext, /, *, topic: str, partitions: int, dead_letters:
 def alter(context: CliContext, /, *, topic: str, partitions: int | None, **retention: Any) -> None:
     """Change the partitions or the retention of TOPIC; what is not named stays.
 
-    The number of partitions can be changed while the topic has neither events nor consumers. Retention drops old
-    segments of the log whole, and none that a consumer has yet to pass.
+    The number of partitions of a topic that has some can be changed while publishers and consumers go on: every
+    consumer finishes the old partitions before it begins with the new ones, so that keys stay in their order
+    (`eventsql topic describe` shows who has yet to). Retention drops old segments of the log whole, and none that a
+    consumer has yet to pass.
     """
     bounds = _Bounds(**retention)
     if partitions is not None:
@@ -120,7 +122,30 @@ def alter(context: CliContext, /, *, topic: str, partitions: int | None, **reten
         raise click.UsageError("nothing to alter: give --partitions, a bound of retention or --keep-forever")
     with context.platform() as platform:
         found = platform.registry.topic(topic)
-        _register(platform, found if partitions is None else replace(found, partitions=partitions), bounds)
+        if partitions is not None and found.partitioned and partitions != NOT_PARTITIONED:
+            _repartition(platform, found, partitions)
+            if not bounds.named and not bounds.keep_forever:
+                return
+            found = platform.registry.topic(topic)
+        elif partitions is not None:
+            found = replace(found, partitions=partitions)
+        _register(platform, found, bounds)
+
+
+def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:
+    changed = platform.repartitioner.repartition(topic.name, partitions)
+    if changed is None:
+        say(f"topic {topic.name!r} has {counted(partitions, 'partition')} already")
+        return
+    say(
+        f"topic {topic.name!r} has {counted(partitions, 'partition')} after offset {changed.after:,}; it had "
+        f"{changed.before:,}"
+    )
+    if waiting := platform.layouts.unsettled(topic.name):
+        say(
+            f"{', '.join(waiting)}: to finish the old partitions before the new ones; sensors and deployments that "
+            "name partitions need the new number"
+        )
 
 
 def _register(platform: EventSQL, wanted: Topic, bounds: _Bounds) -> None:
@@ -210,9 +235,12 @@ def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
     with context.platform() as platform:
         found = platform.registry.topic(topic)
         dead_letters = platform.dead_letters.topic_of(topic)
+        layouts, unsettled = platform.layouts.of(topic), platform.layouts.unsettled(topic)
+        # Of one that was repartitioned, those too that it had.
+        had = range(max((each.partitions for each in layouts), default=0)) or found.all_partitions
         partitions = [
             (partition, platform.reader.count(topic, partition=partition), platform.reader.end(topic, partition))
-            for partition in found.all_partitions
+            for partition in had
         ]
         consumers = platform.lag(topic)
     if as_json:
@@ -220,6 +248,11 @@ def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
             {
                 **_object(found),
                 "dead_letter_topic": dead_letters,
+                "layouts": [
+                    {"partitions": each.partitions, "after": each.after, "created_at": each.created_at}
+                    for each in layouts
+                ],
+                "unsettled_consumers": unsettled,
                 "events": sum(events for _, events, _ in partitions),
                 "log": [
                     {"partition": partition, "events": events, "end": end} for partition, events, end in partitions
@@ -244,6 +277,13 @@ def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
     show_table(
         ["partition", "events", "newest offset"], [(partition_name(p), events, end) for p, events, end in partitions]
     )
+    if layouts:
+        show_table(
+            ["layout", "partitions", "after offset", "since (UTC)"],
+            [(each.number, each.partitions, each.after, each.created_at) for each in layouts],
+        )
+    for consumer, until in unsettled.items():
+        say(f"consumer {consumer!r} finishes its partitions up to offset {until:,} before it begins with the next")
     if consumers:
         show_table(
             ["consumer", "partition", "offset", "lag"],

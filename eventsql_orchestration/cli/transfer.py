@@ -63,7 +63,7 @@ def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) 
     """
     with context.platform() as platform:
         # A database that is down when the command starts is an error, not something to wait for.
-        platform.database.ensure_schema()
+        platform.open()
         report = _Report()
         if once:
             moved = platform.transfer.run_once()
@@ -73,14 +73,19 @@ def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) 
             return
 
         wake = threading.Event()
-        platform.listener.subscribe(BUFFER, None, wake.set)
+        several = len(platform.shards) > 1
+        if not several:
+            platform.listener.subscribe(BUFFER, None, wake.set)
         with _until_terminated(wake) as stop:
             say("transferring; Ctrl-C ends it")
             if retain:
                 # It may wait for readers of a segment, and the transfer must not: it ends with the process.
                 threading.Thread(target=platform.retention.run, args=(stop,), name="retention", daemon=True).start()
             try:
-                platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
+                if several:
+                    platform.transfer_until(stop, polling_delay=interval, on_moved=report.add)
+                else:
+                    platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
             finally:
                 report.flush()
 

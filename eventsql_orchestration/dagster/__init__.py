@@ -27,6 +27,7 @@ from eventsql_orchestration.dagster.metadata import PUBLISHED_EVENTS, PUBLISHED_
 from eventsql_orchestration.dagster.progress import spark_progress
 from eventsql_orchestration.dagster.publishing import publish_dataframe, publish_events
 from eventsql_orchestration.dagster.resources import EventSQLResource, TopicResource
+from eventsql_orchestration.dagster.sharing import share_runs
 from eventsql_orchestration.dagster.tags import SPARK_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key, topic_observations
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
@@ -59,6 +60,7 @@ __all__ = [
     "publish_dataframe",
     "publish_events",
     "range_asset",
+    "share_runs",
     "spark_progress",
     "topic_asset",
     "topic_key",

@@ -68,10 +68,10 @@ def build_definitions(
             build_register_job(
                 consumers, topics=list(known.values()), dead_letters=dead_letters, name=REGISTER_JOB + suffix
             ),
-            *(consumer.job for consumer in consumers),
+            *{consumer.job.name: consumer.job for consumer in consumers}.values(),
         ],
         sensors=[
-            *(sensor for consumer in consumers for sensor in consumer.sensors),
+            *{sensor.name: sensor for consumer in consumers for sensor in consumer.sensors}.values(),
             build_lag_sensor(consumers, checks=checks, topics=external, name=f"lag{suffix}"),
             *alerts,
         ],

@@ -13,15 +13,17 @@ from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.draining import Drained, owner_of_run
 from eventsql_orchestration.dagster.publishing import add_up
-from eventsql_orchestration.dagster.replaying import WindowReplay
+from eventsql_orchestration.dagster.replaying import WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.reporting import metadata_of
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
     BACKFILL_TAG,
     CONSUMER_TAG,
+    DAGSTER_PARTITION_TAG,
     FINISHED,
     HOUSEKEEPING_TAG,
+    SHARED_TAG,
     TOPIC_TAG,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
@@ -84,6 +86,8 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     own = next(spec for spec in consumer.asset.specs if spec.key == consumer.key)
     spec = dg.AssetSpec(
         key=dg.AssetKey([name]),
+        # A run that finds its window replayed has nothing to say.
+        skippable=True,
         deps=[topic_key(consumer.topic.name)],
         description=f"Ranges of topic {consumer.topic.name} that are replayed through {consumer.consumer.name}.",
         group_name=own.group_name,
@@ -117,7 +121,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     return BackfillDefinition(consumer, asset, job, _plan_job(consumer, partitions), partitions)
 
 
-_OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, HOUSEKEEPING_TAG)
+_OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, HOUSEKEEPING_TAG, SHARED_TAG)
 """Tags by which a consumer's sensor and housekeeping know runs that are none of a backfill."""
 
 
@@ -198,9 +202,16 @@ def _replay(
         backfill_id=backfill_id, window=window, partition=partition, owner=owner_of_run(context.run.run_id),
         max_events=config.max_events,
     )  # fmt: skip
-    context.instance.add_run_tags(context.run.run_id, {BACKFILL_TAG: backfill_id})
+    of = backfill_of(consumer.topic.name, consumer.consumer.name)
+    context.instance.add_run_tags(context.run.run_id, {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of})
     try:
         backfill = replay.run(lambda run_id: _has_ended(context.instance, run_id))
+    except WindowGoneError:
+        before = _replayed_by(context, of)
+        if before is None:
+            raise
+        context.log.info("run %s has replayed this window, and its backfill is done", before)
+        return
     finally:
         # What a run that fails has replayed is committed.
         if replay.drained.events:
@@ -214,6 +225,13 @@ def _replay(
     yield dg.MaterializeResult(
         asset_key=key, metadata={**_metadata(consumer, replay.drained, backfill_id), "backfill is done": finished}
     )
+
+
+def _replayed_by(context: dg.AssetExecutionContext, of: str) -> str | None:
+    """A run that has replayed the window of this one."""
+    tags = {DAGSTER_PARTITION_TAG: context.partition_key, BACKFILL_OF_TAG: of}
+    succeeded = dg.RunsFilter(tags=tags, statuses=[dg.DagsterRunStatus.SUCCESS])
+    return next((run.run_id for run in context.instance.get_runs(succeeded, limit=1)), None)
 
 
 def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:

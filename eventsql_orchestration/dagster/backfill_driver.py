@@ -72,9 +72,8 @@ class BackfillDriver:
         """Drive it to its end. Raises `LocalDagsterError`, `RunFailedError` where Dagster refuses a run."""
         self._launcher.require_running()
         self._launcher.prepare(self._target, list(self._planned))
-        self._running = {
-            key: run for key, run in self._launcher.under_way(self._backfill.id).items() if key in self._planned
-        }
+        under_way = self._launcher.under_way(self._target, self._backfill.id)
+        self._running = {key: run for key, run in under_way.items() if key in self._planned}
         while True:
             # Before the look: a run that has ended has done all that it will.
             ended = self._launcher.ended(self._running.values())

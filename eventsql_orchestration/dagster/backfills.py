@@ -33,8 +33,10 @@ from eventsql_orchestration.dagster.windows import (
 )
 from eventsql_orchestration.database import Connection, Queries, driver_connection
 from eventsql_orchestration.errors import RegistryError, ValidationError
+from eventsql_orchestration.log import layouts
+from eventsql_orchestration.log.layouts import Layout
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, resolve
-from eventsql_orchestration.log.registry import choose_partitions, consumer_states, lock_registry
+from eventsql_orchestration.log.registry import choose_partitions, consumer_states, find_topic, lock_registry
 from eventsql_orchestration.log.seek import Move
 from eventsql_orchestration.model import ConsumerState
 from eventsql_orchestration.rules import check_name
@@ -72,14 +74,17 @@ class Backfills:
         check_order(start, end)
         if MARK in consumer:
             raise ValidationError(f"{consumer!r} is a window of a backfill: name the consumer that it belongs to")
+        created_at = self._platform.registry.topic(topic).created_at
         states = self._platform.registry.consumer(topic, consumer)
-        wanted = choose_partitions(states, partition)
         after, upto, remarks = self._range(topic, start, end)
+        known = [] if states[0].partition == NOT_PARTITIONED else self._platform.layouts.of(topic)
+        wanted = _partitions(known, after, upto) if partition is None else None
+        wanted = wanted or choose_partitions(states, partition)
         if any(state.paused for state in states):
             remarks.append(f"consumer {consumer!r} is paused, and stays so: a backfill runs all the same")
         if states[0].filter is not None:
             remarks.append(f"of these events those are replayed that match the consumer's filter ({states[0].filter})")
-        windows = self._cut(topic, after, upto, window_events, window)
+        windows = _split(self._cut(topic, after, upto, window_events, window), [each.after for each in known])
         runs, times = self._contents(topic, windows, wanted)
         if len(runs) > MAX_RUNS:
             raise ValidationError(f"{len(runs):,} runs are too many ({MAX_RUNS:,} at most): take larger windows")
@@ -91,8 +96,9 @@ class Backfills:
         with self._database.connection() as connection:
             first_event = self._first(connection, topic, after, upto)
         return Plan(
-            topic, consumer, tuple(wanted), after, upto, kept, tuple(runs), first_event, first, last, tuple(remarks)
-        )
+            topic, consumer, tuple(wanted), after, upto, kept, tuple(runs), first_event, created_at, first, last,
+            tuple(remarks),
+        )  # fmt: skip
 
     def _range(self, topic: str, start: Place, end: Place) -> tuple[int, int, list[str]]:
         with self._database.connection() as connection:
@@ -179,7 +185,8 @@ class Backfills:
 
         With `into`, a consumer of that name is left at the end of the range when the backfill is done. Raises
         `RegistryError` where a backfill of the consumer has the id, where `into` is a consumer that exists, and where
-        retention dropped a part of the range meanwhile; `ValidationError` for an empty plan.
+        the topic was created anew or retention dropped a part of the range meanwhile; `ValidationError` for an empty
+        plan.
         """
         check_id(backfill_id)
         if not plan.runs:
@@ -198,8 +205,12 @@ class Backfills:
                     f"consumer {plan.consumer!r} has a backfill {backfill_id} already: "
                     f"`{resume_command(plan.topic, plan.consumer, backfill_id)}` runs the rest of it"
                 )
+            registered = find_topic(connection, plan.topic)
+            if registered is None or registered.created_at != plan.topic_created_at:
+                raise RegistryError(f"topic {plan.topic!r} was deleted or created anew meanwhile: make the plan again")
             states = consumer_states(connection, plan.topic, plan.consumer)
-            if not {*plan.partitions} <= {state.partition for state in states}:
+            # After a repartitioning the events of before are in partitions that the consumer may not have any more.
+            if not states or (states[0].partition == NOT_PARTITIONED) != (plan.partitions == (NOT_PARTITIONED,)):
                 raise RegistryError(
                     f"consumer {plan.consumer!r} of topic {plan.topic!r} was deleted or registered anew meanwhile: "
                     "make the plan again"
@@ -222,8 +233,8 @@ class Backfills:
                         "partitions": sorted(chosen),
                     },
                 )
-            (registered,) = self._registered(plan.topic, plan.consumer, backfill_id, driver)
-        return registered
+            (backfill,) = self._registered(plan.topic, plan.consumer, backfill_id, driver)
+        return backfill
 
     # Looking
 
@@ -367,6 +378,8 @@ class Backfills:
                     self._queries("keep_side_consumer"),
                     {"topic": topic, "names": current.names, "into": current.into, "upto": current.range.upto},
                 )
+                if any(part.partition != NOT_PARTITIONED for part in current.parts):
+                    layouts.move(driver, self._database.schema, topic, current.into, offset=current.range.upto)
             own = {"topic": topic, "names": current.names}
             driver.execute(self._queries("delete_windows"), own)
             driver.execute(self._queries("delete_claims"), own)
@@ -394,3 +407,22 @@ class Backfills:
             return chosen
 
         return self._platform.seeker.execute(topic, backfill.consumer, AtOffset(end + 1), choose=behind)
+
+
+def _partitions(known: Sequence[Layout], after: int, upto: int) -> list[int]:
+    """The partitions of the layouts that a range has to do with; empty where there are no layouts."""
+    ends = [*(each.after for each in known[1:]), upto + 1]
+    counts = [
+        each.partitions for each, end in zip(known, ends, strict=True) if each.after < upto and end > after
+    ] if known else []  # fmt: skip
+    return list(range(max(counts, default=0)))
+
+
+def _split(windows: Sequence[Window], at: Sequence[int]) -> list[Window]:
+    """The windows, with those cut in two in which the topic was repartitioned: a key's events are in one partition."""
+    ends = {window: sorted({offset for offset in at if window.after < offset < window.upto}) for window in windows}
+    return [
+        Window(after, upto)
+        for window, cuts in ends.items()
+        for after, upto in zip([window.after, *cuts], [*cuts, window.upto], strict=True)
+    ]

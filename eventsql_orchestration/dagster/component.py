@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Final
 
 import dagster as dg
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from eventsql_orchestration import NOT_PARTITIONED, Topic
 from eventsql_orchestration.dagster.assembly import build_definitions
 from eventsql_orchestration.dagster.consumers import consumer_asset
 from eventsql_orchestration.dagster.definition import DEFAULT_MAX_ATTEMPTS
 from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.model import check_partitions, check_topic_name
+from eventsql_orchestration.rules import check_name
 
 FUNCTION_FILE: Final = "consume.py"
 
@@ -77,19 +79,38 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     partitioned: bool = False
     file: str = FUNCTION_FILE
     function: str = "consume"
-    max_events: int = 10_000
-    max_attempts: int = DEFAULT_MAX_ATTEMPTS
-    max_lag_events: int | None = None
-    max_lag_seconds: float | None = 300.0
-    lag_grace: float = 60.0
+    max_events: int = Field(default=10_000, ge=1)
+    max_attempts: int = Field(default=DEFAULT_MAX_ATTEMPTS, ge=1)
+    max_lag_events: int | None = Field(default=None, ge=0)
+    max_lag_seconds: float | None = Field(default=300.0, ge=0)
+    lag_grace: float = Field(default=60.0, ge=0)
     platform: bool = True
 
+    # What the platform would refuse is refused here, where the message names the field of the file.
+
+    @field_validator("topic")
+    @classmethod
+    def _topic_has_a_name(cls, value: str) -> str:
+        return check_topic_name(value)
+
+    @field_validator("consumer")
+    @classmethod
+    def _consumer_has_a_name(cls, value: str) -> str:
+        return check_name("consumer name", value)
+
+    @field_validator("partitions")
+    @classmethod
+    def _partitions_are_possible(cls, value: int) -> int:
+        return check_partitions(value)
+
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Raises `ConfigurationError` where the function is not there."""
+        """Raises `ConfigurationError` where the file or its function is not there."""
+        if not (context.path / self.file).is_file():
+            raise ConfigurationError(f"file: {context.path / self.file} does not exist")
         module = context.load_defs_relative_python_module(Path(self.file))
         function = getattr(module, self.function, None)
         if not callable(function):
-            raise ConfigurationError(f"{context.path / self.file} has no function {self.function!r}")
+            raise ConfigurationError(f"function: {context.path / self.file} has no function {self.function!r}")
         definition = consumer_asset(
             topic=Topic(self.topic, self.partitions),
             consumer=self.consumer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import dagster as dg
@@ -34,6 +35,7 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_TAG,
     REPLAY_TAG,
+    SHARED_TAG,
     SPARK_TAG,
     TOPIC_TAG,
 )
@@ -247,6 +249,8 @@ def _define(
     partitions = topic.all_partitions if consumer.partitioned else (NOT_PARTITIONED,)
     spec = dg.AssetSpec(
         key=key,
+        # A step of a shared run that finds nothing to consume materializes nothing.
+        skippable=True,
         deps=[topic_key(topic.name), *deps],
         description=description,
         group_name=group_name,
@@ -257,6 +261,7 @@ def _define(
     published = [
         dg.AssetSpec(
             key=topic_key(each.name if isinstance(each, Topic) else each),
+            skippable=True,
             deps=[key],
             description=f"Events that {name} publishes.",
             group_name=group_name,
@@ -276,11 +281,13 @@ def _define(
     def compute(context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any]) -> Any:
         eventsql: EventSQLResource = resources[RESOURCE_KEY]
         platform = eventsql.platform
+        # A shared run does not wait for more: the others have their turn, and nothing would show that it lives.
+        bounds = replace(limits, drain_idle=0.0) if SHARED_TAG in context.run.tags else limits
         draining = Draining(
-            platform, make_consume(context, platform, resources), limits, owner=owner_of_run(context.run.run_id)
+            platform, make_consume(context, platform, resources), bounds, owner=owner_of_run(context.run.run_id)
         )
         try:
-            _drain(context, draining, config, consumer, partitions)
+            _drain(context, draining, config, consumer)
             report(context, key, consumer, draining.drained, platform.dead_letters)
         except BaseException:
             # What a failing run has consumed is committed, and belongs to the history of its assets as any other.
@@ -288,6 +295,8 @@ def _define(
                 for each, metadata in results(draining.drained):
                     context.log_event(dg.AssetMaterialization(asset_key=each, metadata=metadata))
             raise
+        if config.claim is None and SHARED_TAG in context.run.tags and not draining.drained.claims:
+            return
         for each, metadata in results(draining.drained):
             yield dg.MaterializeResult(asset_key=each, metadata=metadata)
 
@@ -311,7 +320,7 @@ def _define(
     }  # fmt: skip
     sensors: tuple[dg.SensorDefinition, ...]
     if sensor == "consumer":
-        sensors = (build_consumer_sensor(partitions=partitions, **watched),)
+        sensors = (build_consumer_sensor(**watched),)
     else:
         sensors = tuple(build_partition_sensor(partition=partition, **watched) for partition in partitions)
     return ConsumerDefinition(
@@ -320,13 +329,9 @@ def _define(
     )  # fmt: skip
 
 
-def _drain(
-    context: dg.AssetExecutionContext,
-    draining: Draining,
-    config: ClaimConfig,
-    consumer: Consumer,
-    partitions: Sequence[int],
-) -> None:
+def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer) -> None:
+    shared = SHARED_TAG in context.run.tags
+    requested_for = _requested_for(context) if shared else None
     if config.claim is not None:
         draining.require_claim_of(consumer, config.claim)
         if _replays(context, config) and _replay(context, draining, config):
@@ -335,8 +340,30 @@ def _drain(
         if claim is not None:
             context.log.info("%s is taken over by this run", claim)
             draining.run(claim)
-        return
-    for partition in partitions if config.partition is None else (config.partition,):
+        if shared and draining.drained.failure is None:
+            # The sensor claims for one partition only.
+            _claim_and_drain(context, draining, config, consumer)
+    elif requested_for is None:
+        _claim_and_drain(context, draining, config, consumer)
+    elif _replays(context, config):
+        context.log.info("this run consumes a range once more: what waits for this asset is none of it")
+    else:
+        with draining.keeping(requested_for):
+            _claim_and_drain(context, draining, config, consumer)
+
+
+def _requested_for(context: dg.AssetExecutionContext) -> int | None:
+    """The claim that a shared run was requested for, which one of its steps has in its config."""
+    run_config: Mapping[str, Any] = context.run.run_config
+    claims = [step.get("config", {}).get("claim") for step in run_config.get("ops", {}).values()]
+    return next((claim for claim in claims if claim is not None), None)
+
+
+def _claim_and_drain(
+    context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer
+) -> None:
+    """Consume what waits, of one partition or of each that the consumer has now."""
+    for partition in draining.partitions(consumer) if config.partition is None else (config.partition,):
         found = draining.claim(consumer.topic, consumer.name, partition)
         if isinstance(found, Claim):
             draining.run(found)

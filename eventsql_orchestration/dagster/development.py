@@ -44,6 +44,13 @@ _LOCATIONS = """
 } }
 """
 
+_JOBS = """
+{ repositoriesOrError {
+    ... on RepositoryConnection { nodes { jobs { name tags { key value } } } }
+    ... on PythonError { message }
+} }
+"""
+
 
 def free_port(preferred: int) -> int:
     """`preferred` if nobody listens there, else one that the system chooses."""
@@ -210,9 +217,7 @@ class LocalDagster:
     def _not_ready(self) -> str | None:
         """What is still missing for the start, or None. Raises `LocalDagsterError` when the location cannot load."""
         try:
-            answer = requests.post(f"{self.url}/graphql", json={"query": _LOCATIONS}, timeout=10, proxies=_DIRECT)
-            answer.raise_for_status()
-            workspace = answer.json()["data"]["workspaceOrError"]
+            workspace = self._ask(_LOCATIONS)["workspaceOrError"]
         except (requests.RequestException, ValueError, KeyError):
             return "the webserver"
         entries = workspace.get("locationEntries")
@@ -224,6 +229,20 @@ class LocalDagster:
                 lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
                 raise LocalDagsterError(f"{self.definitions.name} cannot be loaded: {lines[-1]}; see {self.log}")
         return None
+
+    def jobs_with(self, tag: str) -> list[str]:
+        """The jobs of the location that carry a tag. Raises `LocalDagsterError` where the webserver does not say."""
+        try:
+            repositories = self._ask(_JOBS)["repositoriesOrError"]["nodes"]
+        except (requests.RequestException, ValueError, KeyError) as error:
+            raise LocalDagsterError(f"{self.url} does not tell its jobs; see {self.log}") from error
+        jobs = [job for repository in repositories for job in repository["jobs"]]
+        return [job["name"] for job in jobs if tag in {each["key"] for each in job["tags"]}]
+
+    def _ask(self, query: str) -> Any:
+        answer = requests.post(f"{self.url}/graphql", json={"query": query}, timeout=10, proxies=_DIRECT)
+        answer.raise_for_status()
+        return answer.json()["data"]
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):

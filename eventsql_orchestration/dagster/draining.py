@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -132,6 +133,18 @@ class Draining:
             self.drained.lost = str(error)
             return None
 
+    @contextmanager
+    def keeping(self, claim_id: int) -> Iterator[None]:
+        """Hold the claim that the run was requested for, as long as another of its steps goes first."""
+        try:
+            claim = self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease)
+        except ClaimLostError:
+            # Its own step has been, or finds out.
+            yield
+            return
+        with self._platform.claims.heartbeat(claim, lease=self._limits.lease):
+            yield
+
     def committed(self, claim_id: int) -> Claim | None:
         """The claim, where it was committed; None in any other state. Raises `ClaimLostError` for an unknown one."""
         claim, state = self._platform.claims.get(claim_id)
@@ -148,6 +161,10 @@ class Draining:
                 f"Replay the range as a consumer of its own, or move the offset with `eventsql seek`"
             )
         self.drained.claims.append((claim, self._consume.replay(claim)))
+
+    def partitions(self, consumer: Consumer) -> list[int]:
+        """The partitions that a consumer has now. Raises `ConsumerNotFoundError`."""
+        return [state.partition for state in self._platform.registry.consumer(consumer.topic, consumer.name)]
 
     def claim(self, topic: str, consumer: str, partition: int) -> Claim | str:
         """Claim what waits, however little it is; a sentence where nothing can be claimed."""

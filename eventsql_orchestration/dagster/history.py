@@ -24,13 +24,13 @@ BATCH: Final = 1_000
 NO_RUN: Final = ""
 """What Dagster has for the run of an event that belongs to none."""
 
-_TYPES: Final = (dg.DagsterEventType.ASSET_OBSERVATION.value, dg.DagsterEventType.ASSET_MATERIALIZATION.value)
-
 _ASSETS: Final = sa.text("SELECT asset_key FROM asset_keys")
 
-OWN_MARK: Final = f'"{HOUSEKEEPING_TAG}": ?"{HOUSEKEEPING_INTERNAL}"'
-"""How the tag of this package's events stands in their JSON, as a regular expression: Dagster's table of tags has only
-some of its own. Quotation marks in somebody's text are escaped there, so that it cannot look like it."""
+_TAGS: Final = {
+    dg.DagsterEventType.ASSET_OBSERVATION.value: "asset_observation",
+    dg.DagsterEventType.ASSET_MATERIALIZATION.value: "materialization",
+}
+"""Where an event of each type has its tags, within its JSON: Dagster's table of tags has only some of its own."""
 
 # Ids grow with time: the index (asset_key, type, id) gives the oldest first, and the first young one ends the look.
 _DELETE_EVENTS: Final = sa.text("""
@@ -38,7 +38,7 @@ WITH old AS (
     SELECT e.id FROM event_logs e
     WHERE e.asset_key = :asset AND e.dagster_event_type = :type AND e.run_id = :run AND e.timestamp < :before
       AND e.id < (SELECT max(id) FROM event_logs WHERE asset_key = :asset AND dagster_event_type = :type)
-      AND e.event ~ :own
+      AND e.event::json #>> ARRAY['dagster_event', 'event_specific_data', :entry, 'tags', :tag] = :own
     ORDER BY e.id
     LIMIT :batch
 ), tags AS (
@@ -97,10 +97,11 @@ class EventHistory:
             return sum(
                 self._in_batches(
                     connection, _DELETE_EVENTS,
-                    asset=asset, type=kind, before=_stored(before), own=OWN_MARK,
+                    asset=asset, type=kind, before=_stored(before),
+                    entry=entry, tag=HOUSEKEEPING_TAG, own=HOUSEKEEPING_INTERNAL,
                 )
                 for asset in assets
-                for kind in _TYPES
+                for kind, entry in _TAGS.items()
             )  # fmt: skip
 
     def delete_evaluations(self, checks: Collection[dg.AssetCheckKey], *, before: datetime) -> int:

@@ -8,6 +8,7 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.checks import ConsumerCheck
 from eventsql_orchestration.dagster.history import EventHistory
+from eventsql_orchestration.dagster.publications import delete_publications
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import (
     FINISHED,
@@ -26,6 +27,7 @@ def build_housekeeping_schedule(
     keep_hours: float = 24.0,
     keep_consumer_hours: float = 168.0,
     keep_observation_hours: float = 72.0,
+    keep_publication_hours: float = 720.0,
     checks: Collection[ConsumerCheck] = (),
     cron_schedule: str = "17 * * * *",
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
@@ -36,10 +38,11 @@ def build_housekeeping_schedule(
     without a run. Runs of the transfer and of housekeeping itself, and ticks, are kept `keep_hours`; consuming runs,
     which materialize assets, `keep_consumer_hours`; what the lag sensor reports, observations and the results of
     `checks`, `keep_observation_hours`, where Dagster's storage is PostgreSQL. No other run or event is touched, and the
-    newest observation of an asset and result of a check stay.
+    newest observation of an asset and result of a check stay. The records by which a publication is not repeated are
+    kept `keep_publication_hours`, and longer as long as a run or a stream could repeat it.
     """
-    if min(keep_hours, keep_consumer_hours, keep_observation_hours) < 0:
-        raise ValidationError("keep_hours, keep_consumer_hours and keep_observation_hours must not be negative")
+    if min(keep_hours, keep_consumer_hours, keep_observation_hours, keep_publication_hours) < 0:
+        raise ValidationError("keep_hours and the other times to keep must not be negative")
     judged = tuple(check.key for check in checks)
     kept = {HOUSEKEEPING_INTERNAL: keep_hours, HOUSEKEEPING_CONSUMER: keep_consumer_hours}
 
@@ -71,6 +74,16 @@ def build_housekeeping_schedule(
                 dropped.topic, dropped.segments, dropped.events, dropped.bytes, held,
             )  # fmt: skip
 
+    @dg.op(
+        name="delete_old_publications",
+        description="Deletes the records of publications that nothing repeats any more.",
+        ins={"done": dg.In(dg.Nothing)},
+    )
+    def delete_old_publications(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
+        before = datetime.now(UTC) - timedelta(hours=keep_publication_hours)
+        deleted = delete_publications(eventsql.platform, context.instance, before=before)
+        context.log.info("deleted the records of %d publications", deleted)
+
     @dg.job(
         name=name,
         description="Keeps topics to their retention, and the history of the platform's own runs in bounds.",
@@ -79,7 +92,8 @@ def build_housekeeping_schedule(
     )
     def housekeeping() -> None:
         drop_old_segments()
-        delete_old_history()
+        # Runs that are gone repeat nothing.
+        delete_old_publications(delete_old_history())
 
     return dg.ScheduleDefinition(
         name=name,

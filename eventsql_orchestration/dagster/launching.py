@@ -27,11 +27,15 @@ DEFINE_IT: Final = "give the code location `build_backfill(…)` of the consumer
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What replays a consumer: a job, the set of its partitions, and the assets that it touches."""
+    """What replays a consumer: a job, the set of its partitions, and the assets that it touches.
+
+    `of` names the consumer, for its runs: several consumers may have backfills of one id.
+    """
 
     job: str
     partitions: str
     assets: tuple[str, ...]
+    of: str
     location: str = ""
     repository: str = ""
 
@@ -59,10 +63,10 @@ class Launcher(Protocol):
     def prepare(self, target: Target, keys: Sequence[str]) -> None:
         """Let the partitions of these keys exist."""
 
-    def was_run(self, backfill_id: str) -> bool:
+    def was_run(self, target: Target, backfill_id: str) -> bool:
         """Whether there are runs of a backfill, under way or not."""
 
-    def under_way(self, backfill_id: str) -> dict[str, str]:
+    def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
         """The runs of a backfill that have not ended, by their partition key."""
 
     def launch(self, target: Target, backfill_id: str, key: str) -> str:
@@ -75,9 +79,14 @@ class Launcher(Protocol):
         """End what would not go on by itself."""
 
 
-def run_tags(backfill_id: str, key: str) -> dict[str, str]:
+def run_tags(target: Target, backfill_id: str, key: str) -> dict[str, str]:
     """The tags of a run of a backfill."""
-    return {DAGSTER_PARTITION_TAG: key, BACKFILL_TAG: backfill_id}
+    return {DAGSTER_PARTITION_TAG: key, **backfill_tags(target, backfill_id)}
+
+
+def backfill_tags(target: Target, backfill_id: str) -> dict[str, str]:
+    """The tags by which the runs of a backfill are found."""
+    return {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: target.of}
 
 
 class RemoteDagster:
@@ -100,14 +109,15 @@ class RemoteDagster:
         self._proxies = {"no_proxy": parts.hostname} if local else None
 
     def target(self, topic: str, consumer: str) -> Target:
+        of = backfill_of(topic, consumer)
         for repository in self._all(_REPOSITORIES, "repositoriesOrError", "nodes"):
             for job in repository["jobs"]:
-                if {"key": BACKFILL_OF_TAG, "value": backfill_of(topic, consumer)} not in job["tags"]:
+                if {"key": BACKFILL_OF_TAG, "value": of} not in job["tags"]:
                     continue
                 nodes = [node for node in repository["assetNodes"] if job["name"] in node["jobNames"]]
                 (node,) = nodes
                 return Target(
-                    job["name"], node["partitionDefinition"]["name"], _assets(node["metadataEntries"]),
+                    job["name"], node["partitionDefinition"]["name"], _assets(node["metadataEntries"]), of,
                     repository["location"]["name"], repository["name"],
                 )  # fmt: skip
         raise ValidationError(f"{self.url} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
@@ -129,11 +139,11 @@ class RemoteDagster:
             if answer["__typename"] not in {"AddDynamicPartitionSuccess", "DuplicateDynamicPartitionError"}:
                 raise RunFailedError(f"partition {key} was refused: {answer.get('message') or answer['__typename']}")
 
-    def was_run(self, backfill_id: str) -> bool:
-        return bool(self._runs(tags=[{"key": BACKFILL_TAG, "value": backfill_id}], limit=1))
+    def was_run(self, target: Target, backfill_id: str) -> bool:
+        return bool(self._runs(tags=_listed(backfill_tags(target, backfill_id)), limit=1))
 
-    def under_way(self, backfill_id: str) -> dict[str, str]:
-        runs = self._runs(tags=[{"key": BACKFILL_TAG, "value": backfill_id}], statuses=_UNDER_WAY)
+    def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
+        runs = self._runs(tags=_listed(backfill_tags(target, backfill_id)), statuses=_UNDER_WAY)
         return {
             tag["value"]: run["runId"] for run in runs for tag in run["tags"] if tag["key"] == DAGSTER_PARTITION_TAG
         }
@@ -146,9 +156,7 @@ class RemoteDagster:
                 "jobName": target.job,
             },
             "runConfigData": {},
-            "executionMetadata": {
-                "tags": [{"key": name, "value": text} for name, text in run_tags(backfill_id, key).items()]
-            },
+            "executionMetadata": {"tags": _listed(run_tags(target, backfill_id, key))},
         }
         answer = self._ask(_LAUNCH, parameters=parameters)["launchRun"]
         if answer["__typename"] != "LaunchRunSuccess":
@@ -221,6 +229,10 @@ def without_credentials(url: str) -> str:
 def one_line(text: str) -> str:
     """The message of an error without what Dagster puts before it."""
     return re.sub(r"^dagster\.\S+: |^Failure: ", "", " ".join(text.split()))[:500]
+
+
+def _listed(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"key": name, "value": text} for name, text in tags.items()]
 
 
 def _assets(entries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.backfill_asset import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.development import failure_of
-from eventsql_orchestration.dagster.launching import DEFINE_IT, Ended, Target, run_tags
-from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG, DAGSTER_PARTITION_TAG
+from eventsql_orchestration.dagster.launching import DEFINE_IT, Ended, Target, backfill_tags, run_tags
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
 
 GRACE: Final = 15.0
@@ -108,7 +108,10 @@ class LocalRuns:
             )
             assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "it is a backfill's"
             assert asset.partitions_def.name is not None, "it has one"
-            return Target(job.name, asset.partitions_def.name, tuple(asset.metadata[ASSETS_METADATA].value))
+            return Target(
+                job.name, asset.partitions_def.name, tuple(asset.metadata[ASSETS_METADATA].value),
+                backfill_of(topic, consumer),
+            )  # fmt: skip
         raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
     def require_running(self) -> None:
@@ -117,10 +120,10 @@ class LocalRuns:
     def prepare(self, target: Target, keys: Sequence[str]) -> None:
         self._instance.add_dynamic_partitions(target.partitions, list(keys))
 
-    def was_run(self, backfill_id: str) -> bool:
-        return bool(self._instance.get_runs(dg.RunsFilter(tags={BACKFILL_TAG: backfill_id}), limit=1))
+    def was_run(self, target: Target, backfill_id: str) -> bool:
+        return bool(self._instance.get_runs(dg.RunsFilter(tags=backfill_tags(target, backfill_id)), limit=1))
 
-    def under_way(self, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
+    def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
         """None: of a process that is not ours nobody knows whether it lives. The lease of its window does."""
         return {}
 
@@ -129,7 +132,7 @@ class LocalRuns:
         # fmt: off
         command = [
             sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-j", target.job,
-            "--tags", json.dumps(run_tags(backfill_id, key)),
+            "--tags", json.dumps(run_tags(target, backfill_id, key)),
         ]
         # fmt: on
         try:

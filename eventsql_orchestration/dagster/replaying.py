@@ -22,6 +22,17 @@ POLL: Final = 0.2
 """Seconds between two looks at a window that somebody else leases, or whose failed event is not due yet."""
 
 
+class WindowGoneError(dg.Failure):
+    """The window of a run is not registered: its backfill is done, or was deleted."""
+
+    def __init__(self, backfill_id: str, consumer: str, key: str) -> None:
+        super().__init__(
+            f"backfill {backfill_id} of consumer {consumer!r} has no window {key} any more: it is done, or was "
+            "deleted; to replay the range once more, make a new backfill",
+            allow_retries=False,
+        )
+
+
 class WindowReplay:
     """Replays one partition of one window: claims it piece by piece, as its side consumer, until nothing is left."""
 
@@ -55,7 +66,7 @@ class WindowReplay:
 
         An event that fails is tried again when it is due, as often as the consumer allows, and becomes a dead letter
         where the topic has any. Raises `dagster.Failure` where it blocks the window, where another run has the window,
-        and where the window is not there.
+        and `WindowGoneError` where it is not there.
         """
         lease_ends_at = None
         while True:
@@ -84,12 +95,8 @@ class WindowReplay:
         backfill = self._backfills.find(self._topic, self._backfill_id, self._consumer)
         part = None if backfill is None else backfill.part(self._window, self._partition)
         if backfill is None or part is None:
-            raise dg.Failure(
-                f"backfill {self._backfill_id} of consumer {self._consumer!r} has no window "
-                f"{partition_key(self._backfill_id, self._window, self._partition)} any more: it is done, or was "
-                "deleted; to replay the range once more, make a new backfill",
-                allow_retries=False,
-            )
+            key = partition_key(self._backfill_id, self._window, self._partition)
+            raise WindowGoneError(self._backfill_id, self._consumer, key)
         return backfill, part
 
     def _claim_and_consume(self, part: Replayed) -> None:

@@ -63,8 +63,9 @@ def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: boo
         )
     else:
         advice = f"it is tried again after a pause; with topic {topic}_dlt it goes there when its attempts are spent"
+    often = "once" if failure.attempts == 1 else f"{failure.attempts} times"
     return dg.Failure(
-        f"event {event.id} of {name_of(consumer, claim.range.partition)} failed {failure.attempts} times in consumer "
+        f"event {event.id} of {name_of(consumer, claim.range.partition)} failed {often} in consumer "
         f"{consumer.name} ({failure.error}): {advice}",
         metadata={
             "topic": topic,

@@ -24,10 +24,11 @@ from typing import Final
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Topic
+from eventsql_orchestration.dagster.consumer_watch import ConsumerWatch, SharedWatch
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_CONSUMER, HOUSEKEEPING_TAG
-from eventsql_orchestration.dagster.watch import TICK_TIMEOUT, ConsumerWatch, PartitionWatch
+from eventsql_orchestration.dagster.watch import TICK_TIMEOUT, PartitionWatch
 
 MIN_INTERVAL: Final = 1
 """Dagster looks at sensors every 5 s; asking for just as much would skip every second look."""
@@ -66,18 +67,13 @@ def build_consumer_sensor(
     *,
     topic: Topic,
     consumer: Consumer,
-    partitions: Sequence[int],
     job: dg.UnresolvedAssetJobDefinition | dg.JobDefinition,
     op_name: str,
     limits: Limits,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> dg.SensorDefinition:
     """One sensor for all partitions of a consumer, called like its job: a tick requests a run per lagging partition."""
-    watch = ConsumerWatch(
-        topic,
-        consumer,
-        tuple(PartitionWatch(topic, consumer, each, op_name, limits, sensor=job.name) for each in partitions),
-    )
+    watch = ConsumerWatch(topic, consumer, op_name, limits, sensor=job.name)
 
     @dg.sensor(
         name=job.name,
@@ -86,6 +82,31 @@ def build_consumer_sensor(
         default_status=default_status,
         description=f"Claims events of {topic.name} for consumer {consumer.name}, partition by partition, and requests "
         "a run for each that has some.",
+        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER},
+    )
+    def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
+        with eventsql.bounded(TICK_TIMEOUT) as platform:
+            return watch.evaluate(platform, context.instance, context.log, context.cursor)
+
+    return tick
+
+
+def build_shared_sensor(
+    *,
+    members: Sequence[ConsumerWatch],
+    job: dg.UnresolvedAssetJobDefinition,
+    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
+) -> dg.SensorDefinition:
+    """One sensor for consumers that share their runs, called like their job: a tick requests at most one run."""
+    watch = SharedWatch(tuple(members))
+
+    @dg.sensor(
+        name=job.name,
+        job=job,
+        minimum_interval_seconds=MIN_INTERVAL,
+        default_status=default_status,
+        description=f"Claims events for one of {', '.join(member.label for member in watch.members)}, and requests a "
+        "run of all, unless one is under way.",
         tags={HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER},
     )
     def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:

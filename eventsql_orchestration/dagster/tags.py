@@ -14,6 +14,9 @@ CLAIM_TAG: Final = "eventsql/claim"
 AFTER_TAG: Final = "eventsql/after"
 """The offset that a run's claim begins after: failures of runs from one offset are counted by it."""
 
+SHARED_TAG: Final = "eventsql/shared"
+"""Carried by runs of a job whose consumers share them: those without a claim consume what waits."""
+
 REPLAY_TAG: Final = "eventsql/replay"
 """Carried by a run that consumed a committed range once more: it moved no offset."""
 

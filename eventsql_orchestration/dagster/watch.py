@@ -1,15 +1,10 @@
-"""What a tick decides about a consumer partition: wait for its claim's run, give the claim back, or claim what waits.
-
-`PartitionWatch` looks at one partition; `ConsumerWatch` at all partitions of a consumer, with few statements, and then
-lets each `PartitionWatch` that has something to do decide as it would have alone.
-"""
+"""What a tick decides about a consumer partition: to wait for its claim's run, to give the claim back, or to claim."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -33,23 +28,14 @@ from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
     DatabaseBusyError,
-    EventSQLError,
     RedefinitionError,
     SchemaOutdatedError,
     TopicNotFoundError,
 )
-from eventsql_orchestration.log.claims import Claim, Standing
+from eventsql_orchestration.log.claims import Claim
 
 TICK_TIMEOUT: Final = 10.0
 """Seconds that a statement of a tick may take. Dagster gives a tick 60, and one that it gave up keeps running."""
-
-TICK_BUDGET: Final = 20.0
-"""Seconds after which a tick over many partitions begins with no further one. With the statement under way and what
-Dagster's own storage takes, that stays well below the 60 of a tick."""
-
-MAX_REQUESTS: Final = 25
-"""Runs that one tick requests at most: Dagster creates them one after the other, some 4 to 10 a second, and no further
-tick of this sensor begins meanwhile."""
 
 START_TIMEOUT: Final = 300.0
 """Seconds after which a run that was created or is starting, and never started, is given up; Dagster's own monitoring
@@ -63,8 +49,6 @@ FIRST_BACKOFF: Final = 10.0
 MAX_BACKOFF: Final = 600.0
 """Seconds between runs that keep failing at the same offset for reasons that are no event's: they pile up otherwise,
 one every 5 seconds."""
-
-SHOWN_REASONS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -86,14 +70,38 @@ class PartitionWatch:
     def evaluate(
         self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger
     ) -> dg.RunRequest | dg.SkipReason:
-        """One tick. Raises `RedefinitionError` where the topic is not as defined, `DatabaseUnavailableError`."""
+        """One tick. Raises `RedefinitionError` where the topic has more partitions than are watched, once there is
+        nothing to do for this one, and `DatabaseUnavailableError`.
+        """
+        registered = self.topic
         try:
-            check_definition(platform, self.topic, self.consumer)
+            registered = platform.registry.topic(self.topic.name)
             live = platform.claims.live(self.topic.name, self.consumer.name, self.partition)
             run = None if live is None else runs_of([live], self.consumer, instance).get(live.id)
-            return self.attend(live, run, platform, instance, log)
-        except (TopicNotFoundError, ConsumerNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
+            answer = self.attend(live, run, platform, instance, log)
+        except ConsumerNotFoundError as error:
+            return dg.SkipReason(self._why_missing(registered) or error.message)
+        except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
             return dg.SkipReason(error.message)
+        if isinstance(answer, dg.SkipReason) and self._unwatched(registered):
+            raise RedefinitionError(
+                f"topic {self.topic.name!r} has {registered.partitions} partitions and consumer "
+                f"{self.consumer.name!r} is defined for {self.topic.partitions}: events would stay unseen; mend its "
+                "Topic(…)"
+            )
+        return answer
+
+    def _unwatched(self, registered: Topic) -> bool:
+        return self.partition != NOT_PARTITIONED and registered.partitions > self.topic.partitions
+
+    def _why_missing(self, registered: Topic) -> str | None:
+        """Why the partition is not the consumer's; None where the consumer as a whole does not exist."""
+        if not 0 <= registered.partitions <= self.partition:
+            return None
+        return (
+            f"partition {self.partition} does not exist: topic {self.topic.name!r} has {registered.partitions} "
+            f"partitions now, and consumer {self.consumer.name!r} is defined for {self.topic.partitions}"
+        )
 
     def attend(
         self,
@@ -202,100 +210,6 @@ class PartitionWatch:
                 break
             failures += 1
         return failures, runs[0].end_time if runs else None
-
-
-@dataclass(frozen=True)
-class ConsumerWatch:
-    """Decides what a tick does about all partitions of a consumer.
-
-    One statement looks at all of them and two questions to Dagster's storage find the runs of their live claims,
-    whatever their number. Only a partition that has something to do costs more.
-    """
-
-    topic: Topic
-    consumer: Consumer
-    partitions: tuple[PartitionWatch, ...]
-
-    def evaluate(
-        self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger, cursor: str | None
-    ) -> dg.SensorResult:
-        """One tick. `cursor` is the partition that it begins with, where the tick before did not get to all of them.
-
-        Raises as `PartitionWatch.evaluate`; what was claimed before the database went away is requested all the same.
-        """
-        deadline = time.monotonic() + TICK_BUDGET
-        try:
-            check_definition(platform, self.topic, self.consumer)
-            standings = {standing.partition: standing for standing in platform.claims.standings(self.consumer)}
-        except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
-            return dg.SensorResult(skip_reason=error.message, cursor=cursor)
-        if not standings:
-            reason = f"consumer {self.consumer.name!r} of topic {self.topic.name!r} does not exist: create it with "
-            return dg.SensorResult(skip_reason=f"{reason}`eventsql consumer create`", cursor=cursor)
-        live = [standing.claim for standing in standings.values() if standing.claim is not None]
-        runs = runs_of(live, self.consumer, instance)
-        requests: list[dg.RunRequest] = []
-        reasons: dict[int, str] = {}
-        for watch in self._from(cursor):
-            if time.monotonic() >= deadline or len(requests) == MAX_REQUESTS:
-                cursor = str(watch.partition)
-                break
-            standing = standings.get(watch.partition)
-            if standing is None or not _to_do(standing, runs):
-                continue
-            run = None if standing.claim is None else runs.get(standing.claim.id)
-            try:
-                answer = watch.attend(standing.claim, run, platform, instance, log)
-            except (ConsumerNotFoundError, DatabaseBusyError) as error:
-                reasons[watch.partition] = error.message
-            except EventSQLError as error:
-                if not requests:
-                    raise
-                # A tick that fails now would leave the claims made so far to their leases.
-                log.warning("the tick ends at %s: %s", watch.label, error)
-                cursor = str(watch.partition)
-                break
-            else:
-                if isinstance(answer, dg.RunRequest):
-                    requests.append(answer)
-                else:
-                    reasons[watch.partition] = answer.skip_message or ""
-        if requests:
-            return dg.SensorResult(run_requests=requests, cursor=cursor)
-        return dg.SensorResult(skip_reason=_summary(standings.values(), reasons), cursor=cursor)
-
-    def _from(self, cursor: str | None) -> Sequence[PartitionWatch]:
-        """The partitions in the order in which this tick looks at them."""
-        first = next((n for n, watch in enumerate(self.partitions) if str(watch.partition) == cursor), 0)
-        return [*self.partitions[first:], *self.partitions[:first]]
-
-
-def _to_do(standing: Standing, runs: Mapping[int, dg.RunRecord]) -> bool:
-    """Whether a partition needs more than the look at it."""
-    claim = standing.claim
-    if claim is None:
-        return standing.waiting and not standing.leased
-    return not (standing.leased and lease_decides(claim, runs.get(claim.id)))
-
-
-def _summary(standings: Collection[Standing], reasons: Mapping[int, str]) -> str:
-    """Why no run is requested, for people."""
-    leased = sum(standing.leased and standing.partition not in reasons for standing in standings)
-    idle = len(standings) - len(reasons) - leased
-    counts = [f"{idle} of {len(standings)} partitions have no events", f"{leased} are leased"]
-    shown = [f"{partition}: {reason}" for partition, reason in list(reasons.items())[:SHOWN_REASONS]]
-    more = [f"{len(reasons) - SHOWN_REASONS} more wait"] if len(reasons) > SHOWN_REASONS else []
-    return "; ".join([*counts[: 1 + bool(leased)], *shown, *more])
-
-
-def check_definition(platform: EventSQL, topic: Topic, consumer: Consumer) -> None:
-    """Raises `RedefinitionError` where a partitioned consumer's topic is not as defined, `TopicNotFoundError`."""
-    registered = platform.registry.topic(topic.name)
-    if registered.partitions != topic.partitions and consumer.partitioned:
-        raise RedefinitionError(
-            f"topic {topic.name!r} has {registered.partitions} partitions and consumer {consumer.name!r} "
-            f"is defined for {topic.partitions}: events would stay unseen; mend its Topic(…)"
-        )
 
 
 def lease_decides(claim: Claim, run: dg.RunRecord | None) -> bool:

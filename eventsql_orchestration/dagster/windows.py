@@ -92,8 +92,9 @@ def read_key(key: str) -> tuple[str, Window, int]:
 class Plan:
     """What a backfill would replay: `runs` in order, their events by the time at which they entered the log.
 
-    `partitions` are those that are meant, with events in the range or without. `remarks` say what the range does not
-    hold, or what else a person should know before it runs.
+    `partitions` are those that are meant, with events in the range or without; `first_event` and `topic_created_at`
+    tell whether the log is still the same. `remarks` say what the range does not hold, or what else a person should
+    know before it runs.
     """
 
     topic: str
@@ -104,6 +105,7 @@ class Plan:
     windows: tuple[Window, ...]
     runs: tuple[PlannedRun, ...]
     first_event: int | None
+    topic_created_at: datetime | None
     first_at: datetime | None
     last_at: datetime | None
     remarks: tuple[str, ...]

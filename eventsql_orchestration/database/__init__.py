@@ -1,6 +1,6 @@
 """Floor 1: connections, schema and named SQL."""
 
-from eventsql_orchestration.database.database import Connection, Database, driver_connection
+from eventsql_orchestration.database.database import Connection, Database, driver_connection, is_pooled
 from eventsql_orchestration.database.queries import Queries
 
-__all__ = ["Connection", "Database", "Queries", "driver_connection"]
+__all__ = ["Connection", "Database", "Queries", "driver_connection", "is_pooled"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import select
 import threading
 import time
@@ -59,6 +60,52 @@ def parse_dsn(dsn: str) -> URL:
         # What stands before it belongs to the password, and libpq would repeat it.
         raise ConfigurationError("the database URL has more than one @: write one in a user or password as %40")
     return url.set(drivername="postgresql+psycopg")
+
+
+DIRECT: Final = "direct"
+"""The option of a URL that leads to a pooler which names the server behind it: `?direct=host:port`."""
+
+_DIRECT_FORM: Final = re.compile(
+    r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/@,\[\]]+)(?::(?P<port>\d{1,5}))?(?:/(?P<database>[^/]+))?"
+)
+
+
+def split_direct(url: URL) -> tuple[URL, URL]:
+    """A database's URL without the option `direct`, and the one that leads past a pooler: the same where it is absent.
+
+    The option names `host`, `host:port` or `host:port/database`; user, password and other options are shared. Raises
+    `ConfigurationError` for anything else.
+    """
+    direct = url.query.get(DIRECT)
+    if direct is None:
+        return url, url
+    pooled = url.difference_update_query([DIRECT])
+    found = _DIRECT_FORM.fullmatch(direct) if isinstance(direct, str) else None
+    if found is None or int(found["port"] or 5432) not in range(1, 65_536):
+        raise ConfigurationError(
+            f"the option {DIRECT} of the database URL names the server behind a pooler as host:port, not {direct!r}"
+        )
+    past = pooled.difference_update_query(["host", "port"])
+    return pooled, past.set(
+        host=found["host"].strip("[]"), port=int(found["port"] or 5432), database=found["database"] or pooled.database
+    )
+
+
+def _detect_pooler(connection: Connection) -> None:
+    """Prepare no statements on a connection that a pooler answers: its next transaction may be another session's.
+
+    A pooler gives a client a process number of its own making; the server knows better.
+    """
+    autocommit, connection.autocommit = connection.autocommit, True
+    answering = connection.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
+    connection.autocommit = autocommit
+    if answering != (connection.info.backend_pid,):
+        connection.prepare_threshold = None
+
+
+def is_pooled(connection: Connection) -> bool:
+    """Whether a connection of `Database` leads to a pooler, so that nothing of a session outlasts a transaction."""
+    return connection.prepare_threshold is None
 
 
 _SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53300", "25P03", "25P04"})
@@ -134,6 +181,10 @@ def _check_at_checkout(engine: sqlalchemy.Engine) -> None:
     And that whoever gets a connection finds no transaction in it.
     """
 
+    @sqlalchemy.event.listens_for(engine, "connect")
+    def connected(connection: Any, _record: object) -> None:
+        _detect_pooler(connection)
+
     @sqlalchemy.event.listens_for(engine, "reset")
     def reset(connection: Any, _record: object, _state: object) -> None:
         # Of one that is closed it is unknown.
@@ -171,7 +222,8 @@ class Database:
     up to date (`migrate=True`), or raises `SchemaOutdatedError`.
 
     `dsn` is a PostgreSQL URL; `pool_size` bounds the connections that are kept, and `max_overflow` those that are
-    opened beyond it under load.
+    opened beyond it under load. Where it leads to a pooler by transactions, such as PgBouncer, its option
+    `direct=host:port` names the server itself, for the few connections that keep a session: see `dedicated`.
     """
 
     def __init__(
@@ -184,7 +236,7 @@ class Database:
         max_overflow: int = 20,
         application_name: str = "eventsql",
     ) -> None:
-        self.url = parse_dsn(dsn)
+        self.url, self._direct_url = split_direct(parse_dsn(dsn))
         self.schema = check_schema_name(schema)
         self._migrate = migrate
         self._ready = False
@@ -278,12 +330,17 @@ class Database:
             proxied.close()
 
     def dedicated(self) -> Connection:
-        """A connection of its own outside the pool, in autocommit mode; the caller closes it."""
+        """A connection of its own outside the pool, in autocommit mode; the caller closes it.
+
+        It leads past a pooler where the URL says how, and to the pooler otherwise: ask `is_pooled` before it is given
+        anything that a session keeps.
+        """
         self.ensure_schema()
-        arguments, options = self.engine.dialect.create_connect_args(self.url)
+        arguments, options = self.engine.dialect.create_connect_args(self._direct_url)
         with self.errors():
             connection = psycopg.connect(*arguments, **{**options, **self._connect_args}, autocommit=True)
             connection.isolation_level = _ISOLATION
+            _detect_pooler(connection)
             return connection
 
     @contextmanager

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.database.database import Connection, Database
+from eventsql_orchestration.database.database import Connection, Database, is_pooled
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.errors import EventSQLError
 
@@ -136,8 +136,7 @@ class Listener:
                 try:
                     with closing(self._database.dedicated()) as connection:
                         _detect_silence(connection)
-                        connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
-                        if self._arrives(connection, ending):
+                        if not self._shared(connection) and self._listen(connection, ending):
                             failures, deaf = 0, False
                             logger.info("notifications of %s are heard", self._database)
                             self._become(listening=True)
@@ -146,8 +145,9 @@ class Listener:
                         failures, delay = 0, RETEST_SECONDS
                         if not deaf and not _readable(ending, 0.0):
                             logger.warning(
-                                "%s accepts LISTEN, but no notification arrives, as through a pooler by transactions: "
-                                "consumers poll; a URL that leads to the server itself lets them wake up at once",
+                                "%s lets no notification arrive, as through a pooler by transactions: consumers poll; "
+                                "the option direct=host:port of its URL, which names the server itself, lets them wake "
+                                "up at once",
                                 self._database,
                             )
                             deaf = True
@@ -170,8 +170,17 @@ class Listener:
         for callbacks in list(self._callbacks.values()):
             _call(callbacks)
 
-    def _arrives(self, connection: Connection, ending: socket.socket) -> bool:
-        """Whether what another connection notifies arrives on this one."""
+    def _shared(self, connection: Connection) -> bool:
+        """Whether a pooler has another connection answered by the same server process: LISTEN would stay with that."""
+        if not is_pooled(connection):
+            return False
+        with self._database.connection() as other:
+            own, others = (each.execute("SELECT pg_backend_pid()").fetchone() for each in (connection, other))
+            return own == others
+
+    def _listen(self, connection: Connection, ending: socket.socket) -> bool:
+        """Listen, and give whether what another connection notifies arrives on this one."""
+        connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
         token = _payload("test", uuid.uuid4().hex)
         with self._database.connection() as other:
             other.execute(self._notify, {"channel": self._channel, "payloads": [token]})

@@ -31,6 +31,11 @@ def _statements(file: str) -> dict[str, str]:
     return statements
 
 
+def statement(file: str, name: str) -> str:
+    """The text of one statement, for who composes it with other names than a topic's."""
+    return _statements(file)[name]
+
+
 def event_table(topic: str) -> str:
     """The name of the table that holds a topic's ordered log."""
     return f"{topic}_event"

@@ -23,7 +23,7 @@ from sqlalchemy import (
     Text,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSON, JSONB, UUID
+from sqlalchemy.dialects.postgresql import ARRAY, JSON, JSONB, UUID
 
 from eventsql_orchestration.database.queries import event_table
 
@@ -47,6 +47,18 @@ topic = Table(
     Column("eql_retention_seconds", Double),
     Column("eql_retention_bytes", BigInteger),
     Column("eql_retention_events", BigInteger),
+    Column("eql_layout", Integer, nullable=False, server_default=text("1")),
+)
+
+# Of a topic whose partitions were changed while it had events: which it has after which offset.
+topic_layout = Table(
+    "topic_layout",
+    metadata,
+    Column("eql_topic", Text, primary_key=True),
+    Column("eql_layout", Integer, primary_key=True, autoincrement=False),
+    Column("eql_partitions", SmallInteger, nullable=False),
+    Column("eql_after", BigInteger, nullable=False),
+    _time("eql_created_at", now=True),
 )
 
 consumer = Table(
@@ -70,6 +82,7 @@ consumer = Table(
     Column("eql_failure", Text),
     _time("eql_retry_at"),
     Column("eql_filter", JSON),
+    Column("eql_until", BigInteger),
 )
 
 consumer_claim = Table(
@@ -119,6 +132,35 @@ Index("event_buffer_topic_id", event_buffer.c.eql_topic, event_buffer.c.eql_id)
 
 event_buffer_lock = Table("event_buffer_lock", metadata, Column("eql_topic", Text, primary_key=True))
 
+# This database's place among the shards that share its topics: at most one row.
+shard = Table(
+    "shard",
+    metadata,
+    Column("eql_name", Text, primary_key=True),
+    Column("eql_set", UUID, nullable=False),
+    Column("eql_active", Boolean, nullable=False, server_default=text("false")),
+    _time("eql_created_at", now=True),
+)
+Index("shard_one", text("(true)"), unique=True, _table=shard)
+
+# Which shards there are from which generation on; the newest one holds.
+shard_layout = Table(
+    "shard_layout",
+    metadata,
+    Column("eql_generation", Integer, primary_key=True, autoincrement=False),
+    Column("eql_shards", ARRAY(Text), nullable=False),
+    _time("eql_created_at", now=True),
+)
+
+# The newest offset of each topic here when a generation began: keys that moved to a shard of it have none after.
+shard_fence = Table(
+    "shard_fence",
+    metadata,
+    Column("eql_generation", Integer, primary_key=True, autoincrement=False),
+    Column("eql_topic", Text, primary_key=True),
+    Column("eql_fence", BigInteger, nullable=False),
+)
+
 redriven_dead_letter = Table(
     "redriven_dead_letter",
     metadata,
@@ -147,6 +189,14 @@ spark_staged_event = Table(
     Column("eql_value", LargeBinary, nullable=False),
     Column("eql_metadata", JSON, nullable=False),
     _time("eql_created_at", now=True),
+    # Of a block that is published: the row of the buffer that stands for it.
+    Column("eql_buffer_id", BigInteger),
+)
+Index(
+    "spark_staged_event_published",
+    spark_staged_event.c.eql_buffer_id,
+    unique=True,
+    postgresql_where=text("eql_buffer_id IS NOT NULL"),
 )
 
 # The three ways to use the log.

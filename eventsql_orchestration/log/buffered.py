@@ -1,7 +1,8 @@
 """Publishing at high rates: events of many callers share a commit, and each is acknowledged after it.
 
-Events wait in lanes. A lane takes the events of certain partitions and has one flush under way at most, so those of a
-partition are committed in the order in which they were given; lanes flush side by side.
+Events wait in lanes. A lane takes the events of certain keys and has one flush under way at most, so those of a key are
+committed in the order in which they were given, also when its topic is repartitioned meanwhile; lanes flush side by
+side.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import itemgetter
@@ -24,14 +25,14 @@ from eventsql_orchestration.errors import (
     DatabaseError,
     EventSQLError,
     PublisherClosedError,
-    RedefinitionError,
     RegistryError,
     ValidationError,
+    WrongShardError,
 )
 from eventsql_orchestration.log import encoding
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.model import Publication, Topic
+from eventsql_orchestration.model import NOT_PARTITIONED, Publication, Topic
 from eventsql_orchestration.rules import check_whole
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ _UNKNOWN: Final = (
 Acknowledged = TypeVar("Acknowledged")
 """What stands for an event until its commit: a future of some kind."""
 
-Entry: TypeAlias = tuple[Publication, int, Acknowledged]
-"""An event with its partition chosen, the number of partitions that it was chosen from, and what stands for it."""
+Entry: TypeAlias = tuple[Publication, Acknowledged]
+"""An event and what stands for it."""
 
 
 class BoundOptions(TypedDict, total=False):
@@ -114,10 +115,9 @@ class _Lane(Generic[Acknowledged]):
 
 
 class Placed(NamedTuple):
-    """An event with the partition that it goes to."""
+    """An event with the lane that it goes to."""
 
     publication: Publication
-    partitions: int
     size: int
     lane: int
 
@@ -156,11 +156,14 @@ class Lanes(Generic[Acknowledged]):
     # Giving events
 
     def place(self, publication: Publication, topic: Topic) -> Placed:
-        """Choose the partition of an event of `topic`. Raises `PartitionOutOfRangeError`."""
-        partition = self._publisher.partition_of(publication, topic)
-        size = encoding.size(publication)
-        lane = (hash(topic.name) + partition) % len(self._lanes)
-        return Placed(_in_partition(publication, partition), topic.partitions, size, lane)
+        """Choose the lane of an event of `topic`. Raises `PartitionOutOfRangeError`."""
+        key, place = publication.key, NOT_PARTITIONED
+        if key is None or publication.partition is not None or not self._publisher.hashes_keys:
+            place = self._publisher.partition_of(publication, topic)
+        if topic.partitioned and key is not None:
+            place = hash(key)
+        lane = (hash(topic.name) + place) % len(self._lanes)
+        return Placed(_copy(publication), encoding.size(publication), lane)
 
     def put(self, event: Placed, acknowledged: Acknowledged, *, timeout: float | None = None) -> None:
         """Hand an event to its lane, when there is room.
@@ -202,7 +205,7 @@ class Lanes(Generic[Acknowledged]):
         if lane.thread is None:
             self._start(lane)
         before = lane.waiting_bytes
-        lane.waiting.append((event.publication, event.partitions, acknowledged))
+        lane.waiting.append((event.publication, acknowledged))
         lane.waiting_bytes += event.size
         lane.given += 1
         self._pending_events += 1
@@ -273,8 +276,8 @@ class Lanes(Generic[Acknowledged]):
                 if lane.thread is not None:
                     lane.thread.join()
             return
-        self._settle([entry[2] for entry in left], lambda: PublisherClosedError(_LEFT.format(timeout)))
-        self._settle([entry[2] for entry in unknown], lambda: PublisherClosedError(_UNKNOWN.format(timeout)))
+        self._settle([entry[1] for entry in left], lambda: PublisherClosedError(_LEFT.format(timeout)))
+        self._settle([entry[1] for entry in unknown], lambda: PublisherClosedError(_UNKNOWN.format(timeout)))
 
     # Committing them
 
@@ -324,7 +327,7 @@ class Lanes(Generic[Acknowledged]):
     def _commit(self, lane: _Lane[Acknowledged], entries: Sequence[Entry[Acknowledged]]) -> None:
         """Publish and settle the next events under way: where some cannot be published, all the others are."""
         try:
-            self._publisher.publish_all(self._publications(entries))
+            self._publisher.publish_all(list(map(itemgetter(0), entries)))
         except Exception as error:  # noqa: BLE001 - it is raised to whoever waits for the events
             failure = error
         else:
@@ -332,7 +335,7 @@ class Lanes(Generic[Acknowledged]):
             return
         if len(entries) == 1:
             self._settle_next(lane, 1, lambda: failure)
-        elif isinstance(failure, RegistryError) and len(parts := _by_definition(entries)) > 1:
+        elif isinstance(failure, RegistryError) and len(parts := _by_topic(entries)) > 1:
             with self._lock:
                 if lane.under_way:
                     lane.under_way[: len(entries)] = [entry for part in parts for entry in part]
@@ -350,22 +353,7 @@ class Lanes(Generic[Acknowledged]):
             # None where they were given up.
             entries = lane.under_way[:events]
             del lane.under_way[:events]
-        self._settle([entry[2] for entry in entries], failure)
-
-    def _publications(self, entries: Sequence[Entry[Acknowledged]]) -> Iterator[Publication]:
-        definitions = {(publication.topic, partitions) for publication, partitions, _ in entries}
-        # Where that is known already, no event of a topic that was redefined gets as far as to be out of its range.
-        self._check(definitions)
-        yield from map(itemgetter(0), entries)
-        # The publisher has looked its definitions up by now, and sees to it that they hold at the commit.
-        self._check(definitions)
-
-    def _check(self, definitions: Collection[tuple[str, int]]) -> None:
-        for name, partitions in definitions:
-            if self._registry.cached_topic(name).partitions != partitions:
-                raise RedefinitionError(
-                    f"topic {name!r} was redefined after the event was given: it was not published, publish it again"
-                )
+        self._settle([entry[1] for entry in entries], failure)
 
 
 class BufferedPublisher:
@@ -373,10 +361,11 @@ class BufferedPublisher:
 
     The options are those of `Bounds`. Memory is bounded by them: while as many events wait as may, `publish` waits.
 
-    Events of a partition, and so of a key, are committed in the order in which they were given. An event that fails
-    does not keep those after it from being committed: who gives it again gives it after them, so where the order of a
-    key matters more than its pace, wait for its last event before giving the next. Close it, or use it as a context
-    manager: events that are not acknowledged when the process ends may be lost.
+    Events of a key are committed in the order in which they were given; without a key, those of a partition are, and of
+    a topic without partitions all. An event that fails does not keep those after it from being committed: who gives it
+    again gives it after them, so where the order of a key matters more than its pace, wait for its last event before
+    giving the next. Close it, or use it as a context manager: events that are not acknowledged when the process ends
+    may be lost.
     """
 
     def __init__(self, publisher: Publisher, registry: Registry, **bounds: Unpack[BoundOptions]) -> None:
@@ -392,8 +381,8 @@ class BufferedPublisher:
         looked up), `DatabaseBusyError` when there is no room in time, `PublisherClosedError`; the event is not
         published then.
 
-        The acknowledgement has what the database says against this event, or `RedefinitionError` when its topic was
-        redefined after it was given: neither touches the events that share its commit. `DatabaseUnavailableError` and
+        The acknowledgement has what the database says against this event, or `PartitionOutOfRangeError` when its topic
+        has lost its partition since: neither touches the events that share its commit. `DatabaseUnavailableError` and
         other errors of the database hit all that share it; where the connection broke at the commit, they may be
         published nevertheless, and are twice if they are published again.
 
@@ -528,23 +517,23 @@ _new = object.__new__
 _set = object.__setattr__
 
 
-def _in_partition(publication: Publication, partition: int) -> Publication:
-    """The same event with its partition chosen, and with its metadata as it is now: a caller may go on using it."""
+def _copy(publication: Publication) -> Publication:
+    """The same event with its metadata as it is now: a caller may go on using that."""
     # Its rules were checked when it was made: to make it as usual would take three times as long.
     placed = _new(Publication)
     _set(placed, "topic", publication.topic)
     _set(placed, "value", publication.value)
     _set(placed, "key", publication.key)
     _set(placed, "metadata", dict(publication.metadata))
-    _set(placed, "partition", partition)
+    _set(placed, "partition", publication.partition)
     return placed
 
 
-def _by_definition(entries: Sequence[Entry[Acknowledged]]) -> list[list[Entry[Acknowledged]]]:
-    """The same events by topic and the number of its partitions when they were given, each part in its order."""
-    parts: dict[tuple[str, int], list[Entry[Acknowledged]]] = {}
+def _by_topic(entries: Sequence[Entry[Acknowledged]]) -> list[list[Entry[Acknowledged]]]:
+    """The same events by topic, each part in its order."""
+    parts: dict[str, list[Entry[Acknowledged]]] = {}
     for entry in entries:
-        parts.setdefault((entry[0].topic, entry[1]), []).append(entry)
+        parts.setdefault(entry[0].topic, []).append(entry)
     return list(parts.values())
 
 
@@ -552,7 +541,7 @@ def _tells_of_an_event(error: Exception) -> bool:
     """Whether an error is about what was to be published, so that without some events the others could be."""
     cause = error if isinstance(error, psycopg.Error) else error.__cause__
     if isinstance(error, RegistryError):
-        return False
+        return isinstance(error, WrongShardError)
     if isinstance(cause, psycopg.Error):
         return isinstance(cause, psycopg.DataError) or (cause.sqlstate or "")[:2] in _OF_AN_EVENT
     # Of any other error it is not known whether it came before the commit. One of the registry is all events'.

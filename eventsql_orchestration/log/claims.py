@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from psycopg import sql
@@ -29,6 +30,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.log import consumption
 from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, Failure, LockedPartition
 from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange
 
@@ -106,6 +108,7 @@ class Claims:
         self._dead_letters = dead_letters
         self._queries = Queries("log", database.schema)
         self._looks = Queries("claims", database.schema)
+        self._layouts = Layouts(database)
 
     def claim(
         self,
@@ -128,13 +131,36 @@ class Claims:
         that failed is claimed alone.
 
         Gives a `NoClaim` when another transaction has the partition, another owner leases it, it is paused, waits for a
-        retry or is blocked, or too few events wait. Raises `ConsumerNotFoundError`.
+        retry, for other partitions or is blocked, or too few events wait. Raises `ConsumerNotFoundError`.
         """
         if not 1 <= min_events <= max_events:
             raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
         if lease <= 0 or timeout <= 0 or max_wait < 0:
             raise ValidationError("lease and timeout are positive numbers of seconds, max_wait is not negative")
-        key = ConsumerPartition(topic, consumer, partition)
+        attempt = partial(
+            self._claim, ConsumerPartition(topic, consumer, partition), owner=owner, min_events=min_events,
+            max_events=max_events, max_wait=max_wait, lease=lease, timeout=timeout, isolate=isolate,
+        )  # fmt: skip
+        if (claimed := attempt()) is not None:
+            return claimed
+        settled = self._layouts.settle(topic, consumer)
+        claimed = attempt() if settled.entered else None
+        return claimed or NoClaim(f"the partitions of the topic change here: {settled.reason}")
+
+    def _claim(
+        self,
+        key: ConsumerPartition,
+        *,
+        owner: str,
+        min_events: int,
+        max_events: int,
+        max_wait: float,
+        lease: float,
+        timeout: float,
+        isolate: bool,
+    ) -> Claim | NoClaim | None:
+        """The same in one transaction; None when the partition has consumed all that its layout holds."""
+        topic, partition = key.topic, key.partition
         with self._database.transaction() as connection:
             # A tick whose caller has given up must not go on holding the partition.
             _limit(connection, timeout, "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
@@ -147,14 +173,17 @@ class Claims:
                 min_events = max_events = 1
             row = connection.execute(
                 self._queries("waiting" if partition == NOT_PARTITIONED else "waiting_partition", topic=topic),
-                {"partition": partition, "after": locked.offset, "limit": max_events},
+                {"partition": partition, "after": locked.offset, "upto": locked.upto, "limit": max_events},
                 prepare=False,
             ).fetchone()
             assert row is not None, "an aggregate gives one row"
             events, upto, waited = row
+            if not events and locked.state.until is not None:
+                return None
             if not events:
                 return NoClaim(f"no events wait after offset {locked.offset}", waiting=0)
-            if events < min_events and waited < max_wait:
+            # Up to the end of a layout there will be no more.
+            if events < min_events and waited < max_wait and locked.state.until is None:
                 reason = f"{events} of {min_events} events wait, for {waited:.1f} s of {max_wait:g} s"
                 return NoClaim(reason, waiting=events, due_in=max_wait - waited)
             return self._insert(connection, locked, upto=upto, events=events, owner=owner, lease=lease)

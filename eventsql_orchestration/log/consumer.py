@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, TypeAlias
 
@@ -31,6 +32,7 @@ from eventsql_orchestration.log.consumption import (
     Progress,
 )
 from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.leased import LeasedHandler, LeasedPasses
 from eventsql_orchestration.log.passes import Hold, Pass
 from eventsql_orchestration.log.reader import fetch
@@ -88,7 +90,10 @@ class _Turn:
 
 Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
 """Asks, for partitions with the number of events that each needs, which have them and may be consumed in how many
-seconds, None for one that is paused."""
+seconds, None for one that is paused. What it gives may hold others of the consumer's partitions that have an event."""
+
+LAYOUT_SECONDS: Final = 1.0
+"""How soon a partition looks again whether the others have come to the end of their topic's layout."""
 
 
 class Consumption:
@@ -114,26 +119,35 @@ class Consumption:
         self._polling_delay = polling_delay
         self._listener = listener
         self._name = f"consumer {keys[0].consumer!r} of topic {keys[0].topic!r}"
+        self._workers = workers
         self._stop = threading.Event()
         self._hold = Hold(self._stop)
         lock = threading.Lock()
         self._scouting = threading.Condition(lock)
         self._queued = threading.Condition(lock)
         self._idle = {key.partition: _Turn(key) for key in keys}
+        self._known = set(self._idle)
+        self._looked_at = time.monotonic()
         self._queue: deque[_Turn] = deque()
         self._wakes = 0
         self._woken = False
         self._unannounced_at: float | None = None
         self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
-        self._threads = [
-            threading.Thread(target=target, name=f"eventsql-{keys[0].consumer}-{name}", daemon=True)
-            for name, target in (
-                ("scout", self._scout),
-                *((str(worker), self._work) for worker in range(min(len(keys), workers))),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        with lock:
+            self._employ()
+            self._begin("scout", self._scout)
+
+    def _employ(self) -> None:
+        """Have a worker for each partition, as far as they go. In the block of the lock."""
+        # One of the threads is the scout, once it runs.
+        for worker in range(max(0, len(self._threads) - 1), min(len(self._known), self._workers)):
+            self._begin(str(worker), self._work)
+
+    def _begin(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=f"eventsql-{self._keys[0].consumer}-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     # Stopping
 
@@ -203,7 +217,7 @@ class Consumption:
     def _scout(self) -> None:
         while (due := self._due()) is not None:
             turns, woken = due
-            now = time.monotonic()
+            now = self._looked_at = time.monotonic()
             asked = {turn.key.partition: turn.needed(now) for turn in turns}
             try:
                 found = self._look(asked)
@@ -223,11 +237,14 @@ class Consumption:
                 now = time.monotonic()
                 woken, self._woken = self._woken, False
                 idle = self._idle.values()
+                if now - self._looked_at >= max(IDLE_POLLING, self._polling_delay):
+                    # Though all that is known may be busy: there may be partitions that are new.
+                    return [turn for turn in idle if not turn.deaf], woken
                 if any(turn.due <= now or (woken and not turn.deaf) for turn in idle):
                     # What is not due yet costs nothing beside what is.
                     return [turn for turn in idle if turn.due <= now or not turn.deaf], woken
-                wait = min((turn.due for turn in idle), default=now + _LONGEST_WAIT) - now
-                self._scouting.wait(min(wait, _LONGEST_WAIT))
+                wait = min((turn.due for turn in idle), default=now + IDLE_POLLING) - now
+                self._scouting.wait(min(wait, max(IDLE_POLLING, self._polling_delay)))
         return None
 
     def _take_in(
@@ -235,6 +252,7 @@ class Consumption:
     ) -> None:
         with self._scouting:
             now = time.monotonic()
+            self._take_up(found)
             for turn in turns:
                 partition = turn.key.partition
                 turn.deaf = False
@@ -258,6 +276,14 @@ class Consumption:
                 else:
                     # Not later than otherwise: a consumer may be resumed, a lease given back.
                     turn.due = now + min(self._polling_delay, ready_in or self._polling_delay)
+
+    def _take_up(self, found: dict[int, float | None]) -> None:
+        """Have a turn for each partition that the consumer got since; it is due at once."""
+        for partition in found.keys() - self._known:
+            self._known.add(partition)
+            self._idle[partition] = _Turn(replace(self._keys[0], partition=partition))
+        if not self._stop.is_set():
+            self._employ()
 
     # The workers
 
@@ -383,6 +409,7 @@ class Consumers:
         self._dead_letters = dead_letters
         self._listener = listener
         self._claims = Claims(database, dead_letters)
+        self._layouts = Layouts(database)
         self._queries = Queries("log", database.schema)
         self._own_queries = Queries("consumers", database.schema)
         # Their threads keep those that run.
@@ -489,9 +516,11 @@ class Consumers:
         workers: int,
     ) -> Consumption:
         check_whole("workers", workers, least=1)
+        keys = self._keys(topic, consumer)
+        partitioned = keys[0].partition != NOT_PARTITIONED
         started = Consumption(
-            self._keys(topic, consumer),
-            look=lambda asked: self._ready(topic, consumer, asked),
+            keys,
+            look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned),
             consume=consume,
             polling_delay=polling_delay,
             workers=workers,
@@ -506,9 +535,9 @@ class Consumers:
             ConsumerPartition(topic, consumer, state.partition) for state in self._registry.consumer(topic, consumer)
         ]
 
-    def _ready(self, topic: str, consumer: str, asked: dict[int, int]) -> dict[int, float | None]:
+    def _ready(self, topic: str, consumer: str, asked: dict[int, int], *, partitioned: bool) -> dict[int, float | None]:
         """Which partitions have as many events as asked for, and in how many seconds each may be consumed."""
-        statement = "ready_topic" if NOT_PARTITIONED in asked else "ready"
+        statement = "ready" if partitioned else "ready_topic"
         parameters = {
             "topic": topic,
             "consumer": consumer,
@@ -516,8 +545,16 @@ class Consumers:
             "least": list(asked.values()),
         }
         with self._database.connection() as connection:
-            rows = connection.execute(self._own_queries(statement, topic=topic), parameters, prepare=True)
-            return dict(rows.fetchall())
+            rows = connection.execute(self._own_queries(statement, topic=topic), parameters, prepare=True).fetchall()
+        found = {partition: ready_in for partition, ready_in, waiting in rows if waiting}
+        if len(found) < len(rows):
+            settled = self._layouts.settle(topic, consumer).entered
+            found |= {
+                partition: 0.0 if settled else LAYOUT_SECONDS
+                for partition, _, waiting in rows
+                if not waiting and partition in asked
+            }
+        return found
 
     def consume_once(
         self, topic: str, consumer: str, handler: BatchHandler, *, partition: int | None = None, max_events: int = 1_000
@@ -531,13 +568,16 @@ class Consumers:
         keys = [key for key in self._keys(topic, consumer) if partition is None or key.partition == partition]
         if not keys:
             raise PartitionOutOfRangeError(f"consumer {consumer!r} of topic {topic!r} has no partition {partition}")
-        consumed = 0
+        consumed, last = 0, False
         for key in keys:
-            progress = self._consume(key, plan, Hold()).progress
+            came_to = self._consume(key, plan, Hold())
             # None of these was the consumer's: what it is asked for comes after them.
-            while progress is not None and progress.passed and not progress.consumed and progress.failure is None:
-                progress = self._consume(key, plan, Hold()).progress
+            while (progress := came_to.progress) and progress.passed and not progress.consumed and not progress.failure:
+                came_to = self._consume(key, plan, Hold())
             consumed += progress.consumed if progress else 0
+            last = last or came_to.last
+        if last and not consumed and self._layouts.settle(topic, consumer).entered:
+            return self.consume_once(topic, consumer, handler, partition=partition, max_events=max_events)
         return consumed
 
     def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
@@ -561,18 +601,22 @@ class Consumers:
                 return refused
             events = fetch(
                 connection, self._queries, key.topic,
-                partition=key.partition, after=locked.offset, limit=plan.max_events,
+                partition=key.partition, after=locked.offset, upto=locked.upto, limit=plan.max_events,
             )  # fmt: skip
             if not events:
-                return Pass()
+                # A look finds out whether the others have come as far.
+                return Pass() if locked.state.until is None else Pass(due_in=LAYOUT_SECONDS, last=True)
             waited = (locked.now - events[0].created_at).total_seconds()
-            if len(events) < plan.min_events and waited < plan.max_polling_delay:
+            # Up to the end of a layout there will be no more.
+            enough = len(events) >= plan.min_events or locked.state.until is not None
+            if not enough and waited < plan.max_polling_delay:
                 return Pass(due_in=plan.max_polling_delay - waited, least=plan.min_events)
             progress = consumption.consume(
                 connection, self._queries, self._dead_letters, locked,
                 events=events, handler=handler, each=each, savepoint=False,
             )  # fmt: skip
-        return _came_to(progress, plan, full=len(events) == plan.max_events)
+        # At the end of a layout the pass after this one asks for the next.
+        return _came_to(progress, plan, full=len(events) == plan.max_events or locked.state.until is not None)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stop every consumption that was started here, as `Consumption.stop`, all within `timeout` seconds."""

@@ -19,6 +19,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ClaimLostError, ConsumptionError
 from eventsql_orchestration.log.dead_letters import MAX_MESSAGE_LENGTH, NEVER, DeadLetterCause, DeadLetters, describe
+from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.model import ConsumerState, Event, EventFilter
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,11 @@ class LockedPartition:
         return self.state.last_event_id
 
     @property
+    def upto(self) -> int:
+        """The last offset that may be consumed for now."""
+        return MAX_OFFSET if self.state.until is None else self.state.until
+
+    @property
     def leased(self) -> bool:
         return self.state.leased(self.now)
 
@@ -125,8 +131,8 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
     row = connection.cursor(row_factory=tuple_row).execute(query, key.parameters()).fetchone()
     if row is None:
         return None
-    *columns, conditions, now, transaction = row
-    state = [*columns, EventFilter.from_json(conditions)]
+    *columns, conditions, until, now, transaction = row
+    state = [*columns, EventFilter.from_json(conditions), until]
     return LockedPartition(key, ConsumerState(*state), now, transaction)
 
 

@@ -29,6 +29,7 @@ from eventsql_orchestration.log.reader import Reader
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, MAX_PARTITIONS, ConsumerState, Event, Publication, Topic
 from eventsql_orchestration.rules import check_range, check_text, check_whole
+from eventsql_orchestration.sharding import ANYWHERE
 
 CONSUMER: Final = "dlt_consumer"
 EXCEPTION: Final = "dlt_exception"
@@ -112,13 +113,17 @@ def refused(state: ConsumerState) -> bool:
 
 
 class DeadLetter(Event):
-    """An event of a dead letter topic. `redriven_at` is when it was redriven last, None when it never was."""
+    """An event of a dead letter topic. `redriven_at` is when it was redriven last, None when it never was.
 
-    __slots__ = ("_redriven_at",)
+    `shard` is where it lies, where a platform of several lists it.
+    """
+
+    __slots__ = ("_redriven_at", "shard")
 
     def __init__(self, topic: str, *columns: Any, redriven_at: datetime | None = None) -> None:
         super().__init__(topic, *columns)
         self._redriven_at = redriven_at
+        self.shard: str | None = None
 
     @property
     def redriven_at(self) -> datetime | None:
@@ -276,7 +281,8 @@ class DeadLetters:
             return False
         if not isinstance(letter, Publication):
             raise ValidationError(f"a dead letter factory gives a Publication or None, not {type(letter).__name__}")
-        self._publisher.publish(letter, connection=connection)
+        # On the shard of the event, whichever its key belongs to by now.
+        self._publisher.publish(letter, connection=connection, placed=ANYWHERE)
         return True
 
     # Redriving
@@ -341,7 +347,8 @@ class DeadLetters:
             ids = _fitting([(letter, size) for letter, size, _ in found])
             marked = connection.execute(self._queries("mark"), {"letters": source, "ids": ids, "again": again})
             letters = self._read(connection, source, [letter for (letter,) in marked])
-            self._publisher.publish_all((_redriven(target, letter) for letter in letters), connection=connection)
+            redriven = (_redriven(target, letter) for letter in letters)
+            self._publisher.publish_all(redriven, connection=connection, placed=ANYWHERE)
             return len(letters), ids[-1]
 
     def prune(self, topic: str | None = None) -> int:

@@ -31,9 +31,12 @@ def buffer_prefix(topic: str) -> bytes:
     return struct.pack(">hi", len(BUFFER_COLUMNS), len(name)) + name
 
 
-def log_prefix(time: int) -> bytes:
-    """What begins the row of each event in a log that it enters at `time`, in microseconds since 2000 in UTC."""
-    return struct.pack(">hiqiq", len(LOG_COLUMNS), 8, time, 8, time)
+def log_prefix(time: int, published: int | None = None) -> bytes:
+    """What begins the row of each event in a log that it enters at `time`, in microseconds since 2000 in UTC.
+
+    It was `published` at that time as well, unless another is given.
+    """
+    return struct.pack(">hiqiq", len(LOG_COLUMNS), 8, time if published is None else published, 8, time)
 
 
 def size(publication: Publication) -> int:

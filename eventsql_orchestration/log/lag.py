@@ -23,6 +23,7 @@ class LagCause(StrEnum):
     LEASED = "leased"
     TRANSFER = "transfer"
     WAITING = "waiting"
+    UNREACHABLE = "unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class ConsumerLag:
     """The lag of one consumer partition.
 
     `events` are those not consumed yet, `buffered` of them not transferred yet; `seconds` is how long ago the oldest of
-    them was published. `end` is the newest offset of the partition's log.
+    them was published. `end` is the newest offset of the partition's log. `shard` is where it is, of
+    several; of one that is unreachable nothing is known, and `seconds` is how long it has been.
     """
 
     topic: str
@@ -43,6 +45,7 @@ class ConsumerLag:
     buffered: int
     cause: LagCause
     detail: str
+    shard: str | None = None
 
 
 class LagReader:
@@ -86,6 +89,12 @@ class LagReader:
         if in_log:
             waits.append(self._reader.seconds_behind(state.topic, after=after, partition=partition))
         cause, detail = _cause(state, in_log, not_moved)
+        if (
+            cause is LagCause.WAITING
+            and state.until is not None
+            and not self._reader.count(state.topic, after=after, upto=max(after, state.until), partition=partition)
+        ):
+            detail = f"the other partitions come to offset {state.until} first, where the topic was repartitioned"
         return ConsumerLag(
             state.topic,
             state.name,

@@ -30,7 +30,8 @@ class Pass:
 
     With `more`, a full batch was consumed and the next may wait. `due_in` is in how many seconds to look again at the
     latest, None when nothing is known to wait; with `deaf`, not before either, whatever is notified. `least` is the
-    number of events that must wait for a pass to come to anything before then.
+    number of events that must wait for a pass to come to anything before then. With `last`, the partition has consumed
+    all that its topic's layout holds.
     """
 
     progress: Progress | None = None
@@ -38,6 +39,7 @@ class Pass:
     due_in: float | None = None
     deaf: bool = False
     least: int = 1
+    last: bool = False
 
 
 class Hold:

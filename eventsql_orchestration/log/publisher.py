@@ -10,7 +10,8 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Final, TypeAlias
 
@@ -26,6 +27,10 @@ from eventsql_orchestration.log.partitioner import Partitioner, default_partitio
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.log.writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.model import Publication, Topic, check_partition
+from eventsql_orchestration.sharding import ANYWHERE, ShardSet
+
+REDEFINITIONS: Final = 5
+"""How often a batch is published anew because its topic was redefined just then."""
 
 STRAIGHT_LEAST: Final = 50
 """Events of a batch that takes the straight path. Smaller ones commit side by side in the buffer, faster together than
@@ -79,7 +84,11 @@ class Publisher:
         self._partitioner = partitioner
 
     def publish(
-        self, publication: Publication, *, connection: Connection | sqlalchemy.Connection | None = None
+        self,
+        publication: Publication,
+        *,
+        connection: Connection | sqlalchemy.Connection | None = None,
+        placed: ShardSet | None = None,
     ) -> None:
         """Publish one event; it is committed when this returns.
 
@@ -90,14 +99,17 @@ class Publisher:
         topic does not stop being redefined; in each case nothing was published. `DatabaseUnavailableError` where the
         connection was lost: in the commit, whether the event is published is not known then. A caller's transaction
         that is not `READ COMMITTED` fails as others of its kind do where the topic has changed since it began.
+
+        Where the database is a shard, an event whose key belongs to another one raises `WrongShardError`. `placed` is
+        the set by which a caller has chosen this shard for it already.
         """
-        topic = self._registry.cached_topic(publication.topic)
+        topic = self._definition(publication.topic, placed)
         partition = self._partition(publication, topic)
         statement = "publish" if connection is None else "publish_joined"
         with self._connection(connection) as driver:
             if not self._insert(driver, statement, publication, partition, topic):
                 self._registry.forget(topic.name)
-                topic = self._registry.cached_topic(publication.topic)
+                topic = self._definition(publication.topic, placed)
                 if not self._insert(driver, statement, publication, self._partition(publication, topic), topic):
                     raise _redefined([topic.name])
         self._on_published()
@@ -107,23 +119,43 @@ class Publisher:
         publications: Iterable[Publication],
         *,
         connection: Connection | sqlalchemy.Connection | None = None,
+        placed: ShardSet | None = None,
     ) -> int:
         """Publish any number of events, of any topics, in order and in one commit; gives their number.
 
         `publications` may be longer than memory: beyond the first 16 MiB it is read as it is written. When it raises,
         or one of them cannot be published, none is; a transaction of the caller's must be rolled back then. Raises
-        `RedefinitionError` when a topic was redefined meanwhile: publish again. Otherwise as `publish`.
+        `RedefinitionError` when a topic was redefined while they were read, or in the caller's transaction: publish
+        again. Otherwise as `publish`.
         """
-        if connection is None and self._writer is not None:
+        if connection is None:
             first, rest = _begin(publications)
-            if rest is None and len(first) >= STRAIGHT_LEAST and len({publication.topic for publication in first}) == 1:
-                topic = self._registry.cached_topic(first[0].topic)
-                if self._append(self._writer, topic, first):
-                    return len(first)
-            publications = first if rest is None else chain(first, rest)
+            if rest is None:
+                return self._publish_known(first, placed)
+            publications = chain(first, rest)
+        return self._publish_buffered(publications, connection, placed)
+
+    def _publish_known(self, publications: list[Publication], placed: ShardSet | None) -> int:
+        """Events that can be read more than once: where their topic is redefined meanwhile, by its new definition."""
+        one_topic = len({publication.topic for publication in publications}) == 1
+        if self._writer is not None and len(publications) >= STRAIGHT_LEAST and one_topic:
+            topic = self._definition(publications[0].topic, placed)
+            if self._append(self._writer, topic, publications):
+                return len(publications)
+        for _ in range(REDEFINITIONS):
+            with suppress(RedefinitionError):
+                return self._publish_buffered(publications, None, placed)
+        return self._publish_buffered(publications, None, placed)
+
+    def _publish_buffered(
+        self,
+        publications: Iterable[Publication],
+        connection: Connection | sqlalchemy.Connection | None,
+        placed: ShardSet | None,
+    ) -> int:
         # One definition for the whole batch: what is checked in the end is what its partitions were chosen by.
         topics: dict[str, Topic] = {}
-        encoded = self._encoded(publications, topics)
+        encoded = self._encoded(publications, topics, placed)
         published = 0
         with (
             self._transaction(connection) as psycopg_connection,
@@ -151,13 +183,19 @@ class Publisher:
     def _rows(self, publications: list[Publication], topic: Topic) -> Iterator[bytes]:
         """The rows of events, encoded when they are asked for; no code of the caller's runs then: the topic is held."""
         partitions: Iterable[int]
-        if self._partitioner is default_partition and all(each.partition is None for each in publications):
+        by_key = self._partitioner is default_partition and topic.shards is None
+        if by_key and all(each.partition is None for each in publications):
             partitions = (default_partition(each, topic.partitions) for each in publications)
         else:
             partitions = [self._partition(each, topic) for each in publications]
         rows = map(encoding.encode, publications, partitions)
         # Any other mapping may be the caller's code, which may fail or take its time.
         return rows if {type(each.metadata) for each in publications} == {dict} else iter(list(rows))
+
+    @property
+    def hashes_keys(self) -> bool:
+        """Whether an event with a key has its partition by `default_partition`, unless it names one."""
+        return self._partitioner is default_partition
 
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
         """The partition that a publication goes to; `topic` is its topic where the caller has looked it up.
@@ -166,7 +204,17 @@ class Publisher:
         """
         return self._partition(publication, topic or self._registry.cached_topic(publication.topic))
 
+    def _definition(self, name: str, placed: ShardSet | None) -> Topic:
+        """A topic, without its shards where a caller has placed its events by the same set, or means this very one."""
+        topic = self._registry.cached_topic(name)
+        if topic.shards is not None and (placed is ANYWHERE or topic.shards.same_places(placed)):
+            return replace(topic, shards=None)
+        return topic
+
     def _partition(self, publication: Publication, topic: Topic) -> int:
+        if topic.shards is not None:
+            # What is checked in the transaction with the topic's layout, which changes when a shard is added.
+            topic.shards.check(publication.key)
         partition = publication.partition
         if partition is None:
             partition = self._partitioner(publication, topic.partitions)
@@ -174,13 +222,15 @@ class Publisher:
                 return partition
         return check_partition(topic.name, partition, topic.partitions)
 
-    def _encoded(self, publications: Iterable[Publication], topics: dict[str, Topic]) -> Iterator[Encoded]:
+    def _encoded(
+        self, publications: Iterable[Publication], topics: dict[str, Topic], placed: ShardSet | None
+    ) -> Iterator[Encoded]:
         """The rows of publications; the definitions that their partitions are chosen by are added to `topics`."""
         for publication in publications:
             name = publication.topic
             topic = topics.get(name)
             if topic is None:
-                topic = topics[name] = self._registry.cached_topic(name)
+                topic = topics[name] = self._definition(name, placed)
             yield name, encoding.encode(publication, self._partition(publication, topic))
 
     def _insert(
@@ -196,13 +246,14 @@ class Publisher:
                 "value": publication.value,
                 "metadata": Json(dict(publication.metadata)),
                 "partitions": topic.partitions,
+                "layout": topic.layout,
             },
         )
         return inserted.rowcount == 1
 
     def _check(self, connection: Connection, topics: Collection[Topic], *, joined: bool) -> None:
         """Raise `RedefinitionError` unless these are the topics' definitions, which the open COPY keeps as they are."""
-        known = {"topics": [topic.name for topic in topics], "partitions": [topic.partitions for topic in topics]}
+        known = definitions(topics)
         if joined:
             connection.execute(self._queries("hold_topics"), known)
         cursor = connection.cursor(row_factory=tuple_row).execute(self._queries("redefined_topics"), known)
@@ -222,6 +273,15 @@ class Publisher:
                     yield connection
             else:
                 yield connection
+
+
+def definitions(topics: Collection[Topic]) -> dict[str, object]:
+    """The topics as a publisher knows them, for the statement `redefined_topics`."""
+    return {
+        "topics": [topic.name for topic in topics],
+        "partitions": [topic.partitions for topic in topics],
+        "layouts": [topic.layout for topic in topics],
+    }
 
 
 def _redefined(topics: list[str]) -> RedefinitionError:

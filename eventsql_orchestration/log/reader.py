@@ -12,7 +12,7 @@ from psycopg.types.string import TextBinaryLoader
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.model import NOT_PARTITIONED, Event, check_partition
+from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
 
 MAX_OFFSET: Final = 2**63 - 1
 
@@ -56,8 +56,12 @@ class Reader:
         self._queries = Queries("log", database.schema)
 
     def _partition(self, topic: str, partition: int | None) -> int:
-        partitions = self._registry.cached_topic(topic).partitions
-        return NOT_PARTITIONED if partition is None else check_partition(topic, partition, partitions)
+        if partition is None:
+            return NOT_PARTITIONED
+        found = self._registry.cached_topic(topic)
+        # One that was repartitioned may have had more of them.
+        most = found.partitions if found.layout == 1 else MAX_PARTITIONS
+        return check_partition(topic, partition, most)
 
     def read(
         self,

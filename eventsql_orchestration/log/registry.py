@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import psycopg
-from sqlalchemy import Connection, delete, func, null, select, text, update
+from sqlalchemy import Connection, delete, func, null, select, text, true, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.schema import DropTable
 
-from eventsql_orchestration.database import Database, driver_connection, tables
+from eventsql_orchestration.database import Database, Queries, driver_connection, tables
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -23,9 +23,10 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.log import segments
+from eventsql_orchestration.log import layouts, segments
 from eventsql_orchestration.log.positions import Earliest, Start, resolve, starting_at
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, EventFilter, Retention, Topic
+from eventsql_orchestration.sharding import HELD, ShardSet
 
 CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
@@ -42,7 +43,7 @@ SELECT EXISTS (
 )
 """
 
-_t, _c = tables.topic.c, tables.consumer.c
+_t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
 
 _TOPICS: Final = select(
     _t.eql_name,
@@ -51,7 +52,18 @@ _TOPICS: Final = select(
     _t.eql_retention_seconds,
     _t.eql_retention_bytes,
     _t.eql_retention_events,
-)
+    _t.eql_layout,
+    select(
+        func.json_build_object(
+            "set", _s.eql_set, "name", _s.eql_name, "active", _s.eql_active,
+            "generation", _g.eql_generation, "shards", _g.eql_shards,
+        )
+    )
+    .select_from(tables.shard.join(tables.shard_layout, true()))
+    .order_by(_g.eql_generation.desc())
+    .limit(1)
+    .scalar_subquery(),
+)  # fmt: skip
 
 
 class Registry:
@@ -83,7 +95,7 @@ class Registry:
                 .on_conflict_do_nothing()
             )
             connection.execute(insert(tables.event_buffer_lock).values(eql_topic=topic.name).on_conflict_do_nothing())
-            existing = _topic(connection, topic.name)
+            existing = find_topic(connection, topic.name)
             if existing is not None and existing.partitions != topic.partitions:
                 self._redefine(connection, existing, topic)
             if existing is not None and topic.retention is not None:
@@ -98,12 +110,20 @@ class Registry:
         _lock_topic(connection, topic.name)
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
         if consumers:
-            raise RedefinitionError(f"{change}: it has {consumers} consumer(s), whose offsets are per partition")
+            raise RedefinitionError(
+                f"{change}: it has {consumers} consumer(s), whose offsets are per partition; {_repartition(topic)}"
+            )
         _lock_buffer(connection)
         if _has_events(connection, topic.name):
-            raise RedefinitionError(f"{change}: it has events, whose keys would change their partition")
+            raise RedefinitionError(
+                f"{change}: it has events, whose keys would change their partition; {_repartition(topic)}"
+            )
+        # The ids of its log begin anew.
+        connection.execute(delete(tables.topic_layout).where(tables.topic_layout.c.eql_topic == topic.name))
         connection.execute(
-            update(tables.topic).where(_t.eql_name == topic.name).values(eql_partitions=topic.partitions)
+            update(tables.topic)
+            .where(_t.eql_name == topic.name)
+            .values(eql_partitions=topic.partitions, eql_layout=_t.eql_layout + 1)
         )
         connection.execute(DropTable(tables.event_log(topic.name, partitioned=False)))
 
@@ -115,7 +135,7 @@ class Registry:
     def topic(self, name: str) -> Topic:
         """One topic. Raises `TopicNotFoundError`."""
         with self._database.core() as connection:
-            topic = _topic(connection, name)
+            topic = find_topic(connection, name)
         if topic is None:
             raise _no_topic(name)
         return topic
@@ -149,7 +169,7 @@ class Registry:
         """
         with self._database.core() as connection:
             lock_registry(connection)
-            existing = _topic(connection, name)
+            existing = find_topic(connection, name)
             if existing is None:
                 raise _no_topic(name)
             _keep(connection, existing, retention or Retention())
@@ -174,8 +194,13 @@ class Registry:
                 raise RegistryError(f"topic {name!r} is kept: it has events, which would be lost")
             connection.execute(delete(tables.consumer_claim).where(tables.consumer_claim.c.eql_topic == name))
             connection.execute(delete(tables.consumer).where(_c.eql_topic == name))
+            # A block goes before the row of the buffer that stands for it.
+            driver_connection(connection).execute(
+                Queries("blocks", self._database.schema)("drop_of_topic"), {"topic": name}
+            )
             connection.execute(delete(tables.event_buffer).where(tables.event_buffer.c.eql_topic == name))
             connection.execute(delete(tables.event_buffer_lock).where(tables.event_buffer_lock.c.eql_topic == name))
+            connection.execute(delete(tables.topic_layout).where(tables.topic_layout.c.eql_topic == name))
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             connection.execute(DropTable(tables.event_log(name, partitioned=topic.partitioned), if_exists=True))
         self.forget(name)
@@ -189,6 +214,7 @@ class Registry:
         max_attempts: int = 5,
         start: Start = "earliest",
         filter: EventFilter | None = None,  # noqa: A002 - the field's word
+        held: bool = False,
     ) -> Registry:
         """Create `consumer`, or find it as it is, offsets untouched.
 
@@ -203,7 +229,7 @@ class Registry:
 
         What is registered last holds: a consumer that is registered again has these `max_attempts` and this `filter`
         from its next batch on, so without the argument it is handed every event. Events that it passed over do not come
-        back.
+        back. A new one that is `held` gets no events until it is let go (log/shard_store.py).
 
         Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic that is not, or a start or
         filter that cannot be; `RedefinitionError` for one that has consumed events in the other form.
@@ -216,7 +242,7 @@ class Registry:
             raise ValidationError(f"filter must be an EventFilter, not {type(given).__name__}")
         with self._database.core() as connection:
             lock_registry(connection)
-            topic = _topic(connection, consumer.topic)
+            topic = find_topic(connection, consumer.topic)
             if topic is None:
                 raise _no_topic(consumer.topic)
             if consumer.partitioned and not topic.partitioned:
@@ -224,9 +250,8 @@ class Registry:
                     f"consumer {consumer.name!r} cannot be partitioned: topic {topic.name!r} is not partitioned"
                 )
             own = (_c.eql_topic == topic.name, _c.eql_name == consumer.name)
-            wanted = topic.all_partitions if consumer.partitioned else (NOT_PARTITIONED,)
             existing = consumer_states(connection, topic.name, consumer.name)
-            if existing and {state.partition for state in existing} != set(wanted):
+            if existing and (existing[0].partition != NOT_PARTITIONED) != consumer.partitioned:
                 # Wait for a consumption under way: it may be about to commit the first events.
                 existing = consumer_states(connection, topic.name, consumer.name, lock=True)
                 if any(state.consumed_events for state in existing):
@@ -250,6 +275,12 @@ class Registry:
                     driver_connection(connection), self._database.schema, topic.name, position, {NOT_PARTITIONED: 0}
                 )
                 offset = resolved[NOT_PARTITIONED].offset
+            wanted, until = [NOT_PARTITIONED], None
+            if consumer.partitioned:
+                known = layouts.layouts(driver_connection(connection), self._database.schema, topic.name)
+                place = layouts.place(known, offset or 0) if known else None
+                wanted = list(range(topic.partitions if place is None else place.partitions))
+                until = None if place is None else place.until
             connection.execute(
                 insert(tables.consumer).values(eql_consumed_events=0, **definition).on_conflict_do_nothing(),
                 [
@@ -258,6 +289,7 @@ class Registry:
                         "eql_name": consumer.name,
                         "eql_partition": partition,
                         "eql_last_event_id": offset,
+                        "eql_until": HELD if held else until,
                     }
                     for partition in wanted
                 ],
@@ -332,6 +364,12 @@ def _partitions(count: int) -> str:
     return "no partitions" if count == NOT_PARTITIONED else f"{count} partition{'s' if count > 1 else ''}"
 
 
+def _repartition(topic: Topic) -> str:
+    if not topic.partitioned:
+        return "register another topic"
+    return f"`eventsql topic alter {topic.name} --partitions {topic.partitions}` changes them in order"
+
+
 def _no_topic(name: str) -> TopicNotFoundError:
     return TopicNotFoundError(f"topic {name!r} does not exist: create it with `eventsql topic create {name}`")
 
@@ -362,15 +400,19 @@ def _lock_buffer(connection: Connection) -> None:
     connection.execute(text("LOCK TABLE event_buffer IN SHARE ROW EXCLUSIVE MODE"))
 
 
-def _topic(connection: Connection, name: str) -> Topic | None:
+def find_topic(connection: Connection, name: str) -> Topic | None:
+    """A topic as the caller's transaction sees it now."""
     row = connection.execute(_TOPICS.where(_t.eql_name == name)).one_or_none()
     return None if row is None else _as_topic(row)
 
 
 def _as_topic(row: Sequence[Any]) -> Topic:
-    name, partitions, created_at, *bounds = row
+    name, partitions, created_at, *bounds, layout, shards = row
     retention = Retention(*bounds)
-    return Topic(name, partitions, created_at, retention=None if retention.for_ever else retention)
+    return Topic(
+        name, partitions, created_at, retention=None if retention.for_ever else retention, layout=layout,
+        shards=ShardSet.from_json(shards),
+    )  # fmt: skip
 
 
 def _keep(connection: Connection, existing: Topic, retention: Retention) -> None:
@@ -437,6 +479,7 @@ def consumer_states(
         _c.eql_retry_at,
         _c.eql_max_attempts,
         _c.eql_filter,
+        _c.eql_until,
     ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)
     if topic is not None:
         query = query.where(_c.eql_topic == topic)
@@ -447,4 +490,6 @@ def consumer_states(
     if lock:
         query = query.with_for_update()
     rows: Sequence[Sequence[Any]] = connection.execute(query).all()
-    return [ConsumerState(*(*columns, EventFilter.from_json(conditions))) for *columns, conditions in rows]
+    return [
+        ConsumerState(*(*columns, EventFilter.from_json(conditions), until)) for *columns, conditions, until in rows
+    ]

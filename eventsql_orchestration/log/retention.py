@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -123,26 +123,31 @@ class Retainer:
                         if connection.execute(Queries("log", schema)("lock_topic"), {"topic": topic.name}).fetchone():
                             segments.ensure_ahead(connection, schema, topic.name)
                 return None
-            locked = connection.execute(self._queries("try_retain"), {"topic": f"{schema}.{topic.name}"}).fetchone()
-            if locked is None or not locked[0]:
-                return None
-            if execute:
-                connection.execute(f"SET lock_timeout TO '{LOCK_SECONDS}s'")
-                segments.adopt(connection, schema, topic.name)
-                newest = self._roll(connection, topic, topic.retention)
-                self._finish_drops(connection, topic)
-            else:
-                newest = segments.newest_id(connection, schema, topic.name)
-            return self._drop_due(connection, topic, topic.retention, newest, force=force, execute=execute)
+            # What is held over several transactions is held by one of another connection: a session's own locks would
+            # stay with the server process that a pooler lent for them.
+            with self._database.dedicated() as holder, holder.transaction():
+                locked = holder.execute(self._queries("try_retain"), {"topic": f"{schema}.{topic.name}"}).fetchone()
+                if locked is None or not locked[0]:
+                    return None
+                # Without parameters, so that what ran with some is closed: its snapshot would be waited for.
+                holder.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
+                if execute:
+                    segments.adopt(connection, schema, topic.name)
+                    newest = self._roll(connection, topic, topic.retention)
+                    self._finish_drops(connection, topic)
+                else:
+                    newest = segments.newest_id(connection, schema, topic.name)
+                return self._drop_due(connection, holder, topic, topic.retention, newest, force=force, execute=execute)
 
     def _finish_drops(self, connection: Connection, topic: Topic) -> None:
         """Drop what a run before this one detached and did not get to drop."""
         for segment in segments.segments(connection, self._database.schema, topic.name) or ():
             if segment.detaching:
-                with self._waiting(connection, topic):
+                with self._waiting(topic):
                     self._alter(
-                        connection, topic, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE"
-                    )
+                        connection, topic, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE",
+                        wait=WAIT_SECONDS,
+                    )  # fmt: skip
         # Only what carries our mark: a segment that somebody detached to keep it is theirs.
         detached = connection.execute(
             self._queries("detached"),
@@ -155,14 +160,44 @@ class Retainer:
         for (table,) in detached.fetchall():
             self._alter(connection, topic, table, "DROP TABLE IF EXISTS {segment}")
 
-    def _alter(self, connection: Connection, topic: Topic, table: str, *statements: str) -> None:
+    def _alter(
+        self, connection: Connection, topic: Topic, table: str, statement: str, *, wait: float | None = None
+    ) -> None:
+        """One change to a log's tables; `wait` is how many seconds it may take in all, instead of for a lock."""
         names = {
             "log": sql.Identifier(self._database.schema, event_table(topic.name)),
             "segment": sql.Identifier(self._database.schema, table),
             "mark": sql.Literal(segments.DROPPED),
         }
-        for statement in statements:
+        limit = ("lock_timeout", LOCK_SECONDS) if wait is None else ("statement_timeout", wait)
+        with connection.transaction():
+            connection.execute("SELECT set_config(%s, %s, true)", [limit[0], f"{round(limit[1] * 1000)}ms"])
             connection.execute(sql.SQL(statement).format(**names))
+
+    def _detach(self, connection: Connection, topic: Topic, table: str) -> None:
+        """Readers and writers go on meanwhile: for that it must not be in a transaction, and has its limit from here.
+
+        Raises `QueryCanceled` where `WAIT_SECONDS` are over.
+        """
+        statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(
+            sql.Identifier(self._database.schema, event_table(topic.name)),
+            sql.Identifier(self._database.schema, table),
+        )
+
+        def give_up() -> None:
+            # Where the server cannot be told, the statement ends with its connection.
+            with suppress(psycopg.Error):
+                connection.cancel_safe()
+
+        over = threading.Timer(WAIT_SECONDS, give_up)
+        over.name, over.daemon = "eventsql-retention", True
+        over.start()
+        try:
+            connection.execute(statement)
+        finally:
+            over.cancel()
+            # A cancellation that is on its way must not meet the next statement.
+            over.join()
 
     def _roll(self, connection: Connection, topic: Topic, retention: Retention) -> int:
         """Close the segment that is written to, if it holds its share; segments for what comes are made in any case.
@@ -172,6 +207,7 @@ class Retainer:
         """
         schema = self._database.schema
         with connection.transaction():
+            connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
             connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
             newest = segments.newest_id(connection, schema, topic.name)
             for segment in segments.segments(connection, schema, topic.name) or ():
@@ -194,7 +230,15 @@ class Retainer:
         )
 
     def _drop_due(
-        self, connection: Connection, topic: Topic, retention: Retention, newest: int, *, force: bool, execute: bool
+        self,
+        connection: Connection,
+        holder: Connection,
+        topic: Topic,
+        retention: Retention,
+        newest: int,
+        *,
+        force: bool,
+        execute: bool,
     ) -> Dropped:
         schema = self._database.schema
         existing = segments.segments(connection, schema, topic.name) or []
@@ -202,18 +246,15 @@ class Retainer:
         dropped = events = size = upto = 0
         held_by = None
         for content in _due(contents, newest, retention, self._now(connection)):
-            # For the session, since a segment is detached in several transactions: no seek may go back into it
-            # meanwhile.
-            connection.execute("SELECT pg_advisory_lock(%s)", [REGISTRY_LOCK])
-            try:
+            # A segment is detached in several transactions: no seek may go back into it meanwhile. Rolling back to the
+            # savepoint lets the lock go.
+            with holder.transaction(force_rollback=True):
+                holder.execute(f"SELECT pg_advisory_xact_lock({REGISTRY_LOCK})")
                 held_by = None if force else self._held_by(connection, topic, content)
                 if held_by is not None:
                     break
                 if execute:
                     self._drop(connection, topic, content.segment)
-            finally:
-                if not connection.closed:
-                    connection.execute("SELECT pg_advisory_unlock(%s)", [REGISTRY_LOCK])
             dropped, events, size, upto = (
                 dropped + 1,
                 events + content.events,
@@ -263,13 +304,11 @@ class Retainer:
 
     def _drop(self, connection: Connection, topic: Topic, segment: Segment) -> None:
         try:
-            with self._waiting(connection, topic):
-                self._alter(
-                    connection, topic, segment.table,
-                    "COMMENT ON TABLE {segment} IS {mark}",
-                    "ALTER TABLE {log} DETACH PARTITION {segment} CONCURRENTLY",
-                    "DROP TABLE IF EXISTS {segment}",
-                )  # fmt: skip
+            with self._waiting(topic):
+                table = segment.table
+                self._alter(connection, topic, table, "COMMENT ON TABLE {segment} IS {mark}", wait=WAIT_SECONDS)
+                self._detach(connection, topic, table)
+                self._alter(connection, topic, table, "DROP TABLE IF EXISTS {segment}", wait=WAIT_SECONDS)
         except DatabaseBusyError:
             existing = segments.segments(connection, self._database.schema, topic.name) or ()
             if any(each.table == segment.table and not each.detaching for each in existing):
@@ -279,18 +318,14 @@ class Retainer:
         logger.info("topic %r lost its events up to offset %d", topic.name, segment.end - 1)
 
     @contextmanager
-    def _waiting(self, connection: Connection, topic: Topic) -> Iterator[None]:
-        """The block waits for those who read a segment, and no longer than `WAIT_SECONDS`."""
-        connection.execute(f"SET statement_timeout TO '{WAIT_SECONDS}s'; SET lock_timeout TO 0")
+    def _waiting(self, topic: Topic) -> Iterator[None]:
+        """What the block waits for too long, are those who read a segment."""
         try:
             yield
         except (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable) as error:
             raise DatabaseBusyError(
                 f"a segment of topic {topic.name!r} is still read by an open transaction: it is dropped by the next run"
             ) from error
-        finally:
-            if not connection.closed:
-                connection.execute(f"SET statement_timeout TO 0; SET lock_timeout TO '{LOCK_SECONDS}s'")
 
 
 def _due(contents: list[_Content], newest: int, retention: Retention, now: datetime) -> list[_Content]:

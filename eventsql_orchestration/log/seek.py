@@ -9,6 +9,7 @@ from sqlalchemy import Connection, func, select, text
 
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, PartitionLeasedError
+from eventsql_orchestration.log import layouts
 from eventsql_orchestration.log.consumption import ConsumerPartition
 from eventsql_orchestration.log.positions import Position, resolve
 from eventsql_orchestration.log.reader import Reader
@@ -29,7 +30,7 @@ class Move:
     `again` are the events between the two that are to be consumed again, or for the first time where the consumer began
     after them; `skipped` are those that never will be. Whether they match the consumer's filter is not looked at.
     `clamped` says that the place which was asked for lies outside of the log, and `target` is the end that is nearest.
-    `owner` is who leases the partition, if anybody does.
+    `owner` is who leases the partition, if anybody does. `shard` is where it is, of several.
     """
 
     topic: str
@@ -41,6 +42,7 @@ class Move:
     skipped: int
     clamped: bool
     owner: str | None
+    shard: str | None = None
 
 
 class Seeker:
@@ -103,6 +105,7 @@ class Seeker:
             driver = driver_connection(connection)
             driver.execute(self._queries("release_claims"), own)
             driver.execute(self._queries("seek"), {**own, "offsets": [move.target for move in moves]})
+            self._settle(connection, states[0], moves)
         self._announce([topic])
         # Counting takes its time, and the past does not change.
         return [self._counted(move) for move in moves]
@@ -146,12 +149,31 @@ class Seeker:
             for state in states
         ]  # fmt: skip
 
+    def _settle(self, connection: Connection, state: ConsumerState, moves: Sequence[Move]) -> None:
+        """Give a consumer the partitions of the place that it has gone to, where those of its topic have changed."""
+        topic, consumer, driver = state.topic, state.name, driver_connection(connection)
+        known = [] if state.partition == NOT_PARTITIONED else layouts.layouts(driver, self._database.schema, topic)
+        if not known:
+            return
+        now = consumer_states(connection, topic, consumer, lock=True)
+        targets = [move.target for move in moves]
+        whole = {each.partition for each in now} == {move.partition for move in moves}
+        layouts.check_same_layout(known, _stands(known, state.until), targets, whole=whole)
+        if whole:
+            # Each keeps the offset that it has got; a partition that is new begins with the first of them.
+            layouts.move(driver, self._database.schema, topic, consumer, offset=min(targets))
+
     def _counted(self, move: Move) -> Move:
         after, upto = sorted((move.offset, move.target))
         partition = None if move.partition == NOT_PARTITIONED else move.partition
         between = self._reader.count(move.topic, after=after, upto=upto, partition=partition) if after < upto else 0
         back = move.target < move.offset
         return replace(move, again=between if back else 0, skipped=0 if back else between)
+
+
+def _stands(known: Sequence[layouts.Layout], until: int | None) -> int:
+    """An offset of the layout in which a consumer may consume up to `until`."""
+    return max((each.after for each in known if until is None or each.after < until), default=0)
 
 
 def _refuse_leased(moves: Sequence[Move]) -> None:

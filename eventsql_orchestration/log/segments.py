@@ -31,6 +31,9 @@ DROPPED: Final = "eventsql: dropped by retention"
 """The comment on a segment from before it is detached: whoever finds it detached may drop it."""
 
 
+LOCK_SECONDS: Final = 5
+"""How long making a plain table a segment waits for others at each step, and keeps those who come after it waiting."""
+
 ADOPTION_CHECK: Final = "eql_within_segment"
 """The constraint that a plain table has while it is made a segment."""
 
@@ -131,6 +134,9 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
 
     On a connection in autocommit mode. Its rows are read once, to know that they are within the segment, while others
     read and write; nothing is rewritten. Others wait for the end only, in which the names change hands.
+
+    Raises `RegistryError` where something hangs on the table that would stay with the segment, such as a view or a
+    policy of row security, and `LockNotAvailable` of the driver where others keep it for `LOCK_SECONDS`.
     """
     if segments(connection, schema, topic) is not None:
         return
@@ -155,17 +161,19 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
     }
 
     def alter(*statements: str) -> None:
-        for statement in statements:
-            connection.execute(sql.SQL(statement).format(**names))
+        with connection.transaction():
+            connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
+            for statement in statements:
+                connection.execute(sql.SQL(statement).format(**names))
 
     try:
-        with connection.transaction():
-            alter(
-                "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}",
-                "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id < {end}) NOT VALID",
-            )
+        alter(
+            "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}",
+            "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id < {end}) NOT VALID",
+        )
         alter("ALTER TABLE {log} VALIDATE CONSTRAINT {check}")
         with connection.transaction():
+            connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
             cursor.execute(Queries("log", schema)("await_topic"), {"topic": topic})
             alter(
                 "ALTER TABLE {log} RENAME TO {name}",
@@ -186,11 +194,13 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
 
 def give_adoption_up(connection: Connection, schema: str, topic: str) -> None:
     """Remove what an adoption that was cut off has left: it would keep a plain table from growing past its end."""
-    connection.execute(
-        sql.SQL("ALTER TABLE {} DROP CONSTRAINT IF EXISTS {}").format(
-            sql.Identifier(schema, event_table(topic)), sql.Identifier(ADOPTION_CHECK)
+    with connection.transaction():
+        connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
+        connection.execute(
+            sql.SQL("ALTER TABLE {} DROP CONSTRAINT IF EXISTS {}").format(
+                sql.Identifier(schema, event_table(topic)), sql.Identifier(ADOPTION_CHECK)
+            )
         )
-    )
 
 
 def _pass_on_rights(connection: Connection, schema: str, topic: str, segment: str) -> None:

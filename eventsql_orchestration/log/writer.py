@@ -20,8 +20,9 @@ from typing import Final
 
 import psycopg
 
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Connection, Database, Queries, is_pooled
 from eventsql_orchestration.log import encoding, segments
+from eventsql_orchestration.log.block_moves import BlockMoves
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.model import Topic
 
@@ -114,6 +115,7 @@ class LogWriter:
         self._batch = batch or 1_000
         self._lock_timeout = lock_timeout
         self._queries = Queries("log", database.schema)
+        self._blocks = BlockMoves(database.schema)
         self._connection: Connection | None = None
         self._low_water = _LowWater()
         self._looked_at = 0.0
@@ -131,13 +133,27 @@ class LogWriter:
         if self._connection is None or self._connection.closed:
             self._discard()
             self._connection = self._database.dedicated()
-            # A batch of events is sorted between the buffer and the log; keep it in memory.
-            self._connection.execute("SET work_mem TO '64MB'")
-            if self._lock_timeout is not None:
-                self._connection.execute(
-                    "SELECT set_config('lock_timeout', %s, false)", [f"{round(self._lock_timeout * 1000)}ms"]
-                )
+            if not is_pooled(self._connection):
+                self._set_limits(self._connection)
         return self._connection
+
+    def _set_limits(self, connection: Connection) -> None:
+        """For the session, or for the transaction in one."""
+        local = is_pooled(connection)
+        # A batch of events is sorted between the buffer and the log; keep it in memory.
+        connection.execute("SELECT set_config('work_mem', '64MB', %s)", [local])
+        if self._lock_timeout is not None:
+            connection.execute(
+                "SELECT set_config('lock_timeout', %s, %s)", [f"{round(self._lock_timeout * 1000)}ms", local]
+            )
+
+    @contextmanager
+    def _transaction(self, connection: Connection) -> Iterator[None]:
+        with connection.transaction():
+            if is_pooled(connection):
+                # What a session keeps would be everybody's.
+                self._set_limits(connection)
+            yield
 
     def _discard(self) -> None:
         if self._connection is not None:
@@ -186,7 +202,9 @@ class LogWriter:
             self._low_water = _LowWater(process)
             self._observed_at = 0.0
             process, newest, topics = self._marked(connection, wanted)
-        if topics and time.monotonic() - self._observed_at >= OBSERVE_SECONDS:
+        # Through a pooler, a server that crashes and gives ids out again between two transactions goes unnoticed.
+        known_server = not is_pooled(connection)
+        if topics and known_server and time.monotonic() - self._observed_at >= OBSERVE_SECONDS:
             self._observed_at = time.monotonic()
             # The order matters: whoever drew an id up to `newest` and is not in the list has ended.
             relation = f'"{self._database.schema}".event_buffer'
@@ -219,7 +237,7 @@ class LogWriter:
         connection = self._open()
         limit = self._batch
         started = time.monotonic()
-        with self._room_for(topic), connection.transaction():
+        with self._room_for(topic), self._transaction(connection):
             if connection.execute(self._queries("lock_topic"), {"topic": topic}).fetchone() is None:
                 return None
             self._make_room(connection, topic)
@@ -229,19 +247,37 @@ class LogWriter:
                 prepare=False,
             ).fetchone()
             assert batch is not None, "an aggregate gives one row"
-            upto, found = batch
-            moved = self._move(connection, topic, upto) if found else 0
+            upto, found, definition, block = batch
+            last = upto if block is None else block - 1
+            moved = self._move(connection, topic, last, definition) if found else 0
+            if block is not None:
+                moved += self._move_block(connection, topic, block)
+        if block is not None:
+            self._low_water.moved(topic, block)
+            return moved
         self._low_water.moved(topic, upto if found == limit else newest)
         if found == limit:
             self._fit_batch(time.monotonic() - started)
         return moved
 
-    def _move(self, connection: Connection, topic: str, upto: int) -> int:
+    def _move(self, connection: Connection, topic: str, upto: int, definition: list[int]) -> int:
+        partitions, layout = definition
+        # Only a publisher that knows nothing of layouts may have written by one that is past.
         moved = connection.execute(
-            self._queries("move", topic=topic),
-            {"topic": topic, "low_water": self._low_water.marks.get(topic, 0), "upto": upto},
+            self._queries("move" if layout == 1 else "move_into_layout", topic=topic),
+            {
+                "topic": topic,
+                "low_water": self._low_water.marks.get(topic, 0),
+                "upto": upto,
+                "partitions": partitions,
+            },
             prepare=False,
         ).rowcount
+        self._room[topic] -= moved
+        return moved
+
+    def _move_block(self, connection: Connection, topic: str, block: int) -> int:
+        moved = self._blocks.move(connection, topic, block, zoned=self._zoned[topic])
         self._room[topic] -= moved
         return moved
 
@@ -267,7 +303,7 @@ class LogWriter:
             self._looked_at = time.monotonic()
         connection = self._open()
         try:
-            with self._room_for(topic.name), connection.transaction():
+            with self._room_for(topic.name), self._transaction(connection):
                 appended = self._append(connection, topic, events)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.CheckViolation):
             return False
@@ -289,14 +325,14 @@ class LogWriter:
             prepare=False,
         ).fetchone()
         assert row is not None, "an aggregate gives one row"
-        partitions, now, upto, found = row
-        if partitions != topic.partitions or found > MOST_BUFFERED:
+        definition, now, upto, found = row
+        if definition != [topic.partitions, topic.layout] or found > MOST_BUFFERED:
             return False
         self._make_room(connection, topic.name)
         if not self._zoned[topic.name]:
             return False
         if found:
-            self._move(connection, topic.name, upto)
+            self._move(connection, topic.name, upto, definition)
         prefix = encoding.log_prefix((now - _POSTGRESQL_EPOCH) // timedelta(microseconds=1))
         with connection.cursor().copy(self._queries("append", topic=topic.name)) as copy:
             copy.write(encoding.HEADER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -17,6 +17,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log import segments
+from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.positions import AtTime, resolve
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import NOT_PARTITIONED, EventFilter, OffsetRange, Topic, check_partition
@@ -83,7 +84,7 @@ class Logs:
         self._log_queries = Queries("log", self._schema)
         self._registry = Registry(self._database)
         try:
-            self.lanes = [lane for name in options.topics for lane in self._lanes_of(self._registry.topic(name))]
+            self.lanes = self._found_lanes()
         except BaseException:
             self.close()
             raise
@@ -96,26 +97,53 @@ class Logs:
     def registry(self) -> Registry:
         return self._registry
 
-    def _lanes_of(self, topic: Topic) -> list[Lane]:
-        partitions, option = self._options.topics[topic.name], "partition"
+    def refresh(self) -> None:
+        """Find the partitions that topics have got since."""
+        if any(self._follows(topic) for topic in self._options.topics):
+            self.lanes = self._found_lanes()
+
+    def check_edges(self) -> None:
+        """Raises `ValidationError` where partitions have bounds of their own, and one of them has none."""
         for edge in (self._options.starting, self._options.ending):
-            given = edge.by_partition(topic.name)
-            if given is None:
-                continue
-            wanted = set(topic.all_partitions if partitions is None else partitions)
-            if missing := sorted(wanted - given.keys()):
-                raise ValidationError(
-                    f"option {edge.option}: topic {topic.name!r} lacks partition {', '.join(map(str, missing))}"
-                )
-            partitions, option = tuple(sorted(given)), edge.option
-        if partitions is None:
+            for topic in self._options.topics:
+                given = edge.by_partition(topic)
+                lanes = [lane.partition for lane in self.lanes if lane.topic == topic]
+                if given is not None and (missing := [each for each in lanes if each not in given]):
+                    raise ValidationError(
+                        f"option {edge.option}: topic {topic!r} lacks partition {', '.join(map(str, missing))}"
+                    )
+
+    def _found_lanes(self) -> list[Lane]:
+        return [lane for name in self._options.topics for lane in self._lanes_of(self._registry.topic(name))]
+
+    def _edges(self, topic: str) -> Iterator[tuple[str, Iterable[int]]]:
+        """The options that give bounds to single partitions of a topic, and these partitions."""
+        for edge in (self._options.starting, self._options.ending):
+            given = edge.by_partition(topic)
+            if given is not None:
+                yield edge.option, given
+
+    def _follows(self, topic: str) -> bool:
+        """Whether each partition of a topic has an offset of its own, whatever partitions it has."""
+        return self._options.topics[topic] is None and any(self._edges(topic))
+
+    def _lanes_of(self, topic: Topic) -> list[Lane]:
+        asked = self._options.topics[topic.name]
+        wanted = dict.fromkeys(asked or (), "partition")
+        for option, given in self._edges(topic.name):
+            wanted |= dict.fromkeys(given, option)
+        if asked is None and not wanted:
             return [Lane(topic.name)]
-        for partition in partitions:
+        # Events keep the partition that they were published to, also where the topic has fewer by now.
+        every = [topic.partitions, *(each.partitions for each in Layouts(self._database).of(topic.name))]
+        for partition, option in sorted(wanted.items()):
             try:
-                check_partition(topic.name, partition, topic.partitions)
+                check_partition(topic.name, partition, max(every))
             except PartitionOutOfRangeError as error:
                 raise PartitionOutOfRangeError(f"option {option}: {error}") from None
-        return [Lane(topic.name, partition) for partition in partitions]
+        if asked is None:
+            wanted |= dict.fromkeys(range(max(every)), "")
+        return [Lane(topic.name, partition) for partition in sorted(wanted)]
 
     def __enter__(self) -> Logs:
         return self

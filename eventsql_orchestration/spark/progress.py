@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ConsumerNotFoundError, PartitionLeasedError, ValidationError
-from eventsql_orchestration.model import NOT_PARTITIONED, EventFilter
+from eventsql_orchestration.log.layouts import Layouts
+from eventsql_orchestration.model import NOT_PARTITIONED, ConsumerState, EventFilter
 from eventsql_orchestration.spark.planning import Lane, Logs
 
 
@@ -19,24 +20,22 @@ class Progress:
         self._consumer = consumer
         self._queries = Queries("spark_read", logs.database.schema)
         self._log_queries = Queries("log", logs.database.schema)
-        self._partitions: dict[Lane, list[int]] = {}
+        self._layouts = Layouts(logs.database)
         self._filters: dict[str, EventFilter | None] = {}
         self._written: dict[Lane, int] = {}
         for lane in logs.lanes:
-            try:
-                states = logs.registry.consumer(lane.topic, consumer)
-            except ConsumerNotFoundError as error:
-                raise ConsumerNotFoundError(f"option consumer: {error}") from None
-            registered = [state.partition for state in states]
+            states = self._states(lane)
             self._filters[lane.topic] = states[0].filter
-            if lane.partition == NOT_PARTITIONED:
-                self._partitions[lane] = registered
-            elif lane.partition in registered:
-                self._partitions[lane] = [lane.partition]
-            else:
+            if lane.partition != NOT_PARTITIONED and states[0].partition == NOT_PARTITIONED:
                 raise ValidationError(
                     f"option consumer: {consumer!r} is not partitioned and cannot hold the offset of {lane} alone"
                 )
+
+    def _states(self, lane: Lane) -> list[ConsumerState]:
+        try:
+            return self._logs.registry.consumer(lane.topic, self._consumer)
+        except ConsumerNotFoundError as error:
+            raise ConsumerNotFoundError(f"option consumer: {error}") from None
 
     @property
     def filters(self) -> Mapping[str, EventFilter | None]:
@@ -45,8 +44,12 @@ class Progress:
 
     def start(self, lane: Lane) -> int:
         """The first offset that the consumer has not consumed in every partition of a lane."""
-        states = self._logs.registry.consumer(lane.topic, self._consumer)
-        return 1 + min(state.last_event_id for state in states if state.partition in self._partitions[lane])
+        states = self._states(lane)
+        # A partition that the topic does not have any more may be none of the consumer's: it has consumed it.
+        return 1 + min(
+            (state.last_event_id for state in states if lane.partition in (NOT_PARTITIONED, state.partition)),
+            default=max(state.last_event_id for state in states),
+        )
 
     def write(self, lane: Lane, upto: int) -> None:
         """Note that everything up to an offset was processed. An offset is never moved back.
@@ -56,27 +59,36 @@ class Progress:
         if self._written.get(lane, -1) >= upto:
             return
         with self._logs.database.transaction() as connection:
-            for partition, offset in self._lock(connection, lane):
+            locked = self._lock(connection, lane)
+            for partition, offset, _ in locked:
                 if offset < upto:
                     self._advance(connection, lane.topic, partition, offset, upto)
         self._written[lane] = upto
+        if any(waits for *_, waits in locked):
+            # Up to where the topic got other partitions; beyond, the consumer may be as well.
+            while self._layouts.settle(lane.topic, self._consumer).entered:
+                pass
 
-    def _lock(self, connection: Connection, lane: Lane) -> Sequence[tuple[int, int]]:
+    def _lock(self, connection: Connection, lane: Lane) -> Sequence[tuple[int, int, bool]]:
+        """The consumer's partitions of a lane, their offsets, and whether they wait for the topic's next layout."""
         rows = connection.execute(
             self._queries("lock_partitions"),
-            {"topic": lane.topic, "consumer": self._consumer, "partitions": self._partitions[lane]},
+            {
+                "topic": lane.topic,
+                "consumer": self._consumer,
+                "partition": None if lane.partition == NOT_PARTITIONED else lane.partition,
+            },
         ).fetchall()
-        if len(rows) != len(self._partitions[lane]):
-            raise ConsumerNotFoundError(
-                f"option consumer: {self._consumer!r} of topic {lane.topic!r} was deleted or redefined"
-            )
-        for partition, _, owner in rows:
+        if not rows:
+            # None of this partition where the topic has fewer by now; of no partition where it was deleted.
+            self._states(lane)
+        for partition, _, owner, _ in rows:
             if owner is not None:
                 raise PartitionLeasedError(
                     f"option consumer: {self._consumer!r} partition {partition} of topic {lane.topic!r} is consumed by "
                     f"{owner} as well: a stream needs a consumer of its own"
                 )
-        return [(partition, offset) for partition, offset, _ in rows]
+        return [(partition, offset, waits) for partition, offset, _, waits in rows]
 
     def _advance(self, connection: Connection, topic: str, partition: int, after: int, upto: int) -> None:
         name = "extent" if partition == NOT_PARTITIONED else "extent_partition"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import Counter
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,14 +21,22 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.log import encoding
+from eventsql_orchestration.log.blocks import REFERENCE, unpack
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.staging import Attempt, unpack
+from eventsql_orchestration.spark.staging import Attempt
 
 logger = logging.getLogger(__name__)
 
 ORPHANED_AFTER_HOURS: Final = 24
 """How long a staged event is kept for a publication that may still come."""
+
+LEAST_BY_BLOCKS: Final = 10_000
+"""Events that a publication must have to be published as the blocks that were staged. The events of a smaller one go to
+the buffer, where any transfer moves them, many publications' at a time; each block takes a transaction of its own."""
+
+MOST_COPIED: Final = 16 * 1024 * 1024
+"""Bytes of the blocks of such a publication at most, which are held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,17 @@ class ClaimHold:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Where a staged block is, how many events of which topic it holds, and in how many bytes."""
+
+    attempt: uuid.UUID
+    position: int
+    topic: str
+    events: int
+    size: int
+
+
 class Publications:
     """Publishes what was staged. One object for one commit; close it, or use it as a context manager."""
 
@@ -47,6 +65,7 @@ class Publications:
         self._platform = EventSQL(source.dsn, schema=source.schema, migrate=False, transfer=False)
         self._queries = Queries("spark", source.schema)
         self._log = Queries("log", source.schema)
+        self._blocks = Queries("blocks", source.schema)
 
     def __enter__(self) -> Publications:
         return self
@@ -97,6 +116,7 @@ class Publications:
                 self._check_topics(connection, attempts)
             if claim is not None:
                 self._commit(connection, claim, f"batch {batch} of writer {writer!r}", first=bool(first))
+            # Those of the publication are published, or were copied into the buffer.
             self._delete(connection, attempts)
         self._sweep()
         return bool(first)
@@ -112,52 +132,55 @@ class Publications:
             )
 
     def _publish(self, connection: Connection, attempts: Sequence[Attempt]) -> None:
-        """Hand the blocks on to the buffer; what reads them is another connection, while this one writes."""
-        with (
-            self._platform.database.connection() as reading,
-            closing(self._blocks(reading, attempts)) as blocks,
-            connection.cursor().copy(self._log("publish_all")) as copy,
-        ):
-            copy.write(encoding.HEADER)
-            for rows in blocks:
-                copy.write(rows)
-            copy.write(encoding.TRAILER)
+        staged = self._staged(connection, attempts)
+        events, size = sum(block.events for block in staged), sum(block.size for block in staged)
+        if events < LEAST_BY_BLOCKS and size < MOST_COPIED:
+            self._copy(connection, staged, attempts)
+            return
+        placed = connection.execute(
+            self._blocks("place"), {"attempts": [attempt.id for attempt in attempts], "reference": REFERENCE}
+        ).rowcount
+        if placed != len(staged):
+            raise _swept(attempts[0])
 
-    def _blocks(self, reading: Connection, attempts: Sequence[Attempt]) -> Generator[bytes, None, None]:
-        keys = [(attempt, position) for attempt in attempts for position in self._positions(reading, attempt)]
-
-        def fetch(attempt: Attempt, position: int) -> bytes:
-            row = reading.execute(
-                self._queries("staged_block"), {"attempt": attempt.id, "position": position}, binary=True
-            ).fetchone()
-            if row is None:
+    def _staged(self, connection: Connection, attempts: Sequence[Attempt]) -> list[_Staged]:
+        """The blocks of all attempts, in their order. Raises `DatabaseError` unless they are all there."""
+        rows = connection.execute(self._queries("staged_blocks"), {"attempts": [attempt.id for attempt in attempts]})
+        blocks: dict[uuid.UUID, list[_Staged]] = {}
+        for row in rows:
+            block = _Staged(*row)
+            blocks.setdefault(block.attempt, []).append(block)
+        for attempt in attempts:
+            events: Counter[str] = Counter()
+            for block in blocks.get(attempt.id, ()):
+                if block.position != events.total():
+                    raise _swept(attempt)
+                events[block.topic] += block.events
+            if events != Counter(attempt.events):
                 raise _swept(attempt)
-            return unpack(row[0])
+        return [block for attempt in attempts for block in blocks.get(attempt.id, ())]
 
-        # One block ahead: the server encodes no row while it waits for the next block.
-        with ThreadPoolExecutor(1) as reader:
-            ahead = [reader.submit(fetch, *key) for key in keys[:1]]
-            for key in keys[1:]:
-                block = ahead.pop().result()
-                ahead.append(reader.submit(fetch, *key))
-                yield block
-            for last in ahead:
-                yield last.result()
-
-    def _positions(self, reading: Connection, attempt: Attempt) -> list[int]:
-        """Where the attempt's blocks begin. Raises `DatabaseError` unless they are all there."""
-        staged = reading.execute(self._queries("staged_blocks"), {"attempt": attempt.id}).fetchall()
-        ends = [position + events for position, events in staged]
-        if [position for position, _ in staged] != [0, *ends[:-1]][: len(staged)] or (
-            (ends[-1] if ends else 0) != sum(attempt.events.values())
-        ):
-            raise _swept(attempt)
-        return [position for position, _ in staged]
+    def _copy(self, connection: Connection, staged: Sequence[_Staged], attempts: Sequence[Attempt]) -> None:
+        """Write the events of blocks to the buffer."""
+        rows = connection.execute(
+            self._queries("staged_content"), {"attempts": [attempt.id for attempt in attempts]}, binary=True
+        )
+        contents = {(attempt, position): packed for attempt, position, packed in rows}
+        if len(contents) != len(staged):
+            raise _swept(attempts[0])
+        packed = [(block.topic, contents[block.attempt, block.position]) for block in staged]
+        with connection.cursor().copy(self._log("publish_all")) as copy:
+            copy.write(encoding.HEADER)
+            for topic, block in packed:
+                copy.write(unpack(block, encoding.buffer_prefix(topic)))
+            copy.write(encoding.TRAILER)
 
     def _check_topics(self, connection: Connection, attempts: Sequence[Attempt]) -> None:
         """Raises unless the topics are those that the events were staged for; the COPY before keeps them so."""
         known = {(topic, count) for attempt in attempts for topic, count in attempt.partitions.items()}
-        parameters = {"topics": [topic for topic, _ in known], "partitions": [count for _, count in known]}
+        # What is staged was placed by the number of partitions alone.
+        topics, counts = [topic for topic, _ in known], [count for _, count in known]
+        parameters = {"topics": topics, "partitions": counts, "layouts": [None] * len(known)}
         redefined = {name for (name,) in connection.execute(self._log("redefined_topics"), parameters)}
         there = {name for (name,) in connection.execute(self._queries("known_topics"), {"topics": sorted(redefined)})}
         for topic in sorted(redefined):
@@ -176,7 +199,7 @@ class Publications:
             raise ClaimLostError(f"{what} was published before, but not with {claim}: give writerId a new value")
 
     def discard(self, attempts: Sequence[Attempt]) -> None:
-        """Give up what these attempts staged."""
+        """Give up what these attempts staged, as far as it is not published."""
         with self._platform.database.connection() as connection:
             self._delete(connection, attempts)
 
@@ -195,6 +218,6 @@ class Publications:
 def _swept(attempt: Attempt) -> DatabaseError:
     return DatabaseError(
         f"attempt {attempt.id} staged {sum(attempt.events.values())} events, and they are not all there: those of an "
-        f"attempt that ends more than {ORPHANED_AFTER_HOURS} hours before its query are given up; write again in "
-        "smaller batches"
+        f"attempt that ends more than {ORPHANED_AFTER_HOURS} hours before its query are given up, and a crash of the "
+        "server loses those of the last moment; write again, in smaller batches where the query took so long"
     )

@@ -145,6 +145,7 @@ class BatchReader(Reading, DataSourceReader):
                 claimed = logs.claimed(self._options.claim)
                 conditions, ranges = conditions.with_consumer(claimed.filter), [claimed.offsets]
             else:
+                logs.check_edges()
                 extents = {topic: logs.extent(topic) for topic in self._options.topics}
                 ranges = [self._range(logs, lane, extents[lane.topic]) for lane in logs.lanes]
             wanted = [narrow for each in ranges for narrow in _narrowed(each, conditions, logs)]
@@ -182,6 +183,5 @@ def _narrowed(offsets: OffsetRange, conditions: Conditions, logs: Logs) -> list[
     topic = logs.registry.cached_topic(offsets.topic)
     if not topic.partitioned:
         return [narrow]
-    return [
-        replace(narrow, partition=partition) for partition in topic.all_partitions if partition in conditions.partitions
-    ]
+    # Also those that the topic does not have any more: its events keep theirs.
+    return [replace(narrow, partition=partition) for partition in sorted(conditions.partitions) if partition >= 0]

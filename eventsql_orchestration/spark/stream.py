@@ -42,6 +42,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def initialOffset(self) -> dict[str, Any]:
         logs, progress = self._open(), self._progress()
+        logs.check_edges()
         starting, extents = self._options.starting, self._extents(logs)
         if progress is not None and not starting.given:
             return _offset({lane: max(progress.start(lane), FIRST) for lane in logs.lanes})
@@ -64,6 +65,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         logs = self._open()
+        logs.refresh()
         starts = self._nexts(start)
         self._write_progress(starts)
         extents = self._extents(logs)
@@ -76,7 +78,9 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                     f"topic {lane.topic!r} ends at offset {extent.end}, and this stream has read on to "
                     f"{starts[lane]}: the topic was made anew or restored, begin with a new checkpoint"
                 )
-            upto[lane] = max(extent.settled if self._last is None else self._last[lane], after[lane])
+            # A partition that is newer than the trigger has nothing that is older.
+            last = extent.settled if self._last is None else self._last.get(lane, 0)
+            upto[lane] = max(last, after[lane])
         if isinstance(limit, ReadMaxRows):
             upto = _limited(logs, after, upto, limit.max_rows)
         return _offset({lane: upto[lane] + 1 for lane in logs.lanes})
@@ -94,9 +98,12 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         for lane in logs.lanes:
             if ends[lane] <= starts[lane]:
                 continue
-            if starts[lane] < floors[lane.topic]:
-                logs.lost(lane, starts[lane], floors[lane.topic])
-            ranges.append(OffsetRange(lane.topic, lane.partition, starts[lane] - 1, ends[lane] - 1))
+            floor = floors[lane.topic]
+            if starts[lane] < floor and _known(start, lane):
+                logs.lost(lane, starts[lane], floor)
+            after = max(starts[lane], floor) - 1
+            if after < ends[lane] - 1:
+                ranges.append(OffsetRange(lane.topic, lane.partition, after, ends[lane] - 1))
         progress = self._progress()
         filters = {} if progress is None else progress.filters
         rows = {topic: Conditions().with_consumer(chosen).rows for topic, chosen in filters.items()}
@@ -149,6 +156,12 @@ def _offset(nexts: Mapping[Lane, int]) -> dict[str, Any]:
         else:
             offset.setdefault(lane.topic, {_SHARD: {}})[_SHARD][str(lane.partition)] = following
     return offset
+
+
+def _known(offset: Mapping[str, Any], lane: Lane) -> bool:
+    """Whether a checkpoint has read of a lane already."""
+    found = offset.get(lane.topic, {}).get(_SHARD)
+    return str(lane.partition) in found if isinstance(found, dict) else found is not None
 
 
 def _next(offset: Mapping[str, Any], lane: Lane) -> int:

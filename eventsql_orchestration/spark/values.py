@@ -156,6 +156,12 @@ def _whole(value: Any, most: int) -> int:
     return value
 
 
+def _byte(value: Any) -> int:
+    # from_json takes a byte with or without a sign, as its parser does.
+    number = _whole(value, most=255)
+    return number - 256 if number > 127 else _whole(number, most=127)
+
+
 def _float(value: Any) -> float:
     if isinstance(value, str) and value in _NOT_FINITE:
         return float(value.replace("INF", "inf"))
@@ -200,6 +206,7 @@ def _timestamp(value: Any, *, zoned: bool) -> datetime:
 _SIMPLE: Final[Sequence[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType], _Converter]]]] = (
     (pa.types.is_string, lambda _: _text),
     (pa.types.is_boolean, lambda _: _boolean),
+    (pa.types.is_int8, lambda _: _byte),
     (pa.types.is_signed_integer, lambda kind: partial(_whole, most=2 ** (kind.bit_width - 1) - 1)),
     (pa.types.is_floating, lambda _: _float),
     (pa.types.is_decimal, lambda kind: partial(_decimal, precision=kind.precision, scale=kind.scale)),

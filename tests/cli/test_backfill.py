@@ -257,6 +257,9 @@ def test_a_killed_command_leaves_a_backfill_that_is_resumed_beside_its_last_runs
 # What drives them
 
 
+TARGET = Target("job", "set", (), "orders/fragile")
+
+
 class Recorder:
     """A launcher that notes what is launched, and ends its runs when told."""
 
@@ -273,10 +276,10 @@ class Recorder:
 
     def prepare(self, target: Target, keys: Any) -> None: ...
 
-    def was_run(self, backfill_id: str) -> bool:
+    def was_run(self, target: Target, backfill_id: str) -> bool:
         return False
 
-    def under_way(self, backfill_id: str) -> dict[str, str]:
+    def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
         return {}
 
     def launch(self, target: Target, backfill_id: str, key: str) -> str:
@@ -302,7 +305,12 @@ def test_one_at_a_time_nothing_overtakes_a_run_that_failed(ledger: Ledger, paral
         most.append(standing.running)
 
     outcome = BackfillDriver(
-        backfills, backfill, plan.runs, launcher=launcher, target=Target("job", "set", ()), parallel=parallel
+        backfills,
+        backfill,
+        plan.runs,
+        launcher=launcher,
+        target=Target("job", "set", (), "orders/fragile"),
+        parallel=parallel,
     ).run(note)
     assert not outcome.done
     assert len(launcher.launched) == launched
@@ -322,9 +330,7 @@ def test_a_backfill_that_somebody_deletes_is_not_taken_for_done(ledger: Ledger) 
             backfills.delete(backfill)
             launcher.results = {keys[0]: Ended(False, "its window is not there")}
 
-    outcome = BackfillDriver(
-        backfills, backfill, plan.runs, launcher=launcher, target=Target("job", "set", ()), parallel=1
-    ).run(delete)
+    outcome = BackfillDriver(backfills, backfill, plan.runs, launcher=launcher, target=TARGET, parallel=1).run(delete)
     assert not outcome.done
     assert set(outcome.failures) == set(keys)
 
@@ -342,9 +348,7 @@ def test_a_backfill_of_the_same_id_that_takes_its_place_is_not_taken_for_it(ledg
             backfills.register(backfills.plan("orders", "fragile", start=Earliest(), end=Latest()), "one")
             launcher.results = {keys[0]: Ended(False, "its window is not there")}
 
-    outcome = BackfillDriver(
-        backfills, backfill, plan.runs, launcher=launcher, target=Target("job", "set", ()), parallel=1
-    ).run(replace)
+    outcome = BackfillDriver(backfills, backfill, plan.runs, launcher=launcher, target=TARGET, parallel=1).run(replace)
     assert not outcome.done
     assert (set(outcome.failures), outcome.done_keys) == (set(keys), frozenset())
 
@@ -387,9 +391,16 @@ def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
     ran = run(*LEDGER, "--from", "earliest", "--execute", "--id", "may", "--dagster-url", dagster.url)
     assert (ran.exit_code, "has run before" in ran.stderr) == (1, True)
 
+    remote = RemoteDagster(dagster.url)
+    with dagster.instance() as instance:
+        instance.report_run_canceling(runs[0])
+    of_ledger, of_fragile = remote.target("orders", "ledger"), remote.target("orders", "fragile")
+    assert remote.under_way(of_ledger, "may") == {runs[0].tags["dagster/partition"]: runs[0].run_id}
+    assert remote.under_way(of_fragile, "may") == {}, "an id is a consumer's own"
+
     (poison,) = ledger.publish(1, location.POISON)
     failed = run(
-        "backfill", "orders", "fragile", "--from", str(poison), "--execute", "--id", "june", "--dagster-url",
+        "backfill", "orders", "fragile", "--from", str(poison), "--execute", "--id", "may", "--dagster-url",
         dagster.url,
     )  # fmt: skip
     assert failed.exit_code == 1

@@ -179,18 +179,32 @@ def test_nothing_is_dropped_where_no_topic_has_a_retention(run: Run, topic: str)
     assert "eventsql topic alter" in result.stderr
 
 
-def test_the_partitions_of_a_topic_are_altered_by_the_rules_of_the_registry(
-    run: Run, platform: EventSQL, topic: str
-) -> None:
-    result = run("topic", "alter", topic, "--partitions", 5)
+def test_a_topic_is_repartitioned_while_its_consumers_go_on(run: Run, platform: EventSQL, topic: str) -> None:
+    platform.registry.register_consumer(Consumer(topic, "mailer", partitioned=True))
+    platform.publisher.publish_all(Publication(topic, b"x") for _ in range(6))
+    result = run("topic", "alter", topic, "--partitions", 5, "--retention-events", 9)
     assert result.exit_code == 0
-    assert "is 5 partitions now; it was 2 partitions" in result.stderr
-    platform.registry.register_consumer(Consumer(topic, "mailer"))
-    refused = run("topic", "alter", topic, "--partitions", 6, "--retention-events", 9)
-    assert refused.exit_code == 1
-    assert "cannot get 6 partitions: it has 1 consumer(s)" in refused.stderr
+    assert f"topic {topic!r} has 5 partitions after offset 6; it had 2" in result.stderr
+    assert "mailer: to finish the old partitions before the new ones" in result.stderr
     assert platform.registry.topic(topic) == Topic(topic, 5)
-    assert platform.registry.topic(topic).retention is None
+    assert platform.registry.topic(topic).retention == Retention(events=9)
+    described = run("topic", "describe", topic)
+    assert "consumer 'mailer' finishes its partitions up to offset 6 before it begins with the next" in described.stderr
+    assert run("topic", "alter", topic, "--partitions", 1).exit_code == 0
+    layouts = json.loads(run("topic", "describe", topic, "--json").stdout)
+    assert layouts["events"] == 6
+    assert len(layouts["log"]) == 5
+    assert [(each["partitions"], each["after"]) for each in layouts["layouts"]] == [(2, 0), (5, 6), (1, 6)]
+    assert layouts["unsettled_consumers"] == {"mailer": 6}
+    assert "has 1 partition already" in run("topic", "alter", topic, "--partitions", 1).stderr
+
+
+def test_a_topic_does_not_lose_its_partitions_with_its_events(run: Run, platform: EventSQL, topic: str) -> None:
+    platform.publisher.publish(Publication(topic, b"x"))
+    refused = run("topic", "alter", topic, "--partitions", -1)
+    assert refused.exit_code == 1
+    assert "cannot get no partitions: it has events" in refused.stderr
+    assert platform.registry.topic(topic) == Topic(topic, 2)
 
 
 def test_the_retention_of_a_topic_is_altered_bound_by_bound(run: Run, platform: EventSQL, topic: str) -> None:

@@ -361,10 +361,40 @@ def test_a_window_that_is_done_is_not_replayed_again(bench: Workbench, backfills
         assert replay(bench, location.fragile_backfill, first).success
     assert bench.effects() == ids[:10]
     assert replay(bench, location.fragile_backfill, second).success
+    # The backfill is done, and no failure is to be reported for a window that a run has replayed.
     again = replay(bench, location.fragile_backfill, second)
-    assert not again.success
-    assert "is done, or was deleted" in failure(again)
+    assert again.success
+    assert not again.get_asset_materialization_events()
     assert bench.effects() == ids
+
+
+def test_a_window_that_was_given_up_is_not_there_to_be_replayed(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 5)
+    plan = everything(backfills, "fragile")
+    (run,) = plan.runs
+    backfills.delete(backfills.register(plan, "one"))
+    # Another consumer's window of that id and range was replayed.
+    other = everything(backfills, "ranges")
+    backfills.register(other, "one")
+    assert replay(bench, location.ranges_backfill, run.key("one")).success
+    refused = replay(bench, location.fragile_backfill, run.key("one"))
+    assert not refused.success
+    assert "is done, or was deleted" in failure(refused)
+    assert bench.effects() == [event.id for event in bench.platform.reader.read("orders")]
+
+
+def test_a_topic_that_is_created_anew_between_plan_and_backfill_is_noticed(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    bench.publish("orders", 10)
+    plan = everything(backfills)
+    bench.platform.registry.unregister_topic("orders", force=True)
+    location.ledger.register(bench.platform)
+    bench.publish("orders", 10)
+    assert everything(backfills).events == plan.events
+    with pytest.raises(RegistryError, match="created anew meanwhile: make the plan again"):
+        backfills.register(plan, "late")
+    assert backfills.registered() == []
 
 
 def test_an_event_that_keeps_failing_becomes_a_dead_letter(bench: Workbench, backfills: Backfills) -> None:
@@ -466,6 +496,28 @@ def test_a_side_consumer_has_the_partitions_too_that_have_no_events_in_the_range
     one = backfills.plan("orders", "ledger", start=Earliest(), end=Latest(), partition=1)
     replay_all(bench, location.ledger_backfill, one, backfills.register(one, "two", into="ledger_3"))
     assert [state.partition for state in bench.platform.registry.consumer("orders", "ledger_3")] == [1]
+
+
+@pytest.mark.parametrize("partitions", [1, 5])
+def test_a_range_in_which_the_topic_was_repartitioned_is_cut_there_and_replayed_by_the_partitions_of_then(
+    bench: Workbench, backfills: Backfills, partitions: int
+) -> None:
+    ids = bench.publish("orders", 30)
+    changed = bench.platform.repartitioner.repartition("orders", partitions)
+    assert changed is not None
+    ids += bench.publish("orders", 30)
+    while bench.platform.consumers.consume_once("orders", "ledger", lambda _events, _connection: None):
+        pass
+    plan = everything(backfills)
+    assert [window.upto for window in plan.windows] == [changed.after, ids[-1]]
+    assert sum(run.events for run in plan.runs) == 60
+    replay_all(bench, location.ledger_backfill, plan, backfills.register(plan, "one", into="ledger_2"))
+    assert sorted(bench.effects()) == ids
+    states = bench.platform.registry.consumer("orders", "ledger_2")
+    assert [(state.partition, state.until) for state in states] == [(number, None) for number in range(partitions)]
+    before = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(ids[29]))
+    assert before.partitions == (0, 1)
+    assert sum(run.events for run in before.runs) == 30
 
 
 def test_a_side_consumer_that_would_look_like_a_window_is_refused(bench: Workbench, backfills: Backfills) -> None:

@@ -14,8 +14,8 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset, watch
-from eventsql_orchestration.errors import DatabaseUnavailableError, RedefinitionError, ValidationError
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset, consumer_watch
+from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.log.claims import Claims
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
@@ -113,7 +113,7 @@ def test_a_look_at_hundreds_of_partitions_takes_few_statements(
 def test_a_tick_requests_some_runs_and_the_next_goes_on_after_them(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "MAX_REQUESTS", 4)
+    monkeypatch.setattr(consumer_watch, "MAX_REQUESTS", 4)
     publish(bench, *range(10))
     first = evaluate(bench)
     assert (partitions_of(first), first.cursor) == ([0, 1, 2, 3], "4")
@@ -131,7 +131,7 @@ def test_a_tick_that_has_used_its_time_up_goes_on_in_the_next(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(bench, 3, 4)
-    monkeypatch.setattr(watch, "TICK_BUDGET", 0.0)
+    monkeypatch.setattr(consumer_watch, "TICK_BUDGET", 0.0)
     assert evaluate(bench, cursor="4").cursor == "4"
     monkeypatch.undo()
     assert partitions_of(evaluate(bench, cursor="4")) == [4, 3]
@@ -217,13 +217,21 @@ def test_a_consumer_of_a_whole_topic_may_have_such_a_sensor_too(bench: Workbench
     assert partitions_of(evaluate(bench, whole)) == [-1]
 
 
-def test_what_is_not_registered_or_not_as_defined_is_told(bench: Workbench, platform: EventSQL) -> None:
+def test_what_is_not_registered_is_told(bench: Workbench, platform: EventSQL) -> None:
     elsewhere = consumer_asset(
         topic=Topic("elsewhere", 2), consumer="c", partitioned=True, sensor="consumer", name="elsewhere"
     )(record)
     assert (evaluate(bench, elsewhere).skip_message or "").startswith("topic 'elsewhere' does not exist")
     platform.registry.register_topic(Topic("elsewhere", 2))
     assert "does not exist: create it with" in (evaluate(bench, elsewhere).skip_message or "")
-    platform.registry.register_topic(Topic("elsewhere", 3))
-    with pytest.raises(RedefinitionError, match="3 partitions"):
-        evaluate(bench, elsewhere)
+
+
+def test_the_partitions_are_those_that_the_consumer_has_in_the_database(bench: Workbench, platform: EventSQL) -> None:
+    changing = consumer_asset(
+        topic=Topic("changing", 2), consumer="c", partitioned=True, sensor="consumer", name="changing", max_wait=0.0
+    )(record)
+    platform.registry.register_topic(Topic("changing", 3))
+    platform.registry.register_consumer(changing.consumer)
+    platform.publisher.publish(Publication("changing", b"x", partition=2))
+    platform.transfer.run_once()
+    assert partitions_of(evaluate(bench, changing)) == [2]

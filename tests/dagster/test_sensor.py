@@ -225,11 +225,23 @@ def test_a_schema_that_is_not_there_is_a_skip_reason_and_stays_so(bench: Workben
     assert bench.tick(eager.sensors[0], eventsql=EventSQLResource(dsn=dsn, db_schema="nothing_here")) == reason
 
 
-def test_a_topic_with_other_partitions_than_defined_is_a_failure(bench: Workbench) -> None:
-    narrow = consumer_asset(topic=Topic("wide", 2), consumer="c", partitioned=True, name="narrow")(record)
+def test_a_topic_with_more_partitions_than_are_watched_is_a_failure_that_stops_none_of_those(bench: Workbench) -> None:
+    narrow = consumer_asset(topic=Topic("wide", 2), consumer="c", partitioned=True, name="narrow", max_wait=0.0)(record)
     bench.platform.registry.register_topic(Topic("wide", 3)).register_consumer(Consumer("wide", "c", partitioned=True))
+    bench.publish("wide", 1, partition=0)
+    request_of(bench.tick(narrow.sensors[0]))
     with pytest.raises(RedefinitionError, match="topic 'wide' has 3 partitions and consumer 'c' is defined for 2"):
         bench.tick(narrow.sensors[0])
+
+
+def test_a_partition_that_does_not_exist_is_skipped_and_the_reason_is_told(bench: Workbench) -> None:
+    wide = consumer_asset(topic=Topic("thin", 2), consumer="c", partitioned=True, name="wide", max_wait=0.0)(record)
+    bench.platform.registry.register_topic(Topic("thin", 1)).register_consumer(Consumer("thin", "c", partitioned=True))
+    assert bench.tick(wide.sensors[1]) == (
+        "partition 1 does not exist: topic 'thin' has 1 partitions now, and consumer 'c' is defined for 2"
+    )
+    bench.publish("thin", 1, partition=0)
+    request_of(bench.tick(wide.sensors[0]))
 
 
 def test_an_event_that_is_due_later_is_not_claimed_before(bench: Workbench) -> None:

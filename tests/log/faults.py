@@ -2,9 +2,9 @@
 
 `python -m tests.log.faults --events 1000000 --seed 7` runs it on a server of its own whose settings are those that a
 user gets, fsync among them. Publishers of every kind, transfers, consumers of every kind and a reader run as processes
-of their own; the seed decides which of them is killed when, or that the server is stopped in immediate mode, by how
-many events are acknowledged. It prints what happened, and ends with 1 and the first violations when a promise of the
-log was broken.
+of their own; the seed decides which of them is killed when, that the server is stopped in immediate mode, or that the
+topic gets another number of partitions, by how many events are acknowledged. It prints what happened, and ends with 1
+and the first violations when a promise of the log was broken.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from typing import Final, TypeAlias
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError
+from eventsql_orchestration.log.layouts import Layout
+from eventsql_orchestration.log.partitioner import partition_of_key
 from tests.log import worker
 
 TOPIC: Final = "orders"
@@ -41,6 +43,9 @@ CONSUMERS: Final = {"consume": "mailer", "consume_leased": "ledger", "consume_cl
 """What each kind of consumer is called; each has two processes. The last one is not partitioned."""
 
 SERVER: Final = "server"
+PARTITIONS: Final = "partitions"
+
+MOST_PARTITIONS: Final = 12
 
 MOST_VIOLATIONS: Final = 20
 
@@ -54,6 +59,7 @@ class Settings:
     partitions: int = 8
     kills: int = 100
     restarts: int = 10
+    repartitionings: int = 10
     deadline: float = 1_200.0
 
 
@@ -69,7 +75,9 @@ class Player:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens once so many events are acknowledged: the process of this name is killed, or the server restarts."""
+    """What happens once so many events are acknowledged: the process of this name is killed, the server restarts, or
+    the topic is repartitioned.
+    """
 
     at: int
     name: str
@@ -97,6 +105,7 @@ class Figures:
     seconds: float = 0.0
     kills: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
+    layouts: list[int] = field(default_factory=list)
     effects: int = 0
     violations: list[str] = field(default_factory=list)
 
@@ -106,7 +115,7 @@ class Figures:
         return [
             ("seed", str(settings.seed)),
             ("events", f"{settings.events:,}"),
-            ("partitions", str(settings.partitions)),
+            ("partitions", ", ".join(map(str, self.layouts or [settings.partitions]))),
             *((f"kills: {kind}", str(count)) for kind, count in sorted(self.kills.items())),
             ("kills", str(self.kills.total())),
             ("server restarts", str(self.restarts)),
@@ -160,7 +169,8 @@ def faults(settings: Settings, names: Mapping[str, str]) -> list[Fault]:
     for name, kind in names.items():
         of_kind.setdefault(kind, []).append(name)
     kinds = itertools.islice(itertools.cycle(drawn.sample(sorted(of_kind), len(of_kind))), settings.kills)
-    targets = [*(drawn.choice(of_kind[kind]) for kind in kinds), *[SERVER] * settings.restarts]
+    others = [SERVER] * settings.restarts + [PARTITIONS] * settings.repartitionings
+    targets = [*(drawn.choice(of_kind[kind]) for kind in kinds), *others]
     drawn.shuffle(targets)
     moments = sorted(drawn.sample(range(settings.events // 50, settings.events * 9 // 10), len(targets)))
     return [Fault(at, name) for at, name in zip(moments, targets, strict=True)]
@@ -267,7 +277,7 @@ class Run:
             self._prepare(platform)
             cast = Cast(players(self._settings, self._home), platform.database.dsn, self._home)
             try:
-                self._break(cast)
+                self._break(cast, platform)
                 self._until(cast, cast.published)
                 self.figures.published_seconds = time.monotonic() - self._started
                 self._until(cast, lambda: self._consumed(platform))
@@ -281,6 +291,7 @@ class Run:
             if not self.figures.violations:
                 verdict = check(platform, self._publishers, self._home / "followed")
                 self.figures.effects = self._settings.events * len(CONSUMERS)
+                self.figures.layouts = [layout.partitions for layout in platform.layouts.of(TOPIC)]
                 self.figures.violations.extend(itertools.islice(verdict, MOST_VIOLATIONS))
         return self.figures
 
@@ -300,7 +311,8 @@ class Run:
         self._progress.create([(publisher.events, publisher.keys) for publisher in self._publishers])
         self._started = time.monotonic()
 
-    def _break(self, cast: Cast) -> None:
+    def _break(self, cast: Cast, platform: EventSQL) -> None:
+        drawn = random.Random(self._settings.seed)
         names = {player.name: player.kind for player in cast.players.values()}
         for fault in faults(self._settings, names):
             self._until(cast, lambda at=fault.at: self._acknowledged() >= at)  # type: ignore[misc]  # bound
@@ -308,6 +320,8 @@ class Run:
                 self._server.stop(mode="immediate")
                 self._server.start()
                 self.figures.restarts += 1
+            elif fault.name == PARTITIONS:
+                platform.repartitioner.repartition(TOPIC, drawn.randint(1, MOST_PARTITIONS))
             elif cast.kill_and_follow(fault.name):
                 self.figures.kills[names[fault.name]] += 1
 
@@ -356,7 +370,8 @@ def check(platform: EventSQL, publishers: Iterable[Publisher], followed: Path) -
     for publisher in publishers:
         expected |= publisher.of_keys()
     log: dict[int, array[int]] = {NOT_PARTITIONED: array("q")}
-    home: dict[str, int] = {}
+    layouts = platform.layouts.of(TOPIC)
+    partitions = platform.registry.topic(TOPIC).partitions
     strays: list[str] = []
 
     def remembered(rows: Iterable[Row]) -> Iterator[Row]:
@@ -364,8 +379,8 @@ def check(platform: EventSQL, publishers: Iterable[Publisher], followed: Path) -
             key, _, partition, offset = row
             log[NOT_PARTITIONED].append(offset)
             log.setdefault(partition, array("q")).append(offset)
-            if home.setdefault(key, partition) != partition:
-                strays.append(f"the log: {key} is in partition {home[key]} and, at offset {offset}, in {partition}")
+            if partition != (home := partition_of_key(key, _partitions_at(layouts, offset) or partitions)):
+                strays.append(f"the log: {key} at offset {offset} is in partition {partition}, and belongs in {home}")
             yield row
 
     yield from wrong_order("the log", remembered(_log(platform)), expected)
@@ -383,17 +398,26 @@ def _check_consumer(
     platform: EventSQL, consumer: str, expected: Mapping[str, int], log: Mapping[int, array[int]]
 ) -> Iterator[str]:
     states = {state.partition: state for state in platform.registry.consumer(TOPIC, consumer)}
-    handled: dict[int, array[int]] = {partition: array("q") for partition in states}
+    whole = NOT_PARTITIONED in states
+    kept = whole or not platform.layouts.of(TOPIC)
+    handled: dict[int, array[int]] = {partition: array("q") for partition in (states if kept else log)}
 
     def remembered(rows: Iterable[Row]) -> Iterator[Row]:
         for row in rows:
-            handled[NOT_PARTITIONED if NOT_PARTITIONED in handled else row[2]].append(row[3])
+            handled[NOT_PARTITIONED if whole else row[2]].append(row[3])
             yield row
 
     yield from wrong_order(f"effects of {consumer}", remembered(_effects(platform, consumer)), expected)
-    for partition, state in states.items():
+    for partition in handled.keys() - ({NOT_PARTITIONED} - states.keys()):
         own = log.get(partition, array("q"))
         yield from difference(f"effects of {consumer}[{partition}]", handled[partition], own)
+    for partition, state in states.items():
+        if not kept:
+            # Of the partitions that come and go, what was counted goes with them.
+            if state.until is not None:
+                yield f"{consumer}[{partition}] waits at offset {state.until} for the next layout"
+            continue
+        own = log.get(partition, array("q"))
         if state.last_event_id != (own[-1] if own else 0):
             yield f"{consumer}[{partition}] is at offset {state.last_event_id}, its log ends at {own[-1] if own else 0}"
         if state.consumed_events != len(own):
@@ -401,6 +425,11 @@ def _check_consumer(
     for lag in platform.lag(TOPIC):
         if lag.consumer == consumer and (lag.events or lag.seconds):
             yield f"{consumer}[{lag.partition}] has a lag of {lag.events} events and {lag.seconds:.1f} s"
+
+
+def _partitions_at(layouts: Sequence[Layout], offset: int) -> int:
+    """How many partitions the topic had at an offset; 0 where they never changed."""
+    return next((layout.partitions for layout in reversed(layouts) if layout.after < offset), 0)
 
 
 def wrong_order(where: str, rows: Iterable[Row], expected: Mapping[str, int]) -> Iterator[str]:
@@ -482,17 +511,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--partitions", type=int, default=8)
     parser.add_argument("--kills", type=int, default=None, help="by default one in 10,000 events, at least 20")
     parser.add_argument("--restarts", type=int, default=None, help="of the server; a tenth of the kills by default")
+    parser.add_argument(
+        "--repartitionings", type=int, default=None, help="as many as restarts by default"
+    )
     parser.add_argument("--deadline", type=float, default=1_200.0, help="seconds")
     parser.add_argument("--keep", action="store_true", help="leave the server as it is when there are violations")
     given = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
     kills = max(20, given.events // 10_000) if given.kills is None else given.kills
+    restarts = max(1, kills // 10) if given.restarts is None else given.restarts
     settings = Settings(
         events=given.events,
         seed=seed,
         partitions=given.partitions,
         kills=kills,
-        restarts=max(1, kills // 10) if given.restarts is None else given.restarts,
+        restarts=restarts,
+        repartitionings=restarts if given.repartitionings is None else given.repartitionings,
         deadline=given.deadline,
     )
     # Before it begins: a run that hangs must be repeatable too.

@@ -18,7 +18,6 @@ from eventsql_orchestration.errors import (
     EventSQLError,
     PartitionOutOfRangeError,
     PublisherClosedError,
-    RedefinitionError,
     TopicNotFoundError,
 )
 from eventsql_orchestration.log import asynchronous
@@ -247,21 +246,23 @@ def test_a_server_that_goes_away_fails_the_events_under_way_and_no_later_ones(
     assert log(platform) == [b"later"]
 
 
-def test_events_given_after_one_has_failed_for_a_redefinition_are_published(platform: EventSQL, dsn: str) -> None:
+def test_events_given_before_and_after_a_redefinition_are_published(platform: EventSQL, dsn: str) -> None:
     async def play() -> None:
         async with platform.async_publisher(max_age=NEVER) as publisher:
             old = await publisher.enqueue(order(b"old"))
+            gone = await publisher.enqueue(order(b"gone", partition=2))
             with EventSQL(dsn, transfer=False) as elsewhere:
-                elsewhere.registry.register_topic(Topic("orders", 7))
+                elsewhere.repartitioner.repartition("orders", 1)
             await publisher.flush()
-            with pytest.raises(RedefinitionError):
-                await old
-            new = await publisher.enqueue(order(b"new", partition=6))
+            assert await old is None
+            with pytest.raises(PartitionOutOfRangeError):
+                await gone
+            new = await publisher.enqueue(order(b"new", partition=0))
             await publisher.flush()
             assert new.exception() is None
 
     asyncio.run(play())
-    assert log(platform) == [b"new"]
+    assert sorted(log(platform)) == [b"new", b"old"]
 
 
 # Backpressure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log.buffered import Bounds, Lanes
+from eventsql_orchestration.log.partitioner import partition_of_key
 
 if TYPE_CHECKING:
     from tests.log.conftest import Sessions, Until
@@ -344,60 +345,45 @@ def test_an_event_that_a_trigger_refuses_at_the_commit_fails_alone(
 
 
 @pytest.mark.parametrize("by", ["another process", "this one"])
-def test_events_given_before_a_redefinition_of_their_topic_fail_and_others_do_not(
-    platform: EventSQL, opened: Open, dsn: str, by: str
+@pytest.mark.parametrize("while_there_are", ["no events", "events"])
+def test_events_given_before_a_redefinition_of_their_topic_go_by_the_new_definition(
+    platform: EventSQL, opened: Open, dsn: str, by: str, while_there_are: str
 ) -> None:
-    publisher = opened(max_age=NEVER, flushes=1)
-    old = [publisher.publish(order(b"old", key=str(number))) for number in range(60)]
-    other = publisher.publish(Publication("payments", b"other"))
-    if by == "this one":
-        platform.registry.register_topic(Topic("orders", 7))
-        new = [publisher.publish(order(b"new", key=str(number))) for number in range(60)]
-    else:
-        with EventSQL(dsn, transfer=False) as elsewhere:
-            elsewhere.registry.register_topic(Topic("orders", 7))
-        new = []
+    if while_there_are == "events":
+        platform.publisher.publish(order(b"before", key="0"))
+    publisher = opened(max_age=NEVER, flushes=2)
+    published = [publisher.publish(order(b"%d" % number, key=str(number % 20))) for number in range(60)]
+    with EventSQL(dsn, transfer=False) as elsewhere:
+        changing = platform if by == "this one" else elsewhere
+        changing.repartitioner.repartition("orders", 7)
+    published += [publisher.publish(order(b"%d" % number, key=str(number % 20))) for number in range(60, 80)]
     publisher.flush()
-    for future in old:
-        with pytest.raises(RedefinitionError, match="orders"):
-            future.result()
-    assert other.exception() is None
-    assert [future.exception() for future in new] == [None] * len(new)
-    publisher.publish(order(b"new", key="again"))
-    publisher.flush()
-    assert [value for _, value in log(platform)] == [b"new"] * (len(new) + 1)
-    assert [value for _, value in log(platform, "payments")] == [b"other"]
+    assert [each.exception() for each in published] == [None] * 80
+    platform.transfer.run_once()
+    events = [event for event in platform.reader.read("orders") if event.value != b"before"]
+    assert all(event.partition == partition_of_key(event.key or "", 7) for event in events)
+    for key in map(str, range(20)):
+        numbers = [int(event.value) for event in events if event.key == key]
+        assert numbers == [int(key) + 20 * turn for turn in range(4)]
 
 
 @pytest.mark.parametrize("partitions", [2, 7])
-@pytest.mark.parametrize("known", [True, False])
-def test_a_redefinition_costs_an_attempt_for_each_topic_however_many_events_wait(
-    platform: EventSQL, opened: Open, dsn: str, monkeypatch: pytest.MonkeyPatch, *, partitions: int, known: bool
+def test_events_whose_partition_is_gone_fail_and_others_do_not(
+    platform: EventSQL, opened: Open, dsn: str, partitions: int
 ) -> None:
-    attempts: list[None] = []
-    publish_all = platform.publisher.publish_all
-
-    def counted(publications: Iterable[Publication]) -> int:
-        attempts.append(None)
-        return publish_all(publications)
-
-    monkeypatch.setattr(platform.publisher, "publish_all", counted)
     publisher = opened(max_age=NEVER, flushes=1)
-    old, other = [], []
-    for number in range(100):
-        old.append(publisher.publish(order(b"old", partition=number % PARTITIONS)))
+    published, other = [], []
+    for number in range(30):
+        published.append(publisher.publish(order(b"old", partition=number % PARTITIONS)))
         other.append(publisher.publish(Publication("payments", b"%d" % number)))
-    if known:
-        platform.registry.register_topic(Topic("orders", partitions))
-    else:
-        with EventSQL(dsn, transfer=False) as elsewhere:
-            elsewhere.registry.register_topic(Topic("orders", partitions))
+    with EventSQL(dsn, transfer=False) as elsewhere:
+        elsewhere.repartitioner.repartition("orders", partitions)
     publisher.flush()
-    assert {type(each.exception()) for each in old} == {RedefinitionError}
-    assert len({id(each.exception()) for each in old}) == 100
+    gone = [number % PARTITIONS >= partitions for number in range(30)]
+    assert [isinstance(each.exception(), PartitionOutOfRangeError) for each in published] == gone
     assert {each.exception() for each in other} == {None}
-    assert [value for _, value in log(platform, "payments")] == [b"%d" % number for number in range(100)]
-    assert len(attempts) == 3
+    assert [value for _, value in log(platform, "payments")] == [b"%d" % number for number in range(30)]
+    assert len(log(platform)) == 30 - sum(gone)
 
 
 def test_a_lane_whose_thread_cannot_start_is_started_by_the_next_event(

@@ -11,13 +11,14 @@ import pytest
 from tests.log import faults
 from tests.log.faults import Settings
 
-SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=10, restarts=2, deadline=150.0)
+SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=10, restarts=2, repartitionings=3, deadline=150.0)
 
 
 def test_nothing_is_lost_repeated_or_reordered_though_processes_are_killed_and_the_server_restarts() -> None:
     figures = faults.run(SMALL)
     assert figures.violations == [], f"repeat it with --seed {SMALL.seed}"
     assert figures.restarts == SMALL.restarts
+    assert len(figures.layouts) > 2
     # One that has published everything is not killed any more.
     assert figures.kills.total() >= SMALL.kills - 2
 
@@ -28,9 +29,9 @@ def test_a_seed_decides_all_faults() -> None:
     assert planned == faults.faults(SMALL, names)
     assert planned != faults.faults(replace(SMALL, seed=1), names)
     assert [fault.at for fault in planned] == sorted(fault.at for fault in planned)
-    killed = [names[fault.name] for fault in planned if fault.name != faults.SERVER]
+    killed = [names[fault.name] for fault in planned if fault.name not in (faults.SERVER, faults.PARTITIONS)]
     assert sorted(killed) == sorted(set(names.values())), "ten kills are one of each kind"
-    assert len(planned) == SMALL.kills + SMALL.restarts
+    assert len(planned) == SMALL.kills + SMALL.restarts + SMALL.repartitionings
 
 
 def test_publishers_share_all_events() -> None:

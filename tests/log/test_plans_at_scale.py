@@ -466,13 +466,13 @@ def test_the_look_for_partitions_with_events_is_a_step_for_each_and_each_segment
 ) -> None:
     count = len(names_of(platform))
     with watch.watching():
-        ready = platform.consumers._ready("orders", place, dict.fromkeys(range(10), least))
+        ready = platform.consumers._ready("orders", place, dict.fromkeys(range(10), least), partitioned=True)
     for plan in watch.of("ready"):
         check(plan, within(platform, WHERE[place], 2**63), rows=10 * least, steps=10 * count + 10)
     ordinary = set(range(8)) | ({RARE} if least == 1 else set())
     assert set(ready) == (set() if place == "last" else ordinary)
     with watch.watching():
-        platform.consumers._ready("orders", f"{place}_whole", {NOT_PARTITIONED: least})
+        platform.consumers._ready("orders", f"{place}_whole", {NOT_PARTITIONED: least}, partitioned=False)
     for plan in watch.of("ready_topic"):
         check(plan, within(platform, WHERE[place], 2**63), rows=least, steps=count + 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -185,11 +186,11 @@ def test_adoption_waits_for_the_transfer_that_holds_the_topic(
 
 
 def test_an_adoption_that_fails_leaves_the_table_as_it_was(
-    plain: EventSQL, session: psycopg.Connection[Any], sessions: Sessions
+    plain: EventSQL, session: psycopg.Connection[Any], sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = sessions()
     holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'plain' FOR UPDATE")
-    session.execute("SET lock_timeout TO '10ms'")
+    monkeypatch.setattr(segments, "LOCK_SECONDS", 0.01)
     with pytest.raises(psycopg.errors.LockNotAvailable):
         segments.adopt(session, SCHEMA, "plain")
     holder.rollback()
@@ -221,11 +222,34 @@ def test_who_could_read_a_plain_table_can_read_the_log(
     assert rights == (True, True, False)
 
 
-def test_a_table_that_a_view_hangs_on_is_not_adopted(plain: EventSQL, session: psycopg.Connection[Any]) -> None:
-    session.execute("CREATE VIEW eventsql.seen AS SELECT eql_id FROM eventsql.plain_event")
-    with pytest.raises(RegistryError, match="view seen would stay"):
+@pytest.mark.parametrize(
+    ("what", "made"),
+    [
+        ("view seen", "CREATE VIEW eventsql.seen AS SELECT eql_id FROM eventsql.plain_event"),
+        ("policy own", "CREATE POLICY own ON eventsql.plain_event USING (eql_partition = 0)"),
+        ("row security", "ALTER TABLE eventsql.plain_event ENABLE ROW LEVEL SECURITY"),
+        ("publication changes", "CREATE PUBLICATION changes FOR TABLE eventsql.plain_event"),
+        (
+            "foreign key noted_event_fkey",
+            "CREATE TABLE eventsql.noted (event bigint REFERENCES eventsql.plain_event)",
+        ),
+        ("child table late", "CREATE TABLE eventsql.late () INHERITS (eventsql.plain_event)"),
+        (
+            "function newest()",
+            "CREATE FUNCTION eventsql.newest() RETURNS int BEGIN ATOMIC SELECT 1 FROM eventsql.plain_event; END",
+        ),
+    ],
+)
+def test_a_table_that_something_hangs_on_is_not_adopted(
+    plain: EventSQL, session: psycopg.Connection[Any], what: str, made: str
+) -> None:
+    """It would stay with the first segment: a policy would not guard the log any more, a publication not see it."""
+    session.execute(made.encode())
+    session.execute("SET search_path TO eventsql")
+    with pytest.raises(RegistryError, match=re.escape(f"{what} would stay")):
         segments.adopt(session, SCHEMA, "plain")
     assert plain.reader.count("plain") == 100
+    assert segments.segments(session, SCHEMA, "plain") is None
 
 
 @pytest.mark.usefixtures("small")

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import ClaimLostError, DatabaseError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
 from eventsql_orchestration.log import consumer as consumer_module
 from eventsql_orchestration.log.buffered import BufferedPublisher
 from eventsql_orchestration.log.claims import Claim
@@ -146,7 +146,7 @@ def _through_restarts(work: Callable[[EventSQL], bool], platform: EventSQL) -> N
         try:
             if not work(platform):
                 return
-        except (DatabaseError, ClaimLostError):
+        except (DatabaseError, ClaimLostError, RedefinitionError):
             time.sleep(0.05)
 
 

@@ -47,10 +47,17 @@ def kill(process: psutil.Process) -> None:
 class Driver:
     """A Spark driver in a process of its own."""
 
-    def __init__(self, home: Path, settings: Mapping[str, str] | None = None, *, config: Path | None = None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        settings: Mapping[str, str] | None = None,
+        *,
+        config: Path | None = None,
+        program: Path = DRIVER,
+    ) -> None:
         """With these settings; `config` is what EVENTSQL_SPARK_CONFIG names."""
         self._process = subprocess.Popen(
-            [sys.executable, str(DRIVER)],
+            [sys.executable, str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

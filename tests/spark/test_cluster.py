@@ -38,12 +38,6 @@ def on_cluster(cluster: Cluster, **settings: str) -> dict[str, str]:
     return {"spark.master": cluster.url, "spark.executor.memory": "512m", **address, **settings}
 
 
-@pytest.fixture
-def application(cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
-    with driver(tmp_path, on_cluster(cluster)) as running:
-        yield running
-
-
 @pytest.fixture(autouse=True)
 def topics(platform: EventSQL) -> None:
     for topic in (Topic("orders", partitions=4), Topic("fares", partitions=3)):
@@ -77,39 +71,49 @@ def executor_of(cluster: Cluster, worker: int) -> psutil.Process:
     return executor
 
 
-def test_a_deployment_s_configuration_is_all_that_a_cluster_takes(
-    cluster: Cluster, platform: EventSQL, dsn: str, tmp_path: Path
-) -> None:
-    platform.publisher.publish_all(Publication("orders", b"%d" % number, key=str(number)) for number in range(5_000))
-    platform.transfer.run_once()
-    config = tmp_path / "spark.conf"
-    config.write_text("".join(f"{name} {value}\n" for name, value in on_cluster(cluster).items()))
-    with driver(tmp_path, config=config) as application:
+class TestAnApplicationOfADeployment:
+    """One application for all of these, because each takes its time to start; it has both workers until it ends."""
+
+    @pytest.fixture(scope="class")
+    def application(self, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+        """Which knows of the cluster by a deployment's configuration alone."""
+        home = tmp_path_factory.mktemp("application")
+        config = home / "spark.conf"
+        config.write_text("".join(f"{name} {value}\n" for name, value in on_cluster(cluster).items()))
+        with driver(home, config=config) as running:
+            yield running
+
+    def test_a_deployment_s_configuration_is_all_that_a_cluster_takes(
+        self, cluster: Cluster, application: Driver, platform: EventSQL, dsn: str
+    ) -> None:
+        platform.publisher.publish_all(
+            Publication("orders", b"%d" % number, key=str(number)) for number in range(5_000)
+        )
+        platform.transfer.run_once()
         assert application.do("copy", dsn=dsn, source="orders", topic="fares") == "copied"
         assert len(cluster.executors()) == 2
-    assert values_in(platform, "fares") == list(range(5_000))
-    assert staged(dsn) == 0
+        assert values_in(platform, "fares") == list(range(5_000))
+        assert staged(dsn) == 0
 
-
-def test_an_executor_that_is_killed_leaves_nothing_double_and_its_blocks_are_swept(
-    cluster: Cluster, application: Driver, platform: EventSQL, dsn: str, tmp_path: Path
-) -> None:
-    paused, resume = tmp_path / "paused", tmp_path / "resume"
-    application.start("paused", dsn=dsn, topic="orders", events=EVENTS, paused=str(paused), resume=str(resume))
-    wait_until(lambda: paused.exists() and paused.read_text(), "the task has paused")
-    wait_until(lambda: staging(dsn) == 2, "it and the other task have staged some of their events")
-    kill(executor_of(cluster, int(paused.read_text())))
-    assert application.answer() == "written"
-    assert values_in(platform, "orders") == list(range(EVENTS))
-    assert staged(dsn) > 0, "the killed attempt left nothing to sweep"
-    with psycopg.connect(dsn) as connection:
-        connection.execute(
-            "UPDATE eventsql.spark_staged_event SET eql_created_at = eql_created_at - make_interval(hours => %s)",
-            (ORPHANED_AFTER_HOURS + 1,),
-        )
-    assert application.do("batch", dsn=dsn, topic="fares", events=10, options={}) == "written"
-    assert staged(dsn) == 0
-    assert values_in(platform, "orders") == list(range(EVENTS))
+    def test_an_executor_that_is_killed_leaves_nothing_double_and_its_blocks_are_swept(
+        self, cluster: Cluster, application: Driver, platform: EventSQL, dsn: str, tmp_path: Path
+    ) -> None:
+        paused, resume = tmp_path / "paused", tmp_path / "resume"
+        application.start("paused", dsn=dsn, topic="orders", events=EVENTS, paused=str(paused), resume=str(resume))
+        wait_until(lambda: paused.exists() and paused.read_text(), "the task has paused")
+        wait_until(lambda: staging(dsn) == 2, "it and the other task have staged some of their events")
+        kill(executor_of(cluster, int(paused.read_text())))
+        assert application.answer() == "written"
+        assert values_in(platform, "orders") == list(range(EVENTS))
+        assert staged(dsn) > 0, "the killed attempt left nothing to sweep"
+        with psycopg.connect(dsn) as connection:
+            connection.execute(
+                "UPDATE eventsql.spark_staged_event SET eql_created_at = eql_created_at - make_interval(hours => %s)",
+                (ORPHANED_AFTER_HOURS + 1,),
+            )
+        assert application.do("batch", dsn=dsn, topic="fares", events=10, options={}) == "written"
+        assert staged(dsn) == 0
+        assert values_in(platform, "orders") == list(range(EVENTS))
 
 
 def test_of_two_attempts_at_once_one_is_published(

@@ -1,10 +1,12 @@
-"""Each event once, whatever dies: drivers that are killed at every step of a commit, servers that go away.
+"""Each event once, whatever dies: processes that are killed at every step of a commit, servers that go away.
 
 A commit is stopped by a lock of the test's on the table that its next step writes to, and not by code in the way.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +15,22 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg import sql
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.spark import FORMAT, eventsql_error
-from tests.spark.processes import Driver, driver, wait_until
+from eventsql_orchestration.spark.publication import LEAST_BY_BLOCKS
+from tests.spark import committer
+from tests.spark.committer import WRITER
+from tests.spark.processes import driver, wait_until
 
-EVENTS = 500
+EVENTS = LEAST_BY_BLOCKS
 
-WRITER = {"writerId": "nightly", "batchId": "7"}
+FEW = 500
+"""Events that are copied into the buffer one by one."""
 
 
 class Locks:
@@ -94,26 +102,26 @@ def at_record(locks: Locks, start: Callable[[], None]) -> None:
     locks.await_waiting()
 
 
-def at_copy(locks: Locks, start: Callable[[], None]) -> None:
+def at_events(locks: Locks, start: Callable[[], None]) -> None:
     """After the record, before the events."""
     locks.hold("event_buffer")
     start()
     locks.await_waiting()
 
 
-def at_delete(locks: Locks, start: Callable[[], None]) -> None:
-    """After the events, before the blocks are deleted and all of it is committed."""
-    at_copy(locks, start)
-    locks.hold("spark_staged_event")
+def at_check(locks: Locks, start: Callable[[], None]) -> None:
+    """After the events: the last moment at which nothing is committed."""
+    at_events(locks, start)
+    locks.hold("topic", "ACCESS EXCLUSIVE")
     locks.release("event_buffer")
     locks.await_waiting()
 
 
 def after_commit(locks: Locks, start: Callable[[], None]) -> None:
-    """After the commit, before Spark hears of it: at the sweep."""
-    at_delete(locks, start)
+    """After the commit, before the writer hears of it: at the sweep."""
+    at_check(locks, start)
     thread = locks.hold_next("spark_staged_event")
-    locks.release("spark_staged_event")
+    locks.release("topic")
     thread.join()
     locks.await_waiting()
 
@@ -148,97 +156,133 @@ def write(spark: SparkSession, dsn: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "kill", "published"),
+    ("stop", "events", "published"),
     [
-        # The last moment at which nothing is committed. Earlier ones: where servers go away, below.
-        (at_delete, Driver.kill, 0),
-        # Its Python lives on, and may come to the end of the commit.
-        (at_delete, Driver.kill_without_workers, None),
-        (after_commit, Driver.kill, EVENTS),
+        (at_record, EVENTS, 0),
+        (at_events, EVENTS, 0),
+        (at_check, EVENTS, 0),
+        (at_check, FEW, 0),
+        (after_commit, EVENTS, EVENTS),
     ],
-    ids=["at-delete", "at-delete-workers-live-on", "after-commit"],
+    ids=["at-record", "at-events", "at-check", "at-check-few", "after-commit"],
 )
-def test_a_batch_whose_driver_is_killed_in_the_commit_is_published_once_by_the_next(
-    *,
-    spark: SparkSession,
-    platform: EventSQL,
-    dsn: str,
-    tmp_path: Path,
-    stop: Stop,
-    kill: Callable[[Driver], None],
-    published: int | None,
+def test_a_publication_whose_process_is_killed_is_made_once_by_the_next(
+    platform: EventSQL, dsn: str, stop: Stop, events: int, published: int
+) -> None:
+    with (
+        subprocess.Popen([sys.executable, "-m", committer.__name__], stdin=subprocess.PIPE, text=True) as process,
+        locks(dsn) as held,
+    ):
+
+        def start() -> None:
+            assert process.stdin is not None
+            process.stdin.write(f"{dsn}\n{events}\n")
+            process.stdin.flush()
+
+        try:
+            stop(held, start)
+            assert stop is after_commit or counted(platform, "spark_staged_event") > 0
+        finally:
+            process.kill()
+    assert len(values_in(platform, "orders")) == published
+    assert committer.publish(dsn, events) is (published == 0)
+    assert values_in(platform, "orders") == list(range(events))
+    assert counted(platform, "spark_publication") == 1
+
+
+def test_a_batch_whose_driver_is_killed_while_its_python_lives_on_is_published_once(
+    spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:
     with driver(tmp_path, {"spark.master": "local[1]"}) as first, locks(dsn) as held:
-        stop(held, lambda: first.start("batch", dsn=dsn, topic="orders", events=EVENTS, options=WRITER))
-        assert stop is after_commit or counted(platform, "spark_staged_event") > 0
-        kill(first)
-    if published is not None:
-        assert len(values_in(platform, "orders")) == published
+        at_check(held, lambda: first.start("batch", dsn=dsn, topic="orders", events=EVENTS, options=WRITER))
+        # Its Python may come to the end of the commit.
+        first.kill_without_workers()
     write(spark, dsn)
     assert values_in(platform, "orders") == list(range(EVENTS))
     assert counted(platform, "spark_publication") == 1
 
 
-@pytest.mark.parametrize("stop", [at_copy, after_commit])
-def test_a_stream_whose_driver_is_killed_in_the_commit_replays_the_batch_and_publishes_it_once(
-    spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path, stop: Stop
+def test_a_stream_that_ends_before_or_after_its_commit_replays_the_batch_and_publishes_it_once(
+    spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:
     platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(EVENTS))
     platform.transfer.run_once()
     checkpoint = str(tmp_path / "checkpoint")
-    with driver(tmp_path, {"spark.master": "local[1]"}) as first, locks(dsn) as held:
-        stop(
-            held,
-            lambda: first.start("stream", dsn=dsn, source="orders", topic="fares", checkpoint=checkpoint, options={}),
+    queries: list[StreamingQuery] = []
+
+    def start() -> None:
+        rows = spark.readStream.format(FORMAT).options(dsn=dsn, subscribe="orders", startingOffsets="earliest").load()
+        query = (
+            rows.selectExpr("key", "value")
+            .writeStream.format(FORMAT)
+            .options(dsn=dsn, topic="fares", checkpointLocation=checkpoint)
+            .trigger(availableNow=True)
+            .start()
         )
-        first.kill()
-    assert len(values_in(platform, "fares")) == (EVENTS if stop is after_commit else 0)
+        queries.append(query)
+
+    with locks(dsn) as held:
+        at_events(held, start)
+        held.terminate_waiting()
+    with pytest.raises(StreamingQueryException):
+        queries.pop().awaitTermination(200)
+    assert values_in(platform, "fares") == []
+    with driver(tmp_path, {"spark.master": "local[1]"}) as killed, locks(dsn) as held:
+        stream = {"dsn": dsn, "source": "orders", "topic": "fares", "checkpoint": checkpoint, "options": {}}
+        after_commit(held, lambda: killed.start("stream", **stream))
+        killed.kill()
+    assert len(values_in(platform, "fares")) == EVENTS
     platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(EVENTS, EVENTS + 10))
     platform.transfer.run_once()
-    rows = spark.readStream.format(FORMAT).options(dsn=dsn, subscribe="orders", startingOffsets="earliest").load()
-    query = (
-        rows.selectExpr("key", "value")
-        .writeStream.format(FORMAT)
-        .options(dsn=dsn, topic="fares", checkpointLocation=checkpoint)
-        .trigger(availableNow=True)
-        .start()
-    )
+    start()
     try:
-        assert query.awaitTermination(200)
+        assert queries[0].awaitTermination(200)
     finally:
-        query.stop()
+        queries[0].stop()
     assert values_in(platform, "fares") == list(range(EVENTS + 10))
     assert counted(platform, "spark_publication") == 2
 
 
-def writer_of(spark: SparkSession, dsn: str) -> tuple[threading.Thread, list[Exception]]:
+def attempt_of(write: Callable[[], object]) -> tuple[threading.Thread, list[Exception]]:
     """A thread that writes, and what it fails of."""
     failures: list[Exception] = []
 
     def attempt() -> None:
         try:
-            write(spark, dsn)
+            write()
         except Exception as error:  # noqa: BLE001 - the test looks at it
             failures.append(error)
 
     return threading.Thread(target=attempt), failures
 
 
-@pytest.mark.parametrize("stop", [at_record, at_copy, at_delete])
-def test_a_server_that_goes_away_in_the_commit_publishes_nothing_and_is_named(
-    spark: SparkSession, platform: EventSQL, dsn: str, stop: Stop
-) -> None:
-    writing, failures = writer_of(spark, dsn)
+@pytest.mark.parametrize("stop", [at_record, at_events, at_check])
+def test_a_server_that_goes_away_in_the_commit_publishes_nothing(platform: EventSQL, dsn: str, stop: Stop) -> None:
+    writing, failures = attempt_of(lambda: committer.publish(dsn, EVENTS))
     with locks(dsn) as held:
         stop(held, writing.start)
+        held.terminate_waiting()
+    writing.join()
+    (failure,) = failures
+    assert isinstance(failure, DatabaseUnavailableError), failure
+    assert values_in(platform, "orders") == []
+    assert counted(platform, "spark_publication") == counted(platform, "spark_staged_event") == 0
+    assert committer.publish(dsn, EVENTS)
+    assert values_in(platform, "orders") == list(range(EVENTS))
+
+
+def test_a_server_that_goes_away_in_the_commit_is_named_by_spark(
+    spark: SparkSession, platform: EventSQL, dsn: str
+) -> None:
+    writing, failures = attempt_of(lambda: write(spark, dsn))
+    with locks(dsn) as held:
+        at_check(held, writing.start)
         held.terminate_waiting()
     # Spark aborts the write, which may have to wait for the same tables.
     writing.join()
     (failure,) = failures
-    error = eventsql_error(failure)
-    assert isinstance(error, DatabaseUnavailableError), failure
+    assert isinstance(eventsql_error(failure), DatabaseUnavailableError), failure
     assert values_in(platform, "orders") == []
-    assert counted(platform, "spark_publication") == 0
     write(spark, dsn)
     assert values_in(platform, "orders") == list(range(EVENTS))
 
@@ -246,7 +290,7 @@ def test_a_server_that_goes_away_in_the_commit_publishes_nothing_and_is_named(
 def test_a_server_that_goes_away_while_events_are_staged_is_named_and_publishes_nothing(
     spark: SparkSession, platform: EventSQL, dsn: str
 ) -> None:
-    writing, failures = writer_of(spark, dsn)
+    writing, failures = attempt_of(lambda: write(spark, dsn))
     with locks(dsn) as held:
         held.hold("spark_staged_event")
         writing.start()

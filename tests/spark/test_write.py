@@ -40,13 +40,14 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log import encoding
+from eventsql_orchestration.log.blocks import new_mark, unpack
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.partitioner import default_partition, partition_of_key
 from eventsql_orchestration.spark import FORMAT, eventsql_error, range_options
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.publication import ORPHANED_AFTER_HOURS, Publications
 from eventsql_orchestration.spark.source import EventSQLDataSource
-from eventsql_orchestration.spark.staging import BLOCK_BYTES, Attempt, Encoder, stage, unpack
+from eventsql_orchestration.spark.staging import BLOCK_BYTES, Attempt, Encoder, stage
 
 Read = Callable[..., DataFrame]
 Write = Callable[..., None]
@@ -187,22 +188,24 @@ def test_a_block_is_encoded_as_the_publisher_encodes_events(
         "key": pa.array([key for _, _, key, _ in rows], pa.string()),
         "headers": pa.array([list(headers.items()) for *_, headers in rows], pa.map_(pa.string(), pa.string())),
     }
-    block = Encoder(partitions, None, {"run": "7"}).encode(pa.record_batch(columns).slice(skipped))
-    expected = b""
+    blocks = Encoder(partitions, None, {"run": "7"}).blocks(pa.record_batch(columns).slice(skipped), new_mark())
+    expected: dict[str, bytes] = {}
+    counts: dict[str, Counter[int]] = {}
     for topic, value, key, headers in rows[skipped:]:
         event = Publication(topic, value, key=key, metadata={**headers, "run": "7"})
         partition = 1 if key is None and topic == "orders" else default_partition(event, partitions[topic])
-        expected += encoding.buffer_prefix(topic) + encoding.encode(event, partition)
-    assert block.rows == expected
-    assert unpack(block.pack()) == expected
-    assert block.events.total() == len(rows[skipped:])
+        expected[topic] = expected.get(topic, b"") + b"prefix" + encoding.encode(event, partition)
+        counts.setdefault(topic, Counter())[partition] += 1
+    found = {block.topic: block for block in blocks}
+    assert {topic: unpack(block.pack(), b"prefix") for topic, block in found.items()} == expected
+    assert {topic: block.partitions for topic, block in found.items()} == counts
 
 
 def test_a_batch_that_is_large_becomes_several_blocks() -> None:
     value = random.randbytes(BLOCK_BYTES // 10)
-    blocks = list(Encoder({"plain": -1}, "plain", {}).blocks(pa.record_batch({"value": [value] * 25})))
+    blocks = list(Encoder({"plain": -1}, "plain", {}).blocks(pa.record_batch({"value": [value] * 25}), new_mark()))
     assert len(blocks) == 3
-    assert sum(block.events.total() for block in blocks) == 25
+    assert sum(block.events for block in blocks) == 25
     assert all(len(block.rows) < BLOCK_BYTES * 1.2 for block in blocks)
 
 

@@ -16,12 +16,15 @@ from pathlib import Path
 
 import dagster as dg
 import psutil
+import psycopg
 import pytest
+import requests
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, storage_url
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.dagster.tags import FINISHED
+from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
 from tests.system.conftest import plotted, screenshot, see, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -78,14 +81,21 @@ def test_the_asset_graph_shows_topics_and_what_consumes_them(
     screenshot(browser, "asset-graph", tmp_path)
 
 
-def lags(dev: Dev) -> list[int]:
-    """The lags of consumer order_status that were observed, in events."""
+@contextlib.contextmanager
+def storage(dev: Dev) -> Iterator[tuple[EmbeddedServer, dg.DagsterInstance]]:
+    """The server that `dev` runs, and Dagster's instance on it."""
     server = EmbeddedPostgres(dev.home / "postgres").status()
     assert server is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STORAGE_VARIABLE, storage_url(server.dsn))
         with dg.DagsterInstance.from_config(str(dev.home / "dagster")) as instance:
-            observed = instance.fetch_observations(dg.AssetKey("order_status"), limit=100).records
+            yield server, instance
+
+
+def lags(dev: Dev) -> list[int]:
+    """The lags of consumer order_status that were observed, in events."""
+    with storage(dev) as (_, instance):
+        observed = instance.fetch_observations(dg.AssetKey("order_status"), limit=100).records
     metadata = [record.asset_observation.metadata for record in observed if record.asset_observation]
     return [int(str(entry["lag events"].value)) for entry in metadata]
 
@@ -97,6 +107,48 @@ def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_pat
     browser.get(f"{dev.url}/assets/order_status?view=overview")
     see(browser, plotted, "the plot of lag events")
     screenshot(browser, "consumer-lag", tmp_path)
+
+
+_EXECUTE_AGAIN = """
+mutation ($parent: String!) {
+    launchRunReexecution(reexecutionParams: {parentRunId: $parent, strategy: ALL_STEPS}) {
+        __typename
+        ... on LaunchRunSuccess { run { runId } }
+    }
+}
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_finished_run_that_is_executed_again_in_the_ui_replays_its_range_and_takes_no_other(dev: Dev) -> None:
+    finished = dg.RunsFilter(job_name="consume_order_status", statuses=[dg.DagsterRunStatus.SUCCESS])
+    with storage(dev) as (server, instance):
+        wait_for(lambda: instance.get_runs_count(finished), "a run of the consumer", timeout=240)
+        (parent,) = instance.get_runs(finished, limit=1)
+        variables = {"parent": parent.run_id}
+        answer = requests.post(
+            f"{dev.url}/graphql", json={"query": _EXECUTE_AGAIN, "variables": variables}, timeout=60,
+            proxies={"no_proxy": "127.0.0.1"},
+        ).json()["data"]["launchRunReexecution"]  # fmt: skip
+        assert answer["__typename"] == "LaunchRunSuccess", answer
+        run_id = answer["run"]["runId"]
+        wait_for(lambda: _status(instance, run_id) in FINISHED, "the end of the run", timeout=120)
+        assert _status(instance, run_id) is dg.DagsterRunStatus.SUCCESS
+        run = instance.get_run_by_id(run_id)
+        (entry,) = instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+    assert run is not None
+    assert (run.parent_run_id, run.tags["eventsql/replay"]) == (parent.run_id, "true")
+    assert entry.asset_materialization is not None
+    metadata = entry.asset_materialization.metadata
+    assert (metadata["replayed"].value, metadata["events"].value != 0) == (True, True)
+    with psycopg.connect(server.dsn) as connection:
+        claims = connection.execute("SELECT FROM eventsql.consumer_claim WHERE eql_owner = %s", (f"run {run_id}",))
+        assert claims.fetchone() is None, "the live offset is none of a replay's"
+
+
+def _status(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRunStatus | None:
+    run = instance.get_run_by_id(run_id)
+    return None if run is None else run.status
 
 
 @pytest.mark.timeout(300)

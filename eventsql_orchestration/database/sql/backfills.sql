@@ -28,10 +28,11 @@ SELECT min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_
 -- register -- One side consumer for each window, with the form, the attempts and the filter of the consumer itself.
 INSERT INTO {schema}.consumer
     (eql_topic, eql_name, eql_partition, eql_last_event_id, eql_consumed_events, eql_max_attempts, eql_filter)
-SELECT c.eql_topic, w.name, c.eql_partition, w.after, 0, c.eql_max_attempts, c.eql_filter
+SELECT c.eql_topic, w.name, p.partition, w.after, 0, c.eql_max_attempts, c.eql_filter
 FROM {schema}.consumer c
 CROSS JOIN unnest(%(names)s::text[], %(afters)s::bigint[]) AS w (name, after)
-WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = ANY (%(partitions)s);
+CROSS JOIN unnest(%(partitions)s::smallint[]) AS p (partition)
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition IN (-1, 0);
 
 -- keep_side_consumer -- The side consumer of a backfill that is done, at its end, in the form of its windows.
 INSERT INTO {schema}.consumer

@@ -3,6 +3,3 @@ DROP TABLE {schema}.{event_table};
 
 -- create_plain -- A plain table with the columns that Spark writes, as its JDBC source would make it.
 CREATE TABLE {schema}.{event_table} (key text, value bytea, topic text, partition integer);
-
--- buffered -- How many events of a topic lie in the buffer.
-SELECT count(*) FROM {schema}.event_buffer WHERE eql_topic = %(topic)s;

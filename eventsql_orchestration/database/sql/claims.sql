@@ -1,7 +1,7 @@
--- standings -- Every partition of a consumer: whether events wait after its offset, whether it is leased, its live claim.
+-- standings -- Every partition of a consumer: whether events wait after its offset, or it waits for a layout, whether it is leased, its live claim.
 -- As in consumers.sql, the row comparison leaves no index but that of partition and id: one step in it for each
 -- partition.
-SELECT c.eql_partition, waiting.some IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
+SELECT c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
        l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
        l.eql_owner, l.eql_state
 FROM {schema}.consumer c
@@ -12,7 +12,7 @@ LEFT JOIN LATERAL (
     SELECT true AS some FROM {schema}.{event_table} e
     WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
       AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
-      AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+      AND e.eql_id > coalesce(c.eql_last_event_id, 0) AND e.eql_id <= coalesce(c.eql_until, 9223372036854775807)
     ORDER BY e.eql_partition, e.eql_id
     LIMIT 1
 ) waiting ON true
@@ -20,7 +20,7 @@ WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
 -- standings_topic -- The same of a consumer of the whole topic.
-SELECT c.eql_partition, waiting.some IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
+SELECT c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
        l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
        l.eql_owner, l.eql_state
 FROM {schema}.consumer c

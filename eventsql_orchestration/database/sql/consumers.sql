@@ -1,5 +1,6 @@
--- ready -- Of a consumer's partitions, those with at least so many events after their offset, and in how many seconds
--- each may be consumed: when its lease ends and its failed event is due. None for one that is paused.
+-- ready -- Of a consumer's partitions, those with at least so many events after their offset (one, of those that are not
+-- asked about), in how many seconds each may be consumed, and true. That is when its lease ends and its failed event is
+-- due; None for one that is paused. And those that have consumed all that their layout holds, with false.
 -- The row comparison names no partition by equality, and so leaves no index but that of partition and id: whatever plan
 -- the server settles on, it is one step in it for each partition, also where an event of a partition is rare. The
 -- condition on the id alone keeps it from the segments before the offset.
@@ -10,20 +11,22 @@ SELECT c.eql_partition,
                THEN extract(epoch FROM c.eql_lease_expires_at - clock_timestamp()) END,
            CASE WHEN c.eql_failed_event_id > coalesce(c.eql_last_event_id, 0)
                THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
-       )::float8 END
-FROM unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
-JOIN {schema}.consumer c
-  ON c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = asked.eql_partition
-CROSS JOIN LATERAL (
-    SELECT FROM {schema}.{event_table} e
+       )::float8 END,
+       waiting.some IS NOT NULL
+FROM {schema}.consumer c
+LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
+  ON asked.eql_partition = c.eql_partition
+LEFT JOIN LATERAL (
+    SELECT true AS some FROM {schema}.{event_table} e
     WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
       AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
-      AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+      AND e.eql_id > coalesce(c.eql_last_event_id, 0) AND e.eql_id <= coalesce(c.eql_until, 9223372036854775807)
     ORDER BY e.eql_partition, e.eql_id
-    LIMIT 1 OFFSET asked.least - 1
-) waiting;
+    LIMIT 1 OFFSET CASE WHEN c.eql_until IS NULL THEN coalesce(asked.least, 1) ELSE 1 END - 1
+) waiting ON true
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_until IS NOT NULL);
 
--- ready_topic -- The same of a consumer of the whole topic.
+-- ready_topic -- The same of a consumer of the whole topic, which is in no layout.
 SELECT c.eql_partition,
        CASE WHEN NOT c.eql_paused THEN greatest(
            0,
@@ -31,7 +34,8 @@ SELECT c.eql_partition,
                THEN extract(epoch FROM c.eql_lease_expires_at - clock_timestamp()) END,
            CASE WHEN c.eql_failed_event_id > coalesce(c.eql_last_event_id, 0)
                THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
-       )::float8 END
+       )::float8 END,
+       true
 FROM unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
 JOIN {schema}.consumer c
   ON c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = asked.eql_partition

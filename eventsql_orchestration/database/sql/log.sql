@@ -3,20 +3,20 @@
 INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
 SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::json
 FROM {schema}.topic
-WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s;
+WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = %(layout)s;
 
 -- publish_joined -- The same in a transaction of a caller's, whose snapshot may be older than the topic's definition.
 -- Where it is, locking the definition fails as any write to a row that was changed does in such a transaction.
 WITH held AS MATERIALIZED (
-    SELECT eql_partitions FROM {schema}.topic
+    SELECT eql_partitions, eql_layout FROM {schema}.topic
     WHERE eql_name = %(topic)s AND current_setting('transaction_isolation') <> 'read committed'
     FOR SHARE
 )
 INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
 SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::json
 FROM {schema}.topic
-WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s
-  AND NOT EXISTS (SELECT FROM held WHERE eql_partitions <> %(partitions)s);
+WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = %(layout)s
+  AND NOT EXISTS (SELECT FROM held WHERE eql_partitions <> %(partitions)s OR eql_layout <> %(layout)s);
 
 -- publish_all -- Any number of events into the buffer, encoded.
 COPY {schema}.event_buffer (eql_topic, eql_key, eql_value, eql_metadata, eql_partition)
@@ -24,9 +24,11 @@ FROM STDIN (FORMAT binary);
 
 -- redefined_topics -- Those of a publisher's topics that are not defined any more as it knows them.
 SELECT known.topic
-FROM unnest(%(topics)s::text[], %(partitions)s::smallint[]) AS known (topic, partitions)
+FROM unnest(%(topics)s::text[], %(partitions)s::smallint[], %(layouts)s::integer[]) AS known (topic, partitions, layout)
 WHERE NOT EXISTS (
-    SELECT FROM {schema}.topic t WHERE t.eql_name = known.topic AND t.eql_partitions = known.partitions
+    SELECT FROM {schema}.topic t
+    WHERE t.eql_name = known.topic AND t.eql_partitions = known.partitions
+      AND t.eql_layout = coalesce(known.layout, t.eql_layout)
 );
 
 -- hold_topics -- Make sure that the definitions in the snapshot of a caller's transaction are those of now.
@@ -74,11 +76,12 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 -- await_topic -- Become the topic's one writer, after whoever is now.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
 
--- append_state -- What a publisher that holds a topic must know of it: its partitions, the time, and of what lies in its
--- buffer, at most so many events: the last id and their number.
-SELECT (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s), statement_timestamp(), max(eql_id), count(*)
+-- append_state -- What a publisher that holds a topic must know of it: its partitions and layout, the time, and of what
+-- lies in its buffer, at most so many events: the last id and their number. A block of events counts as that many.
+SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
+       statement_timestamp(), max(eql_id), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END
 FROM (
-    SELECT eql_id FROM {schema}.event_buffer
+    SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
     ORDER BY eql_topic, eql_id
     LIMIT %(limit)s
@@ -92,12 +95,14 @@ FROM (SELECT) nothing LEFT JOIN {schema}.{event_table} ON false;
 COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
--- batch_end -- The buffer id at which a batch of at most so many events ends, and their number.
+-- batch_end -- The buffer id at which a batch of at most so many events ends, their number, the topic's partitions, and
+-- its layout; and the first id among them that stands for a block of events.
 -- Rows are compared, here and wherever a topic's part of the buffer is read: the statistics of a table that fills and
 -- empties all the time are of another time, and by them the server may step over all other topics to find this one.
-SELECT max(eql_id), count(*)
+SELECT max(eql_id), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
+       min(eql_id) FILTER (WHERE eql_partition < -1)
 FROM (
-    SELECT eql_id FROM {schema}.event_buffer
+    SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
     ORDER BY eql_topic, eql_id
     LIMIT %(limit)s
@@ -113,6 +118,23 @@ WITH moved AS (
 )
 INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
 SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
+FROM moved
+ORDER BY eql_id;
+
+-- move_into_layout -- The same where the topic was repartitioned: events for a partition that it does not have any more
+-- go where its publishers would put them now.
+WITH moved AS (
+    DELETE FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+    RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
+)
+INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
+SELECT CASE
+           WHEN eql_partition BETWEEN 0 AND %(partitions)s - 1 THEN eql_partition
+           WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
+           ELSE (eql_id %% %(partitions)s)::smallint
+       END,
+       eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
 
@@ -153,11 +175,11 @@ SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)
 SELECT count(*), min(eql_id) FROM {schema}.{event_table}
 WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s;
 
--- waiting -- Of the events after an offset, at most so many: number, last offset, seconds since the first was moved.
+-- waiting -- Of the events of a range of offsets, at most so many: number, last offset, seconds since the first was moved.
 SELECT count(*), max(eql_id), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
 FROM (
     SELECT eql_id, eql_created_at FROM {schema}.{event_table}
-    WHERE eql_id > %(after)s
+    WHERE eql_id > %(after)s AND eql_id <= %(upto)s
     ORDER BY eql_id
     LIMIT %(limit)s
 ) next;
@@ -166,7 +188,7 @@ FROM (
 SELECT count(*), max(eql_id), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
 FROM (
     SELECT eql_id, eql_created_at FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > %(after)s
+    WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
     ORDER BY eql_id
     LIMIT %(limit)s
 ) next;
@@ -185,16 +207,27 @@ WHERE eql_partition = %(partition)s AND eql_id > %(after)s
 ORDER BY eql_id
 LIMIT 1;
 
--- buffered -- What lies in the buffer per topic and partition: number of events, seconds since the oldest came.
-SELECT eql_topic, eql_partition, count(*), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
-FROM {schema}.event_buffer
-WHERE eql_topic = ANY (%(topics)s)
+-- buffered -- What lies in the buffer per topic and partition: number of events, seconds since the oldest came. The
+-- events of a block (`blocks.sql`) count as any others.
+SELECT eql_topic, eql_partition, sum(events)::bigint, extract(epoch FROM clock_timestamp() - min(since))::float8
+FROM (
+    SELECT eql_topic, eql_partition, count(*) AS events, min(eql_created_at) AS since
+    FROM {schema}.event_buffer
+    WHERE eql_topic = ANY (%(topics)s) AND eql_partition >= -1
+    GROUP BY eql_topic, eql_partition
+    UNION ALL
+    SELECT reference.eql_topic, counted.key::smallint, counted.value::bigint, reference.eql_created_at
+    FROM {schema}.spark_staged_event block
+    JOIN {schema}.event_buffer reference ON reference.eql_id = block.eql_buffer_id
+    CROSS JOIN LATERAL json_each_text(block.eql_metadata->'partitions') counted
+    WHERE block.eql_buffer_id IS NOT NULL AND reference.eql_topic = ANY (%(topics)s)
+) published
 GROUP BY eql_topic, eql_partition;
 
 -- lock_consumer -- Take a consumer partition for this transaction, or find that another one has it.
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
        eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
-       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter,
+       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter, eql_until,
        clock_timestamp(), pg_current_xact_id()::text
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
@@ -203,7 +236,7 @@ FOR UPDATE SKIP LOCKED;
 -- await_consumer -- Take a consumer partition for this transaction, after whoever has it now.
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
        eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
-       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter,
+       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter, eql_until,
        clock_timestamp(), pg_current_xact_id()::text
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s

@@ -63,8 +63,8 @@ WHERE c.eql_topic = %(topic)s
 ORDER BY c.eql_name, c.eql_partition
 LIMIT 1;
 
--- try_retain -- Keep other programs from retaining a topic until the session ends, or find that one is at it.
-SELECT pg_try_advisory_lock(hashtextextended(%(topic)s, 6074602));
+-- try_retain -- Keep other programs from retaining a topic until the transaction ends, or find that one is at it.
+SELECT pg_try_advisory_xact_lock(hashtextextended(%(topic)s, 6074602));
 
 -- dropped_comment -- The comment on a table of this name, where there is one.
 SELECT to_regclass(%(table)s) IS NOT NULL, obj_description(to_regclass(%(table)s), 'pg_class');
@@ -77,10 +77,27 @@ WHERE c.oid = %(table)s::regclass AND acl.grantee <> c.relowner;
 -- owner -- Whom a table belongs to.
 SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = %(table)s::regclass;
 
--- dependents -- What hangs on a table and would stay with it when another takes its place: views and triggers.
+-- dependents -- What hangs on a table and would stay with it when another takes its place, by kind and name.
 SELECT 'view ' || rewrite.ev_class::regclass
 FROM pg_depend depend JOIN pg_rewrite rewrite ON rewrite.oid = depend.objid
 WHERE depend.classid = 'pg_rewrite'::regclass AND depend.refobjid = %(table)s::regclass
 UNION
+SELECT 'function ' || depend.objid::regprocedure
+FROM pg_depend depend
+WHERE depend.classid = 'pg_proc'::regclass AND depend.refobjid = %(table)s::regclass AND depend.deptype = 'n'
+UNION
 SELECT 'trigger ' || tgname FROM pg_trigger WHERE tgrelid = %(table)s::regclass AND NOT tgisinternal
+UNION
+SELECT 'policy ' || polname FROM pg_policy WHERE polrelid = %(table)s::regclass
+UNION
+SELECT 'row security' FROM pg_class WHERE oid = %(table)s::regclass AND (relrowsecurity OR relforcerowsecurity)
+UNION
+SELECT 'publication ' || pubname
+FROM pg_publication_rel published JOIN pg_publication publication ON publication.oid = published.prpubid
+WHERE published.prrelid = %(table)s::regclass
+UNION
+SELECT 'foreign key ' || conname FROM pg_constraint
+WHERE contype = 'f' AND %(table)s::regclass IN (conrelid, confrelid)
+UNION
+SELECT 'child table ' || inhrelid::regclass FROM pg_inherits WHERE inhparent = %(table)s::regclass
 ORDER BY 1;

@@ -9,17 +9,18 @@ SELECT eql_events FROM {schema}.spark_publication WHERE eql_writer = %(writer)s 
 -- known_topics -- Those of the given topics that exist.
 SELECT eql_name FROM {schema}.topic WHERE eql_name = ANY (%(topics)s);
 
--- staged_blocks -- The blocks of one attempt in their order: the position of the first event, and their number.
-SELECT eql_position, (eql_metadata->>'events')::bigint
+-- staged_blocks -- The blocks of attempts that are not published, each attempt's in their order: the position of the
+-- first event, the topic, the number of events, and the size.
+SELECT eql_attempt, eql_position, eql_topic, (eql_metadata->>'events')::bigint, octet_length(eql_value)
 FROM {schema}.spark_staged_event
-WHERE eql_attempt = %(attempt)s
-ORDER BY eql_position;
+WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
+ORDER BY eql_attempt, eql_position;
 
--- staged_block -- One block.
-SELECT eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;
+-- staged_content -- The blocks of attempts.
+SELECT eql_attempt, eql_position, eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s);
 
--- delete_attempts -- The staged blocks of attempts that were published or given up.
-DELETE FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s);
+-- delete_attempts -- The blocks of attempts that are not published, and will not be.
+DELETE FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL;
 
 -- delete_orphans -- The staged blocks of attempts that nobody published or gave up.
 -- Reads the table without its values, one row for some megabytes of events.
@@ -29,9 +30,10 @@ DELETE FROM {schema}.spark_staged_event
 WHERE (eql_attempt, eql_position) IN (
     SELECT eql_attempt, eql_position
     FROM {schema}.spark_staged_event
-    WHERE eql_attempt IN (
+    WHERE eql_buffer_id IS NULL AND eql_attempt IN (
         SELECT eql_attempt
         FROM {schema}.spark_staged_event
+        WHERE eql_buffer_id IS NULL
         GROUP BY eql_attempt
         HAVING max(eql_created_at) < now() - make_interval(hours => %(hours)s)
     )

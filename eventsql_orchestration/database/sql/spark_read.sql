@@ -96,12 +96,14 @@ JOIN {schema}.consumer consumer
  AND consumer.eql_partition = claim.eql_partition
 WHERE claim.eql_id = %(claim)s;
 
--- lock_partitions -- Take partitions of a consumer, in their order, after whoever has them: who leases them, and where
--- they are.
+-- lock_partitions -- Take the partitions of a consumer, in their order, or one of them, after whoever has them: who
+-- leases them, where they are, and whether they wait for the topic's next layout.
 SELECT eql_partition, coalesce(eql_last_event_id, 0),
-       CASE WHEN eql_lease_expires_at > clock_timestamp() THEN eql_lease_owner END
+       CASE WHEN eql_lease_expires_at > clock_timestamp() THEN eql_lease_owner END,
+       eql_until IS NOT NULL
 FROM {schema}.consumer
-WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = ANY (%(partitions)s::smallint[])
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s
+  AND (%(partition)s::smallint IS NULL OR eql_partition = %(partition)s)
 ORDER BY eql_partition
 FOR UPDATE;
 

@@ -1,0 +1,128 @@
+"""`eventsql shard`: several databases as one platform."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.output import counted, say, show_fields, show_table, write_json
+from eventsql_orchestration.cli.parameters import json_option
+from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.sharded import ShardedEventSQL
+from eventsql_orchestration.sharded.addition import Addition, ShardAddition
+
+
+@click.group()
+def shard() -> None:
+    """List shards, and add one while events flow.
+
+    The shards that there are stand before the command: eventsql --dsn URL --dsn URL shard …
+    """
+
+
+def _sharded(platform: EventSQL) -> ShardedEventSQL:
+    if not isinstance(platform, ShardedEventSQL):
+        raise ConfigurationError("one database is named, which has no shards: name all of them, --dsn URL for each")
+    platform.open()
+    return platform
+
+
+@shard.command("list")
+@json_option
+@pass_context
+def list_shards(context: CliContext, *, as_json: bool) -> None:
+    """List the shards, and which can be reached."""
+    with context.platform() as platform:
+        members = _sharded(platform).standing()
+    if as_json:
+        write_json([asdict(each) for each in members])
+        return
+    show_table(
+        ["shard", "database", "since generation", "state"],
+        [(each.shard, each.database, each.generation, each.state) for each in members],
+    )
+
+
+@shard.command()
+@json_option
+@pass_context
+def status(context: CliContext, *, as_json: bool) -> None:
+    """Show which consumers are still held back from a shard that was added, and let go those that need not be.
+
+    A consumer gets the events of an added shard once it has consumed what lay on the others before. Whatever consumes
+    or transfers on all shards lets it go too, so this need not be run.
+    """
+    with context.platform() as platform:
+        held = _sharded(platform).held_back()
+    if as_json:
+        write_json([asdict(each) for each in held])
+    elif held:
+        show_table(
+            ["topic", "consumer", "held back from", "consumes first what was before on"],
+            [(each.topic, each.consumer, each.shard, ", ".join(each.waits_for)) for each in held],
+        )
+    else:
+        say("no consumer is held back")
+
+
+@shard.command()
+@click.option(
+    "--dsn", "new", required=True, metavar="URL", help="The database that is to be added; it has to be empty."
+)
+@click.option("--name", metavar="NAME", help="Its name among the shards, for ever  [default: the next free shard-N].")
+@click.option("--prepare", is_flag=True, help="Make it known, and add it later: processes may be given its URL then.")
+@click.option("--execute", is_flag=True, help="Add it; without this, the plan is shown and nothing is changed.")
+@json_option
+@pass_context
+def add(context: CliContext, *, new: str, name: str | None, prepare: bool, execute: bool, as_json: bool) -> None:
+    """Add a database to the shards: a plan and, with --execute, the addition.
+
+    Publishers and consumers go on. Keys that move to the new shard wait while it is added, all others do not. Processes
+    publish keys that moved once they have its URL: --prepare it, give it to them, and --execute then. A command that
+    was interrupted is finished by running it again. With one database before the command, that becomes the first shard.
+    """
+    if prepare and execute:
+        raise click.UsageError("--prepare and --execute are two steps: give one of them")
+    settings = context.settings
+    if not settings.dsns:
+        raise ConfigurationError("name the shards that there are before the command: eventsql --dsn URL shard add …")
+    options = {"schema": settings.db_schema, "transfer": False}
+    platforms = [EventSQL(dsn, **options) for dsn in (*settings.dsns, new)]  # type: ignore[arg-type]
+    try:
+        addition = ShardAddition(platforms[:-1], platforms[-1], name=name, on_step=say)
+        plan = addition.execute(only_prepare=prepare) if prepare or execute else addition.plan()
+    finally:
+        for platform in platforms:
+            platform.close()
+    if as_json:
+        write_json({**asdict(plan), "executed": execute})
+    elif execute or prepare:
+        say(_done(plan))
+    else:
+        _show(plan)
+        say("a plan, nothing has changed: run it again with --execute")
+
+
+def _done(plan: Addition) -> str:
+    if not plan.active:
+        return f"shard {plan.name!r} is prepared: give its URL to every process, and run this with --execute then"
+    return (
+        f"shard {plan.name!r} takes events; consumers get them as they come to where the other shards were "
+        "(`eventsql shard status`)"
+    )
+
+
+def _show(plan: Addition) -> None:
+    state = "takes events" if plan.active else "prepared" if plan.prepared else "empty"
+    show_fields(
+        {
+            "new shard": f"{plan.name} ({state})",
+            "beside": ", ".join(plan.names),
+            "keys that move": f"1 in {len(plan.names) + 1}",
+            "to be defined there": f"{counted(plan.topics, 'topic')}, {counted(plan.consumers, 'consumer')}",
+            "fenced already": ", ".join(plan.fenced) or None,
+        }
+    )

@@ -1,0 +1,221 @@
+"""What a tick decides about all partitions of a consumer, and about consumers that share their runs.
+
+Few statements look at all of them; then each partition that has something to do is decided about as its own tick would
+have. Which partitions there are, the database says: those of a topic may change while its consumers run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import dagster as dg
+
+from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.dagster.definition import Limits
+from eventsql_orchestration.dagster.tags import FINISHED
+from eventsql_orchestration.dagster.watch import PartitionWatch, lease_decides, runs_of
+from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
+    DatabaseBusyError,
+    EventSQLError,
+    SchemaOutdatedError,
+    TopicNotFoundError,
+)
+from eventsql_orchestration.log.claims import Standing
+
+TICK_BUDGET: Final = 20.0
+"""Seconds after which a tick over many partitions begins with no further one. With the statement under way and what
+Dagster's own storage takes, that stays well below the 60 of a tick."""
+
+MAX_REQUESTS: Final = 25
+"""Runs that one tick requests at most: Dagster creates them one after the other, some 4 to 10 a second, and no further
+tick of this sensor begins meanwhile."""
+
+SHOWN_REASONS: Final = 5
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a look at a consumer found: its partitions, by their numbers, and the runs of their live claims."""
+
+    standings: Mapping[int, Standing]
+    runs: Mapping[int, dg.RunRecord]
+
+    def run_of(self, standing: Standing) -> dg.RunRecord | None:
+        """The run that has a partition's live claim, or is to have it."""
+        return None if standing.claim is None else self.runs.get(standing.claim.id)
+
+    def to_do(self, standing: Standing) -> bool:
+        """Whether a partition needs more than the look at it."""
+        if standing.claim is None:
+            return standing.waiting and not standing.leased
+        return not (standing.leased and lease_decides(standing.claim, self.run_of(standing)))
+
+    def under_way(self) -> dg.RunRecord | None:
+        """A run that has one of the partitions, or is to have one, and for all that is known lives."""
+        for standing in self.standings.values():
+            run = self.run_of(standing)
+            if run is not None and standing.leased and run.dagster_run.status not in FINISHED:
+                return run
+        return None
+
+
+@dataclass(frozen=True)
+class ConsumerWatch:
+    """Decides what a tick does about all partitions of a consumer.
+
+    One statement looks at all of them and two questions to Dagster's storage find the runs of their live claims,
+    whatever their number. Only a partition that has something to do costs more.
+    """
+
+    topic: Topic
+    consumer: Consumer
+    op_name: str
+    limits: Limits
+    sensor: str
+
+    @property
+    def label(self) -> str:
+        """The consumer, for people and for a cursor."""
+        return f"{self.topic.name}/{self.consumer.name}"
+
+    def of(self, partition: int) -> PartitionWatch:
+        """What decides about one partition."""
+        return PartitionWatch(self.topic, self.consumer, partition, self.op_name, self.limits, self.sensor)
+
+    def look(self, platform: EventSQL, instance: dg.DagsterInstance) -> Sight | str:
+        """All partitions as they are; a sentence where they cannot be looked at. Raises `DatabaseUnavailableError`."""
+        try:
+            platform.registry.topic(self.topic.name)
+            standings = {standing.partition: standing for standing in platform.claims.standings(self.consumer)}
+        except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
+            return error.message
+        if not standings:
+            return (
+                f"consumer {self.consumer.name!r} of topic {self.topic.name!r} does not exist: create it with "
+                "`eventsql consumer create`"
+            )
+        live = [standing.claim for standing in standings.values() if standing.claim is not None]
+        return Sight(standings, runs_of(live, self.consumer, instance))
+
+    def evaluate(
+        self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger, cursor: str | None
+    ) -> dg.SensorResult:
+        """One tick. `cursor` is the partition that it begins with, where the tick before did not get to all of them.
+
+        Raises as `PartitionWatch.evaluate`; what was claimed before the database went away is requested all the same.
+        """
+        deadline = time.monotonic() + TICK_BUDGET
+        sight = self.look(platform, instance)
+        if isinstance(sight, str):
+            return dg.SensorResult(skip_reason=sight, cursor=cursor)
+        requests: list[dg.RunRequest] = []
+        reasons: dict[int, str] = {}
+        for partition in _from(list(sight.standings), cursor):
+            if time.monotonic() >= deadline or len(requests) == MAX_REQUESTS:
+                cursor = str(partition)
+                break
+            standing = sight.standings[partition]
+            if not sight.to_do(standing):
+                continue
+            try:
+                answer = self.of(partition).attend(standing.claim, sight.run_of(standing), platform, instance, log)
+            except (ConsumerNotFoundError, DatabaseBusyError) as error:
+                reasons[partition] = error.message
+            except EventSQLError as error:
+                if not requests:
+                    raise
+                # A tick that fails now would leave the claims made so far to their leases.
+                log.warning("the tick ends at %s: %s", self.of(partition).label, error)
+                cursor = str(partition)
+                break
+            else:
+                if isinstance(answer, dg.RunRequest):
+                    requests.append(answer)
+                else:
+                    reasons[partition] = answer.skip_message or ""
+        if requests:
+            return dg.SensorResult(run_requests=requests, cursor=cursor)
+        return dg.SensorResult(skip_reason=_summary(sight.standings.values(), reasons), cursor=cursor)
+
+
+@dataclass(frozen=True)
+class SharedWatch:
+    """Decides what a tick does about consumers that share their runs.
+
+    It claims for one of them, and requests a run of all, which consumes that claim and whatever waits for the others.
+    While such a run is under way it claims nothing.
+    """
+
+    members: tuple[ConsumerWatch, ...]
+
+    def evaluate(
+        self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger, cursor: str | None
+    ) -> dg.SensorResult:
+        """One tick. `cursor` is the consumer that it begins with, the one after that which had the last claim.
+
+        Raises `DatabaseUnavailableError`.
+        """
+        reasons: dict[str, str] = {}
+        sights: dict[str, Sight] = {}
+        for member in self.members:
+            seen = member.look(platform, instance)
+            if isinstance(seen, str):
+                reasons[member.label] = seen
+            else:
+                sights[member.label] = seen
+        order = [label for label in _from([member.label for member in self.members], cursor) if label in sights]
+        under_way = next((run for label in order if (run := sights[label].under_way()) is not None), None)
+        for label, watch, standing in self._to_do(order, sights, claims_alone=under_way is not None):
+            try:
+                answer = watch.attend(standing.claim, sights[label].run_of(standing), platform, instance, log)
+            except (ConsumerNotFoundError, DatabaseBusyError) as error:
+                reasons[watch.label] = error.message
+                continue
+            if isinstance(answer, dg.RunRequest):
+                return dg.SensorResult(run_requests=[answer], cursor=self._after(label))
+            reasons[watch.label] = answer.skip_message or ""
+        if under_way is not None:
+            reason = f"run {under_way.dagster_run.run_id} is under way, and takes what waits"
+        elif reasons:
+            reason = "; ".join(f"{label}: {why}" for label, why in list(reasons.items())[:SHOWN_REASONS])
+        else:
+            reason = f"no events wait for {', '.join(order)}"
+        return dg.SensorResult(skip_reason=reason, cursor=cursor)
+
+    def _to_do(
+        self, order: Sequence[str], sights: Mapping[str, Sight], *, claims_alone: bool
+    ) -> Iterator[tuple[str, PartitionWatch, Standing]]:
+        """What needs more than the look at it: first what has a live claim, then, where wanted, what only waits."""
+        members = {member.label: member for member in self.members}
+        for claimed in (True,) if claims_alone else (True, False):
+            for label in order:
+                for partition, standing in sights[label].standings.items():
+                    if (standing.claim is not None) is claimed and sights[label].to_do(standing):
+                        yield label, members[label].of(partition), standing
+
+    def _after(self, label: str) -> str:
+        labels = [member.label for member in self.members]
+        return labels[(labels.index(label) + 1) % len(labels)]
+
+
+def _from(each: Sequence[_T], cursor: str | None) -> Sequence[_T]:
+    """Those of a sequence in the order in which a tick looks at them."""
+    first = next((n for n, one in enumerate(each) if str(one) == cursor), 0)
+    return [*each[first:], *each[:first]]
+
+
+def _summary(standings: Collection[Standing], reasons: Mapping[int, str]) -> str:
+    """Why no run is requested, for people."""
+    leased = sum(standing.leased and standing.partition not in reasons for standing in standings)
+    idle = len(standings) - len(reasons) - leased
+    counts = [f"{idle} of {len(standings)} partitions have no events", f"{leased} are leased"]
+    shown = [f"{partition}: {reason}" for partition, reason in list(reasons.items())[:SHOWN_REASONS]]
+    more = [f"{len(reasons) - SHOWN_REASONS} more wait"] if len(reasons) > SHOWN_REASONS else []
+    return "; ".join([*counts[: 1 + bool(leased)], *shown, *more])

@@ -1,0 +1,36 @@
+-- place -- Publish the blocks of attempts, in the order of the array: a row of the buffer for each, in its place.
+WITH ordered AS MATERIALIZED (
+    SELECT block.eql_attempt, block.eql_position, block.eql_topic,
+           row_number() OVER (ORDER BY published.number, block.eql_position) AS number
+    FROM unnest(%(attempts)s::uuid[]) WITH ORDINALITY AS published (attempt, number)
+    JOIN {schema}.spark_staged_event block ON block.eql_attempt = published.attempt AND block.eql_buffer_id IS NULL
+), referenced AS (
+    INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata)
+    SELECT eql_topic, %(reference)s, '', '{{}}' FROM ordered ORDER BY number
+    RETURNING eql_id
+), placed AS (
+    SELECT eql_id, row_number() OVER (ORDER BY eql_id) AS number FROM referenced
+)
+UPDATE {schema}.spark_staged_event block
+SET eql_buffer_id = placed.eql_id
+FROM ordered JOIN placed USING (number)
+WHERE block.eql_attempt = ordered.eql_attempt AND block.eql_position = ordered.eql_position;
+
+-- take -- A block, and the row that stands for it, out of the buffer: its number of events, when it was published and what
+-- time it is, as the topic's log has times: `zoned`, or readings of the session's clock.
+WITH block AS (
+    DELETE FROM {schema}.spark_staged_event WHERE eql_buffer_id = %(id)s
+    RETURNING eql_value, (eql_metadata->>'events')::bigint AS events
+), reference AS (
+    DELETE FROM {schema}.event_buffer WHERE eql_id = %(id)s
+    RETURNING eql_created_at AS published
+)
+SELECT eql_value, events,
+       CASE WHEN %(zoned)s THEN published ELSE published::timestamp AT TIME ZONE 'UTC' END,
+       CASE WHEN %(zoned)s THEN statement_timestamp() ELSE statement_timestamp()::timestamp AT TIME ZONE 'UTC' END
+FROM block CROSS JOIN reference;
+
+-- drop_of_topic -- The published blocks of a topic whose buffer is about to be emptied.
+DELETE FROM {schema}.spark_staged_event block
+USING {schema}.event_buffer buffered
+WHERE buffered.eql_topic = %(topic)s AND buffered.eql_id = block.eql_buffer_id;

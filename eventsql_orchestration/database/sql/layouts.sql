@@ -1,0 +1,84 @@
+-- layouts -- Which partitions a topic has after which offset, oldest first; empty where they never changed.
+SELECT eql_layout, eql_partitions, eql_after, eql_created_at
+FROM {schema}.topic_layout
+WHERE eql_topic = %(topic)s
+ORDER BY eql_layout;
+
+-- unsettled -- Consumers that have not come to a topic's newest layout, and the offset where they wait for it.
+SELECT DISTINCT eql_name, eql_until
+FROM {schema}.consumer
+WHERE eql_topic = %(topic)s AND eql_until IS NOT NULL
+ORDER BY eql_name;
+
+-- consumer_size -- How many partitions a consumer has.
+SELECT count(*) FROM {schema}.consumer WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
+
+-- lock_consumers -- The partitions of a consumer that no other transaction has, for this one.
+SELECT eql_partition, eql_until
+FROM {schema}.consumer
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s
+ORDER BY eql_partition
+FOR UPDATE SKIP LOCKED;
+
+-- behind -- Which partitions of a consumer have events up to the offset where it waits. As `ready` in consumers.sql.
+SELECT c.eql_partition
+FROM {schema}.consumer c
+CROSS JOIN LATERAL (
+    SELECT FROM {schema}.{event_table} e
+    WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
+      AND (e.eql_partition, e.eql_id) <= (c.eql_partition, c.eql_until)
+      AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+    ORDER BY e.eql_partition, e.eql_id
+    LIMIT 1
+) waiting
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
+ORDER BY c.eql_partition;
+
+-- enter -- Let a consumer whose partitions are locked go on from where it waited, to the end of the next layout.
+UPDATE {schema}.consumer
+SET eql_last_event_id = greatest(eql_last_event_id, eql_until), eql_until = %(until)s
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
+
+-- release_beyond -- End the claims of partitions that a consumer is about to lose.
+UPDATE {schema}.consumer_claim
+SET eql_state = 'released', eql_finished_at = clock_timestamp()
+WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition >= %(partitions)s AND eql_state = 'claimed';
+
+-- delete_beyond -- Delete the partitions that neither this layout nor a later one has.
+DELETE FROM {schema}.consumer
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition >= %(partitions)s;
+
+-- add_partitions -- Give a consumer the partitions up to a number, in the form of its first, each from an offset on.
+INSERT INTO {schema}.consumer
+    (eql_topic, eql_name, eql_partition, eql_last_event_id, eql_consumed_events, eql_paused, eql_max_attempts,
+     eql_filter, eql_until)
+SELECT c.eql_topic, c.eql_name, added.partition, %(after)s, 0, c.eql_paused, c.eql_max_attempts, c.eql_filter, c.eql_until
+FROM {schema}.consumer c
+CROSS JOIN generate_series(1, %(partitions)s - 1) AS added (partition)
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = 0
+ON CONFLICT DO NOTHING;
+
+-- hold_all -- Let no consumer of the newest layout consume beyond an offset.
+UPDATE {schema}.consumer SET eql_until = %(after)s
+WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until IS NULL;
+
+-- hold -- Let one consumer consume up to an offset; NULL for all that there is.
+UPDATE {schema}.consumer SET eql_until = %(until)s WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
+
+-- add_layout -- Note that a topic has so many partitions after an offset.
+INSERT INTO {schema}.topic_layout (eql_topic, eql_layout, eql_partitions, eql_after)
+VALUES (%(topic)s, %(layout)s, %(partitions)s, %(after)s)
+ON CONFLICT DO NOTHING;
+
+-- lay_out -- Make it the definition of the topic.
+UPDATE {schema}.topic SET eql_partitions = %(partitions)s, eql_layout = %(layout)s WHERE eql_name = %(topic)s;
+
+-- count_buffered -- How many events of a topic lie in the buffer, at most so many. A block of events counts as that many.
+SELECT CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END FROM (
+    SELECT eql_partition FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, 0) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
+    LIMIT %(limit)s
+) buffered;
+
+-- lock_buffer -- Wait for the publishers' transactions under way, and keep others waiting until this one ends.
+LOCK TABLE {schema}.event_buffer IN SHARE ROW EXCLUSIVE MODE;

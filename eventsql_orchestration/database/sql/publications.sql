@@ -1,0 +1,19 @@
+-- old_writers -- The writers of assets whose publications are from before a time, so many after a writer.
+-- An asset's writer is a list in JSON, as no writer of a stream is that has its query's id or a name.
+SELECT eql_writer
+FROM {schema}.spark_publication
+WHERE eql_writer LIKE '[%%' AND eql_writer > %(after)s
+GROUP BY eql_writer
+HAVING max(eql_created_at) < %(before)s
+ORDER BY eql_writer
+LIMIT %(limit)s;
+
+-- delete_writers -- The publications of some writers from before a time.
+DELETE FROM {schema}.spark_publication WHERE eql_writer = ANY (%(writers)s) AND eql_created_at < %(before)s;
+
+-- delete_batches -- The batches of other writers from before a time, but each one's newest.
+DELETE FROM {schema}.spark_publication p
+WHERE eql_writer NOT LIKE '[%%' AND eql_created_at < %(before)s
+  AND EXISTS (
+      SELECT FROM {schema}.spark_publication later WHERE later.eql_writer = p.eql_writer AND later.eql_batch > p.eql_batch
+  );

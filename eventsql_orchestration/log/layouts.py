@@ -1,0 +1,152 @@
+"""Layouts: which partitions a topic has after which offset, and how consumers come from one to the next.
+
+The events of a log keep the partition that they were published to. Where the number of partitions changes, a key's
+events lie in one partition up to an offset and in another after it. To keep a key's order, a consumer stops at that
+offset (`consumer.eql_until`) until all of its partitions have consumed what comes before, and only then goes on with
+the partitions of the next layout.
+
+A consumer has a row for every partition of its layout and of all later ones, so that what waits in those counts as lag
+and is kept by retention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import ValidationError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`partitions` of a topic hold its events after offset `after`, up to that of the next layout."""
+
+    number: int
+    partitions: int
+    after: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Whether a consumer that waited at the end of a layout has entered the next, and if not, why."""
+
+    entered: bool
+    reason: str = ""
+
+
+NOT_WAITING: Final = Settled(False, "the consumer does not wait for a layout")
+
+
+class Layouts:
+    """Reads the layouts of topics, and lets consumers come from one to the next."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queries = Queries("layouts", database.schema)
+
+    def of(self, topic: str) -> list[Layout]:
+        """The layouts of a topic, oldest first; empty where its partitions never changed while it had events."""
+        with self._database.connection() as connection:
+            return layouts(connection, self._database.schema, topic)
+
+    def unsettled(self, topic: str) -> dict[str, int]:
+        """The consumers that have not come to the newest layout, each with the offset where it is to wait."""
+        with self._database.connection() as connection:
+            return dict(connection.execute(self._queries("unsettled"), {"topic": topic}).fetchall())
+
+    def settle(self, topic: str, consumer: str) -> Settled:
+        """Let a consumer enter the next layout, if all of its partitions have consumed what comes before.
+
+        Waits for nothing: where a consumption has one of the partitions, it is for the next look.
+        """
+        own = {"topic": topic, "consumer": consumer}
+        with self._database.transaction() as connection:
+            row = connection.execute(self._queries("consumer_size"), own).fetchone()
+            assert row is not None, "an aggregate gives one row"
+            locked = connection.execute(self._queries("lock_consumers"), own).fetchall()
+            if len(locked) != row[0]:
+                return Settled(False, "a consumption has one of its partitions")
+            untils = {until for _, until in locked}
+            if len(untils) != 1 or None in untils:
+                return NOT_WAITING
+            (until,) = untils
+            behind = connection.execute(self._queries("behind", topic=topic), own, prepare=False).fetchall()
+            if behind:
+                return Settled(False, f"{_named([partition for (partition,) in behind])} come to offset {until} first")
+            later = [each for each in layouts(connection, self._database.schema, topic) if each.after >= until]
+            if not later or later[0].after != until:
+                return Settled(False, f"what comes after offset {until} is not to be consumed yet")
+            parameters = {**own, "partitions": max(each.partitions for each in later)}
+            connection.execute(self._queries("enter"), {**own, "until": later[1].after if len(later) > 1 else None})
+            connection.execute(self._queries("release_beyond"), parameters)
+            connection.execute(self._queries("delete_beyond"), parameters)
+        logger.info(
+            "consumer %r of topic %r goes on after offset %d with %d partitions",
+            consumer, topic, until, later[0].partitions,
+        )  # fmt: skip
+        return Settled(True)
+
+
+def layouts(connection: Connection, schema: str, topic: str) -> list[Layout]:
+    """As `Layouts.of`, on a connection of the caller's."""
+    cursor = connection.cursor(row_factory=tuple_row)
+    return [Layout(*row) for row in cursor.execute(Queries("layouts", schema)("layouts"), {"topic": topic})]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a partitioned consumer stands in a topic: its number of rows, and the offset up to which it may consume."""
+
+    layout: int
+    partitions: int
+    until: int | None
+
+
+def place(known: Sequence[Layout], offset: int) -> Place:
+    """The place of an offset among the layouts of a topic, of which there are some."""
+    at = max(index for index, each in enumerate(known) if each.after <= offset or index == 0)
+    rows = max(each.partitions for each in known[at:])
+    return Place(known[at].number, rows, known[at + 1].after if at + 1 < len(known) else None)
+
+
+def move(connection: Connection, schema: str, topic: str, consumer: str, *, offset: int) -> None:
+    """Give a partitioned consumer, whose rows are locked and stand at `offset`, what it needs to go on from there."""
+    known = layouts(connection, schema, topic)
+    if not known:
+        return
+    at, queries = place(known, offset), Queries("layouts", schema)
+    own = {"topic": topic, "consumer": consumer}
+    connection.execute(queries("hold"), {**own, "until": at.until})
+    connection.execute(queries("release_beyond"), {**own, "partitions": at.partitions})
+    connection.execute(queries("delete_beyond"), {**own, "partitions": at.partitions})
+    connection.execute(queries("add_partitions"), {**own, "partitions": at.partitions, "after": offset})
+
+
+def check_same_layout(known: Sequence[Layout], offset: int, targets: Sequence[int], *, whole: bool) -> None:
+    """Make sure that a seek leaves a consumer's partitions in one layout.
+
+    `whole` says that all of them move. Raises `ValidationError` where the `targets` lie in different layouts, or where
+    only some move, out of the layout of `offset`.
+    """
+    places = {place(known, target).layout for target in targets}
+    if not whole:
+        places.add(place(known, offset).layout)
+    if len(places) > 1:
+        raise ValidationError(
+            "the partitions of the topic changed between these offsets, and a consumer is in one layout as a whole: "
+            "seek all of its partitions to one offset or time"
+        )
+
+
+def _named(partitions: Sequence[int]) -> str:
+    named = ", ".join(map(str, partitions[:10])) + (", …" if len(partitions) > 10 else "")
+    return f"partition{'s' if len(partitions) > 1 else ''} {named} must"

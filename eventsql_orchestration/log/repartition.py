@@ -1,0 +1,158 @@
+"""Repartitioning: giving a topic another number of partitions while its events flow."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Connection
+
+from eventsql_orchestration.database import Database, Queries, driver_connection
+from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
+from eventsql_orchestration.log import segments
+from eventsql_orchestration.log.layouts import layouts
+from eventsql_orchestration.log.reader import MAX_OFFSET
+from eventsql_orchestration.log.registry import Registry, consumer_states, find_topic, lock_registry
+from eventsql_orchestration.log.transfer import Transfer
+from eventsql_orchestration.model import NOT_PARTITIONED, Topic
+
+logger = logging.getLogger(__name__)
+
+BUFFER_SECONDS: Final = 0.5
+"""How long publishers are kept waiting at most for one of them that does not end, in one attempt."""
+
+PATIENCE_SECONDS: Final = 30.0
+"""How long attempts go on."""
+
+MOST_BUFFERED: Final = 20_000
+"""Events that are moved while publishers wait; what is more is moved before."""
+
+
+class _TooManyBufferedError(Exception):
+    """Internal: events came faster than they were moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repartitioning:
+    """What a change came to: the topic has `partitions` after offset `after`, and had `before` up to there.
+
+    `consumers` are those that go on with the new partitions when all of theirs have come to that offset.
+    """
+
+    topic: str
+    before: int
+    partitions: int
+    after: int
+    consumers: tuple[str, ...]
+
+
+class Repartitioner:
+    """Changes the number of partitions of topics that have events and consumers."""
+
+    def __init__(
+        self,
+        database: Database,
+        registry: Registry,
+        transfer: Transfer,
+        *,
+        announce: Callable[[Iterable[str]], None] | None = None,
+    ) -> None:
+        """`announce` is told the topic that was changed."""
+        self._database = database
+        self._registry = registry
+        self._transfer = transfer
+        self._announce = announce or (lambda _topics: None)
+        self._log = Queries("log", database.schema)
+        self._layouts = Queries("layouts", database.schema)
+
+    def repartition(self, topic: str, partitions: int, *, patience: float = PATIENCE_SECONDS) -> Repartitioning | None:
+        """Give a partitioned topic another number of partitions, more or fewer; None when it has that number.
+
+        Publishers and consumers go on. The change takes effect at one offset of the log: every event up to there has
+        its partition by the old number, every later one by the new. A publisher that knows the old number finds out in
+        its transaction and chooses anew. Every partitioned consumer consumes up to that offset by the old partitions,
+        all of them, and then goes on with the new ones, so that each key's events stay in their order.
+
+        Waits up to `patience` seconds for batches and publishers' transactions under way, and keeps others waiting for
+        half a second at most; `DatabaseBusyError`, and nothing changed, when they do not end. Raises
+        `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned, `ValidationError`.
+        """
+        if partitions == NOT_PARTITIONED:
+            raise ValidationError("a topic cannot lose its partitions while it has events: give a number of at least 1")
+        Topic(topic, partitions)
+        deadline = time.monotonic() + patience
+        while True:
+            found = self._registry.topic(topic)
+            if not found.partitioned:
+                raise RedefinitionError(
+                    f"topic {topic!r} is not partitioned, and neither are its events: register another topic"
+                )
+            if found.partitions == partitions:
+                return None
+            # As much as can be before publishers have to wait.
+            self._transfer.run_once([topic])
+            try:
+                changed = self._attempt(topic, partitions)
+            except (DatabaseBusyError, _TooManyBufferedError) as error:
+                if time.monotonic() > deadline:
+                    raise _busy(found, error) from error
+                # Another one of these, or whoever it met, goes first.
+                time.sleep(random.uniform(0.05, 0.25))  # noqa: S311
+                continue
+            self._registry.forget(topic)
+            if changed is not None:
+                logger.info("%s", changed)
+                self._announce([topic])
+            return changed
+
+    def _attempt(self, topic: str, partitions: int) -> Repartitioning | None:
+        """The change, in one transaction. Raises `DatabaseBusyError`, `_TooManyBufferedError`."""
+        with self._database.core() as connection:
+            lock_registry(connection)
+            # Consumers first, then the topic, then the buffer: as a handler that publishes takes them.
+            states = [state for state in consumer_states(connection, topic, lock=True) if state.partition >= 0]
+            driver = driver_connection(connection)
+            row = driver.execute(self._log("await_topic"), {"topic": topic}).fetchone()
+            current = find_topic(connection, topic)
+            if row is None or current is None or current.partitions == partitions:
+                return None
+            self._drain(connection, topic)
+            after = segments.newest_id(driver, self._database.schema, topic)
+            own = {"topic": topic}
+            if not layouts(driver, self._database.schema, topic):
+                first = {"layout": current.layout, "partitions": current.partitions, "after": 0}
+                driver.execute(self._layouts("add_layout"), {**own, **first})
+            changed = {**own, "layout": current.layout + 1, "partitions": partitions, "after": after}
+            driver.execute(self._layouts("add_layout"), changed)
+            driver.execute(self._layouts("lay_out"), changed)
+            driver.execute(self._layouts("hold_all"), changed)
+            consumers = tuple(sorted({state.name for state in states}))
+            for consumer in consumers:
+                driver.execute(self._layouts("add_partitions"), {**changed, "consumer": consumer})
+            return Repartitioning(topic, current.partitions, partitions, after, consumers)
+
+    def _drain(self, connection: Connection, topic: str) -> None:
+        """Move what is in the buffer, and let nothing come into it until the transaction ends."""
+        driver = driver_connection(connection)
+        driver.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(BUFFER_SECONDS * 1000)}ms"])
+        driver.execute(self._layouts("lock_buffer"))
+        row = driver.execute(self._layouts("count_buffered"), {"topic": topic, "limit": MOST_BUFFERED + 1}).fetchone()
+        assert row is not None, "an aggregate gives one row"
+        if row[0] > MOST_BUFFERED:
+            raise _TooManyBufferedError
+        if row[0]:
+            segments.ensure_ahead(driver, self._database.schema, topic)
+            driver.execute(
+                self._log("move", topic=topic), {"topic": topic, "low_water": 0, "upto": MAX_OFFSET}, prepare=False
+            )
+
+
+def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:
+    why = "transactions of consumers or publishers that do not end are in the way; try again later"
+    if isinstance(error, _TooManyBufferedError):
+        why = f"more than {MOST_BUFFERED:,} events come into the buffer while it is emptied; try when fewer do"
+    return DatabaseBusyError(f"topic {topic.name!r} keeps its {topic.partitions} partitions: {why}")

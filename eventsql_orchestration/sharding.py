@@ -1,0 +1,107 @@
+"""Which shard a key belongs to, and what a database says of the shards that it is one of."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Final
+
+from eventsql_orchestration.errors import ShardPendingError, WrongShardError
+
+HELD: Final = -1
+"""`consumer.eql_until` of a consumer on a shard that joined, until the shards before it are consumed up to then. No
+offset is that small, so nothing is handed out, and no layout of a topic begins there."""
+
+CACHED_KEYS: Final = 65_536
+"""Keys whose shard is remembered. Measured: 0.06 µs for one that is, 0.7 µs for each shard otherwise."""
+
+
+@cache
+def owner_among(names: tuple[str, ...]) -> Callable[[str], str]:
+    """Gives the shard of a key among shards of these names: the one that weighs most for it (rendezvous hashing).
+
+    A shard's weight is the SHA-256 of its name, a zero byte and the key, all in UTF-8, as an unsigned big-endian
+    number. So the order of the names does not matter, a shard that is added takes its share of the keys from all others
+    and moves no other key, and the choice is independent of the partition's. It must never change.
+    """
+    prefixes = [(name, name.encode() + b"\x00") for name in sorted(names)]
+    sha256 = hashlib.sha256
+
+    @lru_cache(maxsize=CACHED_KEYS)
+    def owner(key: str) -> str:
+        encoded = key.encode()
+        heaviest, found = b"", ""
+        for name, prefix in prefixes:
+            weight = sha256(prefix + encoded).digest()
+            if weight > heaviest:
+                heaviest, found = weight, name
+        return found
+
+    return owner
+
+
+def shard_of_key(key: str, names: Sequence[str]) -> str:
+    """The shard that a key belongs to, of shards of these names (at least one)."""
+    return owner_among(tuple(sorted(names)))(key)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSet:
+    """The shards as one of them, `own`, has them stored: all `names`, in the newest `generation` that it knows.
+
+    `id` is the same on all shards of a set. `active` says whether `own` takes events: a shard that joins does not
+    before all others know of it.
+    """
+
+    id: str
+    own: str
+    generation: int
+    names: tuple[str, ...]
+    active: bool
+
+    @classmethod
+    def from_json(cls, stored: Any) -> ShardSet | None:
+        """What the registry reads beside a topic; None where the database is no shard."""
+        if stored is None:
+            return None
+        return cls(stored["set"], stored["name"], stored["generation"], tuple(stored["shards"]), stored["active"])
+
+    def owner(self, key: str) -> str:
+        """The shard that a key belongs to."""
+        return owner_among(self.names)(key)
+
+    def same_places(self, other: ShardSet | None) -> bool:
+        """Whether what was placed by `other` may be written here without another look at its key."""
+        return (
+            other is not None and self.active and self.generation == other.generation
+            and self.id == other.id and self.names == other.names
+        )  # fmt: skip
+
+    def check(self, key: str | None) -> None:
+        """Make sure that an event may be written to this shard.
+
+        Raises `ShardPendingError` while the shard is not active, and `WrongShardError` where its key is another's.
+        """
+        if not self.active:
+            raise pending(self.own)
+        if key is not None and (owner := self.owner(key)) != self.own:
+            raise WrongShardError(
+                f"an event of key {key!r} belongs to shard {owner!r}, not to {self.own!r}: publish it through a "
+                f"platform on all shards, or on a connection to {owner!r} (platform.shard_of(key))",
+                shard=owner,
+            )
+
+
+def pending(shard: str) -> ShardPendingError:
+    """That a shard takes no events yet."""
+    return ShardPendingError(
+        f"shard {shard!r} takes no events yet, because its addition is not finished: finish it with "
+        "`eventsql shard add … --execute`",
+        shard=shard,
+    )
+
+
+ANYWHERE: Final = ShardSet("", "", 0, (), active=False)
+"""Stands for the set of a caller who means this very shard: a dead letter lies where its event does."""

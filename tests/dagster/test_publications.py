@@ -1,0 +1,98 @@
+"""The records of publications are deleted when nothing repeats them any more, and not before."""
+
+from datetime import UTC, datetime, timedelta
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.dagster import EventSQLResource, build_housekeeping_schedule, publish_events
+from eventsql_orchestration.dagster.publications import delete_publications
+
+LATER = timedelta(days=30)
+
+
+@pytest.fixture(autouse=True)
+def topic(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("fares"))
+
+
+def publish(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> str:
+    """A run whose asset publishes; gives its id."""
+
+    @dg.asset
+    def fares(context: dg.AssetExecutionContext) -> None:
+        publish_events(context, [{"value": b"12"}], eventsql=eventsql, topic="fares")
+
+    return dg.materialize([fares], instance=instance).run_id
+
+
+def record(platform: EventSQL, *publications: tuple[str, int, datetime]) -> None:
+    with platform.database.connection() as connection:
+        for writer, batch, at in publications:
+            connection.execute(
+                "INSERT INTO eventsql.spark_publication (eql_writer, eql_batch, eql_events, eql_created_at) "
+                "VALUES (%s, %s, 1, %s)",
+                (writer, batch, at),
+            )
+
+
+def left(platform: EventSQL) -> list[tuple[str, int]]:
+    with platform.database.connection() as connection:
+        return connection.execute(
+            "SELECT eql_writer, eql_batch FROM eventsql.spark_publication ORDER BY eql_writer, eql_batch"
+        ).fetchall()
+
+
+def test_that_of_a_run_is_kept_as_long_as_the_run_could_be_executed_again(
+    instance: dg.DagsterInstance, eventsql: EventSQLResource, platform: EventSQL
+) -> None:
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    run_id = publish(instance, eventsql)
+    assert delete_publications(platform, instance, before=later) == 0
+    instance.delete_run(run_id)
+    assert delete_publications(platform, instance, before=later - timedelta(hours=1)) == 0, "it is young"
+    assert delete_publications(platform, instance, before=later) == 1
+    assert left(platform) == []
+
+
+def test_that_of_a_claim_is_deleted_when_it_is_old(instance: dg.DagsterInstance, platform: EventSQL) -> None:
+    now = datetime.now(UTC)
+    old, young = '["sums", null, null, "fares", "claim 7"]', '["sums", null, null, "fares", "claim 8"]'
+    record(platform, (old, 0, now - 2 * LATER), (young, 0, now))
+    assert delete_publications(platform, instance, before=now - LATER) == 1
+    assert left(platform) == [(young, 0)]
+
+
+def test_of_a_stream_the_newest_batch_stays_however_old_it_is(instance: dg.DagsterInstance, platform: EventSQL) -> None:
+    now = datetime.now(UTC)
+    record(
+        platform,
+        *(("stopped", batch, now - 3 * LATER) for batch in range(5)),
+        *(("running", batch, now - timedelta(days=40 - batch)) for batch in range(0, 40, 5)),
+        ("[not a list", 0, now - 2 * LATER),
+        ("[1, 2]", 0, now - 2 * LATER),
+    )
+    assert delete_publications(platform, instance, before=now - LATER) == 4 + 2
+    kept = left(platform)
+    assert [batch for writer, batch in kept if writer == "stopped"] == [4]
+    assert [batch for writer, batch in kept if writer == "running"] == [10, 15, 20, 25, 30, 35]
+    assert len(kept) == 1 + 6 + 2, "what is not known is kept"
+
+
+def test_more_writers_than_a_page_are_deleted(
+    instance: dg.DagsterInstance, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.dagster.publications.PAGE", 2)
+    old = datetime.now(UTC) - 2 * LATER
+    record(platform, *((f'["a", null, null, "fares", "run {n}"]', 0, old) for n in range(5)))
+    assert delete_publications(platform, instance, before=datetime.now(UTC) - LATER) == 5
+
+
+def test_housekeeping_deletes_them_after_the_runs(instance: dg.DagsterInstance, platform: EventSQL, dsn: str) -> None:
+    record(platform, ('["a", null, null, "fares", "run gone"]', 0, datetime.now(UTC) - 2 * LATER))
+    location = dg.Definitions(
+        schedules=[build_housekeeping_schedule()], resources={"eventsql": EventSQLResource(dsn=dsn)}
+    )
+    assert location.resolve_job_def("housekeeping").execute_in_process(instance=instance).success
+    assert left(platform) == []

@@ -1,0 +1,241 @@
+"""Consumers that share their runs: one sensor, one run at a time, and the same claims underneath."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.dagster import (
+    ConsumerDefinition,
+    EventSQLResource,
+    build_backfill,
+    consumer_asset,
+    range_asset,
+    share_runs,
+)
+from eventsql_orchestration.dagster.tags import SHARED_TAG
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.log.claims import Claim
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
+
+RIDES, TRIPS = Topic("rides"), Topic("trips", 2)
+
+
+def recording(events: Sequence[Event], connection: Connection) -> None:
+    record(events, connection)
+
+
+def failing(events: Sequence[Event], connection: Connection) -> None:
+    raise ValueError("out of order")
+
+
+def define(
+    first: Callable[..., Any] = recording, second: Callable[..., Any] = recording, **options: Any
+) -> tuple[ConsumerDefinition, ...]:
+    limits: dict[str, Any] = {"max_wait": 0.0, **options}
+    return share_runs(
+        "consume_together",
+        [
+            consumer_asset(topic=RIDES, consumer="first", name="first", tags={"team": "rides"}, **limits)(first),
+            consumer_asset(topic=TRIPS, consumer="second", name="second", partitioned=True, **limits)(second),
+        ],
+    )
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    for definition in define():
+        definition.register(bench.platform)
+
+
+def together(bench: Workbench, definitions: Sequence[ConsumerDefinition]) -> dg.JobDefinition:
+    return dg.Definitions(
+        assets=[definition.asset for definition in definitions],
+        jobs=[definitions[0].job],
+        resources={"eventsql": bench.eventsql},
+    ).resolve_job_def("consume_together")
+
+
+def execute(
+    bench: Workbench, definitions: Sequence[ConsumerDefinition], request: dg.RunRequest, **options: Any
+) -> dg.ExecuteInProcessResult:
+    return together(bench, definitions).execute_in_process(
+        instance=bench.instance,
+        run_config=request.run_config,
+        tags=dict(request.tags),
+        raise_on_error=False,
+        **options,
+    )
+
+
+def tick(bench: Workbench, definitions: Sequence[ConsumerDefinition], cursor: str | None = None) -> Any:
+    return bench.tick(definitions[0].sensors[0], cursor=cursor)
+
+
+def request(bench: Workbench, definitions: Sequence[ConsumerDefinition], cursor: str | None = None) -> dg.RunRequest:
+    answer = tick(bench, definitions, cursor)
+    assert isinstance(answer, list), answer
+    (found,) = answer
+    assert isinstance(found, dg.RunRequest)
+    return found
+
+
+def materialized(result: dg.ExecuteInProcessResult) -> dict[str, int]:
+    """The events of each asset that a run materialized."""
+    return {
+        event.asset_key.to_user_string(): event.materialization.metadata["events"].value  # type: ignore[union-attr,misc]
+        for event in result.get_asset_materialization_events()
+    }
+
+
+def test_they_have_one_job_and_one_sensor() -> None:
+    definitions = define()
+    (sensor,) = {sensor.name for definition in definitions for sensor in definition.sensors}
+    (job,) = {definition.job.name for definition in definitions}
+    assert sensor == job == "consume_together"
+    assert (definitions[0].job.tags or {})["team"] == "rides"
+
+
+def test_one_run_consumes_what_waits_for_all_of_them(bench: Workbench) -> None:
+    definitions = define()
+    assert tick(bench, definitions) == "no events wait for rides/first, trips/second"
+    ids = bench.publish("rides", 3) + bench.publish("trips", 4, partition=0) + bench.publish("trips", 5, partition=1)
+    requested = request(bench, definitions)
+    result = execute(bench, definitions, requested)
+    assert result.success
+    assert materialized(result) == {"first": 3, "second": 9}
+    assert sorted(bench.effects()) == sorted(ids)
+    assert tick(bench, definitions) == "no events wait for rides/first, trips/second"
+
+
+def test_a_consumer_for_which_nothing_waits_materializes_nothing(bench: Workbench) -> None:
+    definitions = define()
+    bench.publish("trips", 4, partition=1)
+    result = execute(bench, definitions, request(bench, definitions))
+    assert materialized(result) == {"second": 4}
+
+
+@pytest.mark.parametrize("status", [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTED])
+def test_nothing_is_claimed_while_a_run_is_under_way(bench: Workbench, status: dg.DagsterRunStatus) -> None:
+    definitions = define()
+    bench.publish("rides", 3)
+    requested = request(bench, definitions)
+    run = bench.instance.create_run_for_job(
+        together(bench, definitions), run_config=requested.run_config, tags=dict(requested.tags), status=status
+    )
+    bench.publish("trips", 2)
+    assert tick(bench, definitions) == f"run {run.run_id} is under way, and takes what waits"
+    assert len(bench.claims()) == 1
+
+
+def test_a_run_that_died_is_followed_by_one_that_has_its_range_and_what_waits(bench: Workbench) -> None:
+    definitions = define()
+    ids = bench.publish("rides", 3)
+    dead = request(bench, definitions)
+    bench.instance.create_run_for_job(
+        together(bench, definitions), tags=dict(dead.tags), status=dg.DagsterRunStatus.FAILURE
+    )
+    ids += bench.publish("trips", 2, partition=0)
+    again = request(bench, definitions)
+    assert again.run_key != dead.run_key
+    assert execute(bench, definitions, again).success
+    assert sorted(bench.effects()) == sorted(ids)
+    assert execute(bench, definitions, dead).success
+    assert len(bench.effects()) == len(ids), "its claim is another run's, and nothing waits"
+
+
+def test_each_has_its_turn_to_be_claimed_for(bench: Workbench) -> None:
+    definitions = define()
+    bench.publish("rides", 3)
+    bench.publish("trips", 2, partition=0)
+    assert request(bench, definitions).tags["eventsql/consumer"] == "first"
+    bench.end_lease(definitions[0])
+    assert request(bench, definitions, "trips/second").tags["eventsql/consumer"] == "first", "a dead claim goes first"
+    assert request(bench, definitions, "trips/second").tags["eventsql/consumer"] == "second"
+
+
+def test_the_range_of_a_run_is_kept_while_another_consumer_has_its_turn(bench: Workbench) -> None:
+    owners: list[str] = []
+
+    def watching(events: Sequence[Event], connection: Connection) -> None:
+        live = bench.platform.claims.live("trips", "second", 0)
+        owners.append("none" if live is None else live.owner)
+        record(events, connection)
+
+    definitions = define(first=watching)
+    bench.publish("trips", 2, partition=0)
+    requested = request(bench, definitions)
+    assert requested.tags["eventsql/consumer"] == "second"
+    bench.publish("rides", 3)
+    result = execute(bench, definitions, requested)
+    assert materialized(result) == {"first": 3, "second": 2}
+    assert owners == [f"run {result.run_id}"], "steps are in the order of their names"
+
+
+def test_one_that_fails_keeps_no_other_from_its_turn(bench: Workbench) -> None:
+    definitions = define(first=failing)
+    bench.publish("rides", 3)
+    ids = bench.publish("trips", 2, partition=0)
+    result = execute(bench, definitions, request(bench, definitions))
+    assert not result.success
+    assert materialized(result) == {"second": 2}
+    assert bench.effects() == ids
+    assert "is retried in" in tick(bench, definitions)
+
+
+def shared_job() -> dg.JobDefinition:
+    """A job that another process could load."""
+    definitions = define()
+    return dg.Definitions(
+        assets=[definition.asset for definition in definitions],
+        jobs=[definitions[0].job],
+        resources={"eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"))},
+    ).resolve_job_def("consume_together")
+
+
+def test_a_run_that_is_executed_again_replays_its_own_range_and_takes_nothing_that_waits(
+    bench: Workbench, shared_instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    bench.instance, definitions = shared_instance, define()
+    ids = bench.publish("rides", 3)
+    requested = request(bench, definitions)
+    job = dg.reconstructable(shared_job)
+    with dg.execute_job(
+        job, instance=shared_instance, run_config=requested.run_config, tags=dict(requested.tags)
+    ) as parent:
+        assert parent.success
+    bench.publish("trips", 2, partition=0)
+    again = dg.ReexecutionOptions(parent_run_id=parent.run_id)
+    with dg.execute_job(job, instance=shared_instance, reexecution_options=again) as child:
+        assert child.success
+    assert bench.effects() == [*ids, *ids]
+    assert request(bench, definitions).tags["eventsql/consumer"] == "second"
+
+
+def test_its_backfills_are_runs_of_their_own() -> None:
+    first, _ = define()
+    tags = build_backfill(first).job.tags or {}
+    assert tags["team"] == "rides"
+    assert SHARED_TAG not in tags
+
+
+def sums(claim: Claim) -> None:
+    """Publishes sums."""
+
+
+def test_consumers_that_feed_one_another_cannot_share_runs() -> None:
+    source = range_asset(topic=RIDES, consumer="sums", publishes=TRIPS, name="sums")(sums)
+    reader = consumer_asset(topic=TRIPS, consumer="c", name="reader")(recording)
+    with pytest.raises(ValidationError, match=r"'c' reads topic/trips, which 'sums' materializes"):
+        share_runs("both", [source, reader])
+    with pytest.raises(ValidationError, match="two consumers at least"):
+        share_runs("alone", [source])
+    with pytest.raises(ValidationError, match="named twice"):
+        share_runs("twice", [source, source])

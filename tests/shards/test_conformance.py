@@ -1,0 +1,68 @@
+"""What a platform on shards offers is what one on a single database does, under the same names."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.log.asynchronous import AsyncPublisher
+from eventsql_orchestration.log.buffered import BufferedPublisher
+from eventsql_orchestration.log.consumer import Consumers, Consumption
+from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.log.publisher import Publisher
+from eventsql_orchestration.log.registry import Registry
+from eventsql_orchestration.log.repartition import Repartitioner
+from eventsql_orchestration.log.retention import Retainer
+from eventsql_orchestration.log.seek import Seeker
+from eventsql_orchestration.log.transfer import Transfer
+from eventsql_orchestration.sharded import ShardedEventSQL, buffered, consumers, operations, publisher, registry
+
+PARTS = [
+    (Publisher, publisher.ShardedPublisher),
+    (Registry, registry.ShardedRegistry),
+    (Consumers, consumers.ShardedConsumers),
+    (Consumption, consumers.ShardedConsumption),
+    (Transfer, consumers.ShardedTransfer),
+    (Retainer, consumers.ShardedRetainer),
+    (Seeker, operations.ShardedSeeker),
+    (DeadLetters, operations.ShardedDeadLetters),
+    (Repartitioner, operations.ShardedRepartitioner),
+    (BufferedPublisher, buffered.ShardedBufferedPublisher),
+    (EventSQL, ShardedEventSQL),
+]
+
+INHERITED = {
+    (DeadLetters, "blocking"): "is what `accepts` makes of it",
+    (AsyncPublisher, "publish"): "is `enqueue`, awaited",
+}
+
+
+@pytest.mark.parametrize(("single", "sharded"), [*PARTS, (AsyncPublisher, buffered.ShardedAsyncPublisher)])
+def test_every_public_method_of_one_database_is_there_for_several(single: type, sharded: type) -> None:
+    public = {
+        name
+        for name, member in vars(single).items()
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
+    }
+    missing = {name for name in public - vars(sharded).keys() if (single, name) not in INHERITED}
+    assert not missing, f"{sharded.__name__} would run {missing} of a single database"
+
+
+def test_one_url_is_a_platform_on_one_database_and_nothing_else(dsn: str) -> None:
+    with EventSQL(dsn) as platform:
+        assert type(platform) is EventSQL
+        assert platform.shards == (platform,)
+        assert platform.shard is None
+        assert platform.shard_of("any key") is platform
+
+
+def test_what_is_of_one_database_says_where_to_find_it() -> None:
+    platform = EventSQL("postgresql://one/x", "postgresql://other/x")
+    for name in ("claims", "database", "layouts", "listener", "notifier", "reader"):
+        with pytest.raises(EventSQLError, match=rf"platform\.shards\[i\]\.{name}"):
+            getattr(platform, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = platform.nonsense  # type: ignore[attr-defined]

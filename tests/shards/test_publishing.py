@@ -1,0 +1,192 @@
+"""Each event goes to the shard of its key, in order, in one commit a shard; what cannot go there says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.errors import (
+    InvalidPublicationError,
+    PartitionOutOfRangeError,
+    PartlyPublishedError,
+    ShardSetError,
+    WrongShardError,
+)
+from eventsql_orchestration.sharded import ShardedEventSQL
+from eventsql_orchestration.sharding import shard_of_key
+from tests.shards.conftest import Databases, Open
+
+KEYS = [f"key {number}" for number in range(30)]
+
+
+@pytest.fixture
+def platform(databases: Databases, opened: Open) -> ShardedEventSQL:
+    platform = opened(*databases(2)).open()
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("whole"))
+    return platform
+
+
+def events(number: int, *, keyed: bool = True, start: int = 0) -> Iterator[Publication]:
+    for each in range(start, start + number):
+        yield Publication("orders", b"%d" % each, key=KEYS[each % len(KEYS)] if keyed else None)
+
+
+def read(platform: EventSQL) -> dict[str, list[tuple[str | None, int]]]:
+    """Key and number of each event, by shard, in the order of the logs."""
+    platform.transfer.run_once()
+    return {
+        str(shard.shard): [(event.key, int(event.value)) for event in shard.reader.read("orders")]
+        for shard in platform.shards
+    }
+
+
+def check_in_order(found: dict[str, list[tuple[str | None, int]]], number: int) -> None:
+    for name, events in found.items():
+        assert {shard_of_key(key, list(found)) for key, _ in events if key is not None} == {name}
+        for key in {key for key, _ in events if key is not None}:
+            numbers = [each for of, each in events if of == key]
+            assert numbers == sorted(numbers)
+    assert sorted(each for events in found.values() for _, each in events) == list(range(number))
+
+
+@pytest.mark.parametrize("batch", [1, 40, 400])
+def test_events_go_to_the_shards_of_their_keys_in_order(platform: ShardedEventSQL, batch: int) -> None:
+    for start in range(0, 800, batch):
+        if batch == 1:
+            platform.publisher.publish(next(events(1, start=start)))
+        else:
+            assert platform.publisher.publish_all(events(batch, start=start)) == batch
+    check_in_order(read(platform), 800)
+
+
+def test_a_batch_that_is_longer_than_memory_is_read_as_it_is_written(platform: ShardedEventSQL) -> None:
+    assert platform.publisher.publish_all(events(25_000)) == 25_000
+    check_in_order(read(platform), 25_000)
+
+
+def test_events_without_a_key_take_turns_over_shards_and_stay_one_commit(platform: ShardedEventSQL) -> None:
+    for publication in events(4, keyed=False):
+        platform.publisher.publish(publication)
+    assert {name: len(found) for name, found in read(platform).items()} == {"shard-1": 2, "shard-2": 2}
+    platform.publisher.publish_all(events(100, keyed=False, start=4))
+    assert sorted(len(found) for found in read(platform).values()) == [2, 102]
+
+
+@pytest.mark.parametrize("number", [10, 30_000])
+def test_when_the_iterator_raises_nothing_is_published(platform: ShardedEventSQL, number: int) -> None:
+    def broken() -> Iterator[Publication]:
+        yield from events(number)
+        raise InvalidPublicationError("no more")
+
+    with pytest.raises(InvalidPublicationError, match="no more"):
+        platform.publisher.publish_all(broken())
+    assert read(platform) == {"shard-1": [], "shard-2": []}
+
+
+def test_an_event_that_cannot_be_published_is_found_before_any_shard_commits(platform: ShardedEventSQL) -> None:
+    wrong = Publication("orders", b"", key=KEYS[0], partition=9)
+    with pytest.raises(PartitionOutOfRangeError):
+        platform.publisher.publish_all([*events(60), wrong])
+    assert read(platform) == {"shard-1": [], "shard-2": []}
+
+
+@pytest.mark.parametrize("number", [60, 30_000])
+def test_a_shard_that_fails_where_another_commits_is_named_with_what_is_published(
+    platform: ShardedEventSQL, number: int
+) -> None:
+    broken = platform.shards[1]
+    with broken.database.connection() as connection:
+        for table in ("event_buffer", "orders_event"):
+            # Deferred, so that it fails when the other shard may have committed.
+            connection.execute(
+                f"ALTER TABLE eventsql.{table} ADD CONSTRAINT unlucky_{table} UNIQUE (eql_key, eql_created_at)"
+                if table == "none"
+                else f"""
+                CREATE FUNCTION eventsql.fail_{table}() RETURNS trigger LANGUAGE plpgsql AS
+                $$ BEGIN RAISE EXCEPTION 'no luck' USING ERRCODE = '23000'; END $$;
+                CREATE CONSTRAINT TRIGGER unlucky AFTER INSERT ON eventsql.{table}
+                DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION eventsql.fail_{table}()
+                """
+            )
+    with pytest.raises(PartlyPublishedError, match="events on 'shard-1', and nothing on the other shards.*no luck") as told:
+        platform.publisher.publish_all(events(number))
+    assert told.value.failed.keys() == {"shard-2"}
+    found = read_first(platform)
+    assert told.value.committed == {"shard-1": len(found)}
+    assert {shard_of_key(key, ["shard-1", "shard-2"]) for key in found} == {"shard-1"}
+
+
+def read_first(platform: ShardedEventSQL) -> list[str]:
+    platform.shards[0].transfer.run_once()
+    return [str(event.key) for event in platform.shards[0].reader.read("orders")]
+
+
+def test_an_outbox_takes_the_keys_of_its_shard_alone(platform: ShardedEventSQL) -> None:
+    key = next(key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "shard-2")
+    right = platform.shard_of(key)
+    assert right.shard == "shard-2"
+    (wrong,) = (shard for shard in platform.shards if shard is not right)
+    mine, keyless = Publication("orders", b"1", key=key), Publication("orders", b"2")
+    with right.database.transaction() as connection:
+        platform.publisher.publish(mine, connection=connection)
+        platform.publisher.publish_all([keyless], connection=connection)
+    for publish in (platform.publisher.publish, wrong.publisher.publish):
+        with (
+            pytest.raises(WrongShardError, match=f"of key '{key}' belongs to shard 'shard-2', not to 'shard-1'"),
+            wrong.database.transaction() as connection,
+        ):
+            publish(mine, connection=connection)
+    with pytest.raises(WrongShardError), wrong.database.transaction() as connection:
+        platform.publisher.publish_all([keyless, mine], connection=connection)
+    assert read(platform) == {"shard-1": [], "shard-2": [(key, 1), (None, 2)]}
+
+
+def test_a_connection_to_no_shard_takes_nothing(platform: ShardedEventSQL, dsn: str) -> None:
+    with psycopg.connect(dsn) as connection, pytest.raises(ShardSetError, match="which is no shard"):
+        platform.publisher.publish(Publication("orders", b""), connection=connection)
+
+
+def test_who_knows_one_shard_alone_does_not_write_the_keys_of_another(platform: ShardedEventSQL) -> None:
+    one = platform.shards[0].database.dsn
+    names = [str(shard.shard) for shard in platform.shards]
+    with EventSQL(one, transfer=False) as alone:
+        foreign = [key for key in KEYS if shard_of_key(key, names) == "shard-2"]
+        with pytest.raises(WrongShardError, match="publish it through a platform on all shards"):
+            alone.publisher.publish(Publication("orders", b"", key=foreign[0]))
+        with pytest.raises(WrongShardError):
+            alone.publisher.publish_all([Publication("orders", b"", key=key) for key in KEYS * 4])
+        assert alone.buffered() == {}
+        own = [key for key in KEYS if shard_of_key(key, names) == "shard-1"]
+        assert alone.publisher.publish_all([Publication("orders", b"1", key=key) for key in own * 10]) == len(own) * 10
+
+
+def test_buffered_events_of_many_callers_are_acknowledged_by_the_shards_of_their_keys(
+    platform: ShardedEventSQL,
+) -> None:
+    with platform.buffered_publisher(max_age=0.001) as publisher:
+        acknowledgements = [publisher.publish(each) for each in events(300)]
+        publisher.flush(timeout=60)
+        assert all(each.done() and each.exception() is None for each in acknowledgements)
+    check_in_order(read(platform), 300)
+
+
+def test_so_are_those_of_tasks(platform: ShardedEventSQL) -> None:
+    async def publish() -> None:
+        async with platform.async_publisher(max_age=0.001) as publisher:
+            for future in [await publisher.enqueue(each) for each in events(200)]:
+                await future
+            await publisher.publish(Publication("orders", b"200"))
+
+    asyncio.run(publish())
+    check_in_order(read(platform), 201)
+
+
+def test_the_partitioner_of_a_caller_chooses_within_the_shard(platform: ShardedEventSQL) -> None:
+    platform.publisher.configure_partitioner(lambda _publication, partitions: partitions - 1)
+    platform.publisher.publish_all(events(100))
+    check_in_order(read(platform), 100)
+    assert {event.partition for shard in platform.shards for event in shard.reader.read("orders")} == {2}

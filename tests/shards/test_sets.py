@@ -1,0 +1,172 @@
+"""A platform opens with the shards of one set, and with nothing else; what does not fit is refused before a write."""
+
+from __future__ import annotations
+
+import threading
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import SchemaOutdatedError, ShardsDifferError, ShardSetError
+from eventsql_orchestration.log.shard_store import ShardState
+from eventsql_orchestration.sharded.addition import ShardAddition
+from eventsql_orchestration.sharded.founding import judge
+from tests.shards.conftest import Databases, Open, database_of
+
+
+def named(platform: EventSQL) -> dict[str, str]:
+    return {str(shard.database): str(shard.shard) for shard in platform.shards}
+
+
+def written(dsn: str) -> list[tuple[object, ...]]:
+    with psycopg.connect(dsn) as connection:
+        return [
+            row
+            for table in ("shard", "shard_layout", "topic")
+            for row in connection.execute(f"SELECT * FROM eventsql.{table}")
+        ]
+
+
+def test_the_first_platform_makes_databases_shards_and_their_urls_order_never_matters_again(
+    databases: Databases, opened: Open
+) -> None:
+    one, other, third = databases(3)
+    first = named(opened(one, other, third).open())
+    assert list(first.values()) == ["shard-1", "shard-2", "shard-3"]
+    assert named(opened(third, one, other).open()) == first
+
+
+def test_nothing_is_made_where_that_is_left_to_migrate(databases: Databases, opened: Open) -> None:
+    dsns = databases(2)
+    with pytest.raises(SchemaOutdatedError, match="run `eventsql migrate` with the URLs of all of them"):
+        opened(*dsns, migrate=False).open()
+    assert [written(dsn) for dsn in dsns] == [[], []]
+
+
+def test_processes_that_make_a_set_at_once_make_one(databases: Databases, opened: Open) -> None:
+    dsns = databases(3)
+    platforms = [opened(*order) for order in (dsns, dsns[::-1], [dsns[1], dsns[2], dsns[0]])]
+    threads = [threading.Thread(target=platform.open) for platform in platforms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({frozenset(named(platform.open()).items()) for platform in platforms}) == 1
+
+
+def test_a_set_whose_making_was_cut_short_is_finished_by_the_next(databases: Databases, opened: Open) -> None:
+    one, other = databases(2)
+    opened(one, other).open()
+    # The last that is written is the one that decides: without it, and the other not yet active, it was cut short.
+    states = {dsn: written(dsn) for dsn in (one, other)}
+    with psycopg.connect(min(one, other, key=_identity)) as connection:
+        connection.execute("DELETE FROM eventsql.shard")
+        connection.execute("DELETE FROM eventsql.shard_layout")
+    with psycopg.connect(max(one, other, key=_identity)) as connection:
+        connection.execute("UPDATE eventsql.shard SET eql_active = false")
+    opened(other, one).open()
+    for dsn in (one, other):
+        assert [row[:2] for row in written(dsn)] == [row[:2] for row in states[dsn]]
+        assert written(dsn)[0][2] is True
+
+
+def _identity(dsn: str) -> str:
+    with EventSQL(dsn) as platform:
+        from eventsql_orchestration.log.shard_store import ShardStore
+
+        return ShardStore(platform.database).state().identity
+
+
+def test_urls_that_are_not_the_set_are_refused_before_anything_is_written(
+    databases: Databases, opened: Open, server: EmbeddedPostgres
+) -> None:
+    one, other, third, empty = databases(4)
+    opened(one, other).open().registry.register_topic(Topic("orders", 2))
+    with database_of(server) as foreign, EventSQL(third, foreign) as theirs:
+        theirs.open()
+        before = {dsn: written(dsn) for dsn in (one, other, third, empty)}
+        for dsns, message in (
+            ((one, empty), "is none of the shards shard-1, shard-2"),
+            ((one, other, empty), "is none of the shards shard-1, shard-2"),
+            ((one, f"{one}?application_name=x"), "are one database"),
+            ((one, third), "belongs to another set"),
+        ):
+            with EventSQL(*dsns) as platform, pytest.raises(ShardSetError, match=message):
+                platform.registry.register_topic(Topic("refused"))
+        assert {dsn: written(dsn) for dsn in before} == before
+
+
+def test_a_shard_that_is_left_out_is_named(databases: Databases, opened: Open) -> None:
+    one, other, third = databases(3)
+    opened(one, other, third).open()
+    with pytest.raises(ShardSetError, match="no URL leads to shard-3"):
+        opened(one, other).open()
+
+
+def test_a_database_with_topics_of_its_own_is_no_shard_by_the_way(databases: Databases, opened: Open) -> None:
+    one, other = databases(2)
+    with EventSQL(one) as platform:
+        platform.registry.register_topic(Topic("orders"))
+    with pytest.raises(ShardSetError, match=r"has topics already and is no shard.*shard add"):
+        opened(one, other).open()
+    assert written(other) == []
+
+
+def test_a_copy_of_a_shard_is_told_from_it() -> None:
+    state = ShardState("1", 0, "set", "a", True, (frozenset({"a", "b"}),))
+    copy = ShardState("2", 0, "set", "a", True, (frozenset({"a", "b"}),))
+    with pytest.raises(ShardSetError, match="both say that they are shard 'a': one is a copy"):
+        judge([("db1", state), ("db2", copy)])
+
+
+def test_topics_and_consumers_that_differ_are_refused_when_they_are_used(databases: Databases, opened: Open) -> None:
+    platform = opened(*databases(2))
+    platform.registry.register_topic(Topic("orders", 2)).register_consumer(Consumer("orders", "mailer", True))
+    one, other = platform.shards
+    one.registry.register_topic(Topic("lonely"))
+    one.registry.register_consumer(Consumer("orders", "ledger", True))
+    other.registry.register_topic(Topic("sizes", 2))
+    one.registry.register_topic(Topic("sizes", 3))
+    for topic, message in (("lonely", "missing on 'shard-2'"), ("sizes", "3 partitions on 'shard-1', 2 partitions")):
+        with pytest.raises(ShardsDifferError, match=message):
+            platform.publisher.publish(Publication(topic, b"", key="1"))
+        with pytest.raises(ShardsDifferError, match=message):
+            platform.publisher.publish_all([Publication(topic, b"", key="1")])
+        assert platform.buffered() == {}
+    with pytest.raises(ShardsDifferError, match="is missing on shard 'shard-2': complete it"):
+        platform.consumers.start("orders", "ledger", print)
+    platform.registry.register_topic(Topic("lonely")).register_consumer(Consumer("orders", "ledger", True))
+    platform.publisher.publish(Publication("lonely", b""))
+    platform.consumers.start("orders", "ledger", print).stop()
+
+
+def test_an_addition_names_what_is_in_its_way(databases: Databases, opened: Open) -> None:
+    one, other, new, third = databases(4)
+    opened(one, other).open()
+    with EventSQL(one) as a, EventSQL(other) as b, EventSQL(new) as c, EventSQL(third) as d:
+        with pytest.raises(ShardSetError, match="no URL leads to shard-2"):
+            ShardAddition([a], c).plan()
+        with pytest.raises(ShardSetError, match="one database"):
+            ShardAddition([a, b], a).plan()
+        with pytest.raises(ShardSetError, match="there is a shard 'shard-2' already"):
+            ShardAddition([a, b], c, name="shard-2").plan()
+        c.registry.register_topic(Topic("orders"))
+        with pytest.raises(ShardSetError, match="has to be empty"):
+            ShardAddition([a, b], c).plan()
+        c.registry.unregister_topic("orders")
+        addition = ShardAddition([a, b], c, name="west", on_step=_dies_after("shard 'shard-1' is fenced"))
+        with pytest.raises(KeyboardInterrupt):
+            addition.execute()
+        with pytest.raises(ShardSetError, match="shard west is being added: finish that first"):
+            ShardAddition([a, b], d).execute()
+        assert written(third) == []
+
+
+def _dies_after(step: str):  # type: ignore[no-untyped-def]
+    def on_step(done: str) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+
+    return on_step

@@ -1,0 +1,68 @@
+"""A client of Spark Connect in a process of its own: does what it reads, a line each, as driver.py does.
+
+A process has sessions of one kind only, so the tests' own cannot be it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from pyspark.sql import SparkSession
+
+from eventsql_orchestration.spark import FORMAT, eventsql_error
+
+
+def read(spark: SparkSession, *, columns: list[str], options: dict[str, str], schema: str | None = None) -> str:
+    """The rows of a read, in the order of their offsets."""
+    reader = spark.read.format(FORMAT).options(**options)
+    frame = (reader if schema is None else reader.schema(schema)).load()
+    return json.dumps([list(row) for row in frame.orderBy("offset").selectExpr(*columns).collect()])
+
+
+def sql(spark: SparkSession, *, statements: list[str]) -> str:
+    """The rows of the last of some statements."""
+    rows = [spark.sql(statement).collect() for statement in statements]
+    return json.dumps([list(row) for row in rows[-1]])
+
+
+def write(spark: SparkSession, *, events: int, options: dict[str, str]) -> str:
+    """Write events whose value is their number."""
+    rows = spark.range(0, events, 1, 2).selectExpr("cast(id AS string) AS value", "concat('key-', id % 3) AS key")
+    rows.write.format(FORMAT).options(**options).mode("append").save()
+    return "written"
+
+
+def copy(spark: SparkSession, *, reading: dict[str, str], writing: dict[str, str], checkpoint: str) -> str:
+    """Copy what is new in a topic to another, as a stream."""
+    rows = spark.readStream.format(FORMAT).options(**reading).load().selectExpr("key", "value")
+    query = (
+        rows.writeStream.format(FORMAT)
+        .options(checkpointLocation=checkpoint, **writing)
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+    return "copied"
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    given = json.loads(sys.stdin.readline())
+    spark = SparkSession.builder.remote(given["settings"]["remote"]).getOrCreate()
+    print("ready", file=out, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer = globals()[order.pop("do")](spark, **order)
+        except Exception as error:  # noqa: BLE001 - the test is told of it
+            known = eventsql_error(error)
+            answer = f"failed: {type(known).__name__}: {known}" if known is not None else f"failed: {error}"
+            answer = answer.replace("\n", " ")
+        print(answer, file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""A publication of many events is a row of the buffer per block, whose events keep their place and enter the log once.
+
+Stages and publishes as tasks and driver of a write do, without Spark.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, RegistryError
+from eventsql_orchestration.log.lag import LagCause
+from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.publication import LEAST_BY_BLOCKS, ORPHANED_AFTER_HOURS, Publications
+from eventsql_orchestration.spark.staging import Attempt, Encoder, stage
+from tests.spark.processes import wait_until
+
+MANY = LEAST_BY_BLOCKS
+
+PublishMany = Callable[..., list[Attempt]]
+
+
+@pytest.fixture(autouse=True)
+def topics(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", partitions=4)).register_topic(Topic("fares"))
+
+
+@pytest.fixture
+def source(dsn: str) -> Source:
+    return Source(dsn, "eventsql", "the database")
+
+
+def staged(source: Source, first: int, *, topics: Sequence[str] = ("orders",), batch: int = MANY) -> Attempt:
+    """An attempt of `MANY` events, numbered on from `first`, of the topics in turn."""
+    numbers = range(first, first + MANY)
+    columns = {
+        "value": pa.array([b"%d" % number for number in numbers], pa.binary()),
+        "key": pa.array([f"key-{number % 9}" for number in numbers], pa.string()),
+        "topic": pa.array([topics[number % len(topics)] for number in numbers], pa.string()),
+    }
+    whole = pa.record_batch(columns)
+    encoder = Encoder({"orders": 4, "fares": -1}, None, {"source": "here"})
+    return stage(source, encoder, (whole.slice(start, batch) for start in range(0, MANY, batch)))
+
+
+@pytest.fixture
+def publish_many(source: Source) -> PublishMany:
+    """Publishes `MANY` events as blocks; gives the attempts."""
+
+    def publish(first: int = 0, **staging: Any) -> list[Attempt]:
+        attempts = [staged(source, first, **staging)]
+        with Publications(source) as publications:
+            assert publications.publish(str(uuid.uuid4()), 0, attempts)
+        return attempts
+
+    return publish
+
+
+def rows_of(platform: EventSQL, table: str, columns: str = "*") -> list[tuple[Any, ...]]:
+    with platform.database.connection() as connection:
+        return connection.execute(
+            sql.SQL("SELECT {} FROM {} ORDER BY 1").format(sql.SQL(columns), sql.Identifier("eventsql", table))
+        ).fetchall()
+
+
+def values(platform: EventSQL, topic: str = "orders") -> list[int]:
+    return [int(event.value) for event in platform.reader.read(topic)]
+
+
+# Their place
+
+
+def test_the_events_of_a_block_are_those_that_were_published(platform: EventSQL, publish_many: PublishMany) -> None:
+    before = datetime.now(UTC)
+    publish_many()
+    after = datetime.now(UTC)
+    assert len(rows_of(platform, "event_buffer")) == len(rows_of(platform, "spark_staged_event")) == 1
+    assert platform.transfer.run_once() == {"orders": MANY}
+    events = platform.reader.read("orders")
+    assert [int(event.value) for event in events] == list(range(MANY))
+    for event in (events[0], events[-1]):
+        expected = Publication("orders", event.value, key=f"key-{int(event.value) % 9}")
+        assert (event.key, event.metadata) == (expected.key, {"source": "here"})
+        assert event.partition == platform.publisher.partition_of(expected)
+        assert before <= event.buffered_at <= after <= event.created_at
+    assert rows_of(platform, "event_buffer") == rows_of(platform, "spark_staged_event") == []
+
+
+def test_a_block_keeps_its_place_among_the_events_of_others(platform: EventSQL, publish_many: PublishMany) -> None:
+    expected: list[int] = []
+    for first in (0, 2 * MANY):
+        for number in (first, first + 1):
+            platform.publisher.publish(Publication("orders", b"%d" % number))
+        publish_many(first + 2)
+        expected += range(first, first + MANY + 2)
+    platform.publisher.publish(Publication("orders", b"-1"))
+    assert platform.transfer.run_once() == {"orders": len(expected) + 1}
+    assert values(platform) == [*expected, -1]
+
+
+def test_a_publisher_that_appends_to_the_log_does_not_pass_a_block(
+    platform: EventSQL, publish_many: PublishMany
+) -> None:
+    publish_many()
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(MANY, MANY + 100))
+    platform.transfer.run_once()
+    assert values(platform) == list(range(MANY + 100))
+
+
+def test_an_earlier_event_whose_transaction_ends_late_is_not_lost_behind_a_block(
+    platform: EventSQL, dsn: str, publish_many: PublishMany
+) -> None:
+    with psycopg.connect(dsn) as late:
+        platform.publisher.publish(Publication("orders", b"-1"), connection=late)
+        publish_many()
+        assert platform.transfer.run_once() == {"orders": MANY}
+        late.commit()
+    assert platform.transfer.run_once() == {"orders": 1}
+    assert values(platform) == [*range(MANY), -1]
+
+
+def test_events_of_several_topics_are_in_blocks_of_their_own_and_each_topic_in_order(
+    platform: EventSQL, publish_many: PublishMany
+) -> None:
+    publish_many(topics=("orders", "fares", "orders"), batch=700)
+    fares = list(range(1, MANY, 3))
+    assert platform.buffered() == {"orders": MANY - len(fares), "fares": len(fares)}
+    # Batches of 700 rows have fewer of each topic than a block.
+    assert len(rows_of(platform, "event_buffer")) < 2 * MANY / 700
+    platform.transfer.run_once()
+    assert values(platform, "fares") == fares
+    assert values(platform) == [number for number in range(MANY) if number % 3 != 1]
+
+
+def test_few_events_are_rows_that_any_transfer_moves(platform: EventSQL, source: Source) -> None:
+    few = stage(source, Encoder({"orders": 4}, "orders", {}), [pa.record_batch({"value": [b"1", b"2"]})])
+    with Publications(source) as publications:
+        publications.publish("writer", 0, [few])
+    assert [value for (value,) in rows_of(platform, "event_buffer", "eql_value")] == [b"1", b"2"]
+    assert rows_of(platform, "spark_staged_event") == []
+
+
+def test_times_of_a_log_without_time_zones_are_readings_of_the_session_s_clock(
+    dsn: str, platform: EventSQL, publish_many: PublishMany
+) -> None:
+    # As EventSQL's Java library makes a log.
+    with psycopg.connect(dsn, autocommit=True) as session:
+        session.execute(
+            "ALTER TABLE eventsql.orders_event "
+            "ALTER eql_buffered_at TYPE timestamp, ALTER eql_created_at TYPE timestamp"
+        )
+        session.execute(
+            sql.SQL("ALTER DATABASE {} SET timezone TO 'Asia/Tokyo'").format(sql.Identifier(session.info.dbname))
+        )
+    with EventSQL(dsn, transfer=False) as there:
+        before = datetime.now(UTC)
+        publish_many()
+        there.publisher.publish(Publication("orders", b"-1"))
+        there.transfer.run_once()
+        *_, last_of_block, row = there.reader.read("orders")
+        assert before <= last_of_block.buffered_at <= row.buffered_at <= last_of_block.created_at <= row.created_at
+
+
+# Who counts them
+
+
+def test_the_events_of_a_block_count_as_lag_of_their_partitions(platform: EventSQL, publish_many: PublishMany) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    publish_many()
+    platform.publisher.publish(Publication("orders", b"", partition=2))
+    assert platform.buffered() == {"orders": MANY + 1}
+    lags = platform.lag("orders")
+    assert {lag.cause for lag in lags} == {LagCause.TRANSFER}
+    assert all(lag.seconds > 0 for lag in lags)
+    waiting = {lag.partition: lag.buffered for lag in lags}
+    platform.transfer.run_once()
+    assert waiting == {partition: platform.reader.count("orders", partition=partition) for partition in range(4)}
+    assert platform.buffered() == {}
+
+
+# Who may not touch them
+
+
+def test_a_transfer_that_knows_nothing_of_blocks_takes_nothing_out_of_the_buffer(
+    platform: EventSQL, dsn: str, publish_many: PublishMany
+) -> None:
+    platform.publisher.publish(Publication("orders", b"-1"))
+    publish_many()
+    # As `flushBuffer` of the Java library.
+    with psycopg.connect(dsn, options="-c search_path=public") as java:
+        ids = [row[0] for row in java.execute("SELECT eql_id FROM eventsql.event_buffer WHERE eql_topic = 'orders'")]
+        java.execute(
+            "INSERT INTO eventsql.orders_event (eql_partition, eql_key, eql_value, eql_metadata, eql_buffered_at) "
+            "SELECT eql_partition, eql_key, eql_value, eql_metadata, eql_created_at FROM eventsql.event_buffer "
+            "WHERE eql_id = ANY (%s)",
+            [ids],
+        )
+        with pytest.raises(psycopg.errors.CheckViolation, match="stands for a block of events") as refused:
+            java.execute("DELETE FROM eventsql.event_buffer WHERE eql_id = ANY (%s)", [ids])
+        assert refused.value.diag.constraint_name == "event_buffer_published_block"
+        java.rollback()
+    assert platform.transfer.run_once() == {"orders": MANY + 1}
+    assert values(platform) == [-1, *range(MANY)]
+
+
+def test_what_is_published_is_neither_discarded_nor_swept(
+    platform: EventSQL, source: Source, publish_many: PublishMany
+) -> None:
+    attempts = [staged(source, 0)]
+    for first in (True, False):
+        # The second time as a driver that did not hear of its commit.
+        with Publications(source) as publications:
+            assert publications.publish("writer", 0, attempts) is first
+            publications.discard(attempts)
+    with platform.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.spark_staged_event SET eql_created_at = eql_created_at - make_interval(hours => %s)",
+            (ORPHANED_AFTER_HOURS + 1,),
+        )
+    publish_many(MANY)
+    platform.transfer.run_once()
+    assert values(platform) == list(range(2 * MANY))
+
+
+def test_a_topic_takes_its_blocks_along_and_no_other_s(platform: EventSQL, publish_many: PublishMany) -> None:
+    publish_many(topics=("orders", "fares"))
+    with pytest.raises(RegistryError, match="it has events"):
+        platform.registry.unregister_topic("orders")
+    platform.registry.unregister_topic("orders", force=True)
+    platform.registry.register_topic(Topic("orders", partitions=4))
+    assert platform.buffered() == {"fares": MANY // 2}
+    assert platform.transfer.run_once() == {"fares": MANY // 2}
+    assert rows_of(platform, "event_buffer") == rows_of(platform, "spark_staged_event") == []
+
+
+def test_blocks_are_moved_before_a_topic_gets_other_partitions(platform: EventSQL, publish_many: PublishMany) -> None:
+    publish_many()
+    changed = platform.repartitioner.repartition("orders", 7)
+    assert changed is not None
+    platform.publisher.publish(Publication("orders", b"-1", partition=6))
+    platform.transfer.run_once()
+    *of_block, last = platform.reader.read("orders")
+    assert [int(event.value) for event in of_block] == list(range(MANY))
+    assert {event.partition for event in of_block} <= {0, 1, 2, 3}
+    assert of_block[-1].id <= changed.after < last.id
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("UPDATE eventsql.spark_staged_event SET eql_value = 'no block'", "cannot be unpacked"),
+        ("UPDATE eventsql.spark_staged_event SET eql_metadata = '{\"events\": 7}'", "instead of 7"),
+        ("DELETE FROM eventsql.spark_staged_event", "is gone"),
+    ],
+    ids=["unreadable", "other-number", "gone"],
+)
+def test_a_block_that_is_damaged_stops_its_topic_and_no_other(
+    platform: EventSQL, dsn: str, publish_many: PublishMany, damage: str, said: str
+) -> None:
+    publish_many()
+    with psycopg.connect(dsn, autocommit=True) as session:
+        session.execute(damage)
+    platform.publisher.publish(Publication("fares", b"1"))
+    platform.publisher.publish(Publication("orders", b"-1"))
+    with pytest.raises(DatabaseError, match=f"'orders' stay in the buffer.*{said}"):
+        platform.transfer.run_once()
+    assert (values(platform, "fares"), values(platform)) == ([1], [])
+
+
+def test_a_server_that_goes_away_while_a_block_is_moved_leaves_it_to_the_next_transfer(
+    platform: EventSQL, dsn: str, publish_many: PublishMany
+) -> None:
+    publish_many()
+    with (
+        EventSQL(dsn, transfer=False) as elsewhere,
+        ThreadPoolExecutor(1) as thread,
+        psycopg.connect(dsn) as holder,
+        psycopg.connect(dsn, autocommit=True) as administrator,
+    ):
+        holder.execute("LOCK TABLE eventsql.orders_event IN SHARE MODE")
+        moved = thread.submit(elsewhere.transfer.run_once)
+
+        def ended() -> bool:
+            ended = administrator.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            )
+            return ended.rowcount > 0
+
+        wait_until(ended, "the transfer waits for the log")
+        assert isinstance(moved.exception(), DatabaseUnavailableError)
+    assert platform.transfer.run_once() == {"orders": MANY}
+    assert values(platform) == list(range(MANY))

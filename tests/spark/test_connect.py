@@ -1,0 +1,169 @@
+"""Spark Connect: clients without a Spark of their own read and write through a server, declarative pipelines too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyspark
+import pytest
+
+from eventsql_orchestration import EventSQL, Topic
+from tests.spark.connect import connect_server, environment
+from tests.spark.processes import Driver
+
+REMOTE = Path(__file__).with_name("remote.py")
+
+
+PIPELINE = """
+from pyspark import pipelines as dp
+from pyspark.sql import DataFrame, SparkSession
+
+spark = SparkSession.active()
+database = {"dsn": spark.conf.get("eventsql.dsn")}
+
+
+@dp.table
+def seen() -> DataFrame:
+    reader = spark.readStream.format("eventsql").options(**database, subscribe="orders", startingOffsets="earliest")
+    return reader.schema("key string, value binary, offset bigint").load()
+
+
+@dp.materialized_view
+def per_key() -> DataFrame:
+    return spark.read.table("seen").groupBy("key").count()
+
+
+dp.create_sink("copies", "eventsql", {**database, "topic": "copies"})
+
+
+@dp.append_flow(target="copies")
+def copied() -> DataFrame:
+    return spark.readStream.table("seen").select("key", "value")
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("connect")
+
+
+@pytest.fixture(scope="module")
+def address(home: Path) -> Iterator[str]:
+    with connect_server(home) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(home: Path, address: str) -> Iterator[Driver]:
+    running = Driver(home, {"remote": address}, program=REMOTE)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def run_pipeline(project: Path, home: Path, address: str) -> None:
+    program = Path(pyspark.__file__).parent / "bin" / "spark-pipelines"
+    ran = subprocess.run(
+        [str(program), "run", "--remote", address],
+        cwd=project, env=environment(home), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+
+
+def values(platform: EventSQL, topic: str) -> list[bytes]:
+    platform.transfer.run_once()
+    return [event.value for event in platform.reader.read(topic)]
+
+
+def test_reads_what_a_session_of_its_own_would(client: Driver, platform: EventSQL, orders: str, dsn: str) -> None:
+    options = {"dsn": dsn, "subscribe": orders, "startingOffsets": "990", "includeHeaders": "true"}
+    rows = json.loads(
+        client.do("read", columns=["offset", "partition", "key", "hex(value)", "headers"], options=options)
+    )
+    assert rows == [
+        [event.id, event.partition, event.key, event.value.hex().upper(), dict(event.metadata)]
+        for event in platform.reader.read(orders, after=989)
+    ]
+    assert len(rows) == 11
+
+
+def test_fetches_the_columns_that_are_asked_for(client: Driver, orders: str, dsn: str) -> None:
+    options = {"dsn": dsn, "subscribe": orders, "partition": "2"}
+    schema = "offset bigint, partition int"
+    rows = json.loads(client.do("read", columns=["*"], options=options, schema=schema))
+    assert rows
+    assert {tuple(map(type, row)) for row in rows} == {(int, int)}
+    assert {partition for _, partition in rows} == {2}
+
+
+def test_a_view_in_sql(client: Driver, orders: str, dsn: str) -> None:
+    options = f"dsn '{dsn}', subscribe '{orders}', startingOffsets '901'"
+    statements = [
+        f"CREATE OR REPLACE TEMPORARY VIEW recent USING eventsql OPTIONS ({options})",
+        "SELECT count(*) FROM recent WHERE offset > 950",
+    ]
+    assert json.loads(client.do("sql", statements=statements)) == [[50]]
+
+
+def test_a_repeated_write_is_published_once(client: Driver, platform: EventSQL, dsn: str) -> None:
+    platform.registry.register_topic(Topic("fares", partitions=3))
+    options = {"dsn": dsn, "topic": "fares", "writerId": "connect", "batchId": "7"}
+    assert [client.do("write", events=30, options=options) for _ in range(2)] == ["written", "written"]
+    assert sorted(map(int, values(platform, "fares"))) == list(range(30))
+
+
+def test_a_stream_goes_on_where_it_was(  # noqa: PLR0917 - fixtures
+    client: Driver, platform: EventSQL, orders: str, publish: Callable[..., None], dsn: str, checkpoint: Path
+) -> None:
+    platform.registry.register_topic(Topic("copies"))
+    order = {
+        "reading": {"dsn": dsn, "subscribe": orders, "startingOffsets": "earliest"},
+        "writing": {"dsn": dsn, "topic": "copies"},
+        "checkpoint": str(checkpoint),
+    }
+    assert client.do("copy", **order) == "copied"
+    publish(10, first=5_000)
+    assert client.do("copy", **order) == "copied"
+    assert sorted(values(platform, "copies")) == sorted(values(platform, orders))
+
+
+def test_an_error_of_ours_is_found_in_the_clients(client: Driver, platform: EventSQL, dsn: str) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    answer = client.do("read", columns=["*"], options={"dsn": dsn, "subscribe": "rides"})
+    assert answer.startswith("failed: TopicNotFoundError: ")
+    assert "'rides'" in answer
+
+
+def test_a_declarative_pipeline_goes_on_where_it_was(  # noqa: PLR0917 - fixtures
+    client: Driver,
+    home: Path,
+    address: str,
+    platform: EventSQL,
+    orders: str,
+    publish: Callable[..., None],
+    dsn: str,
+    tmp_path: Path,
+) -> None:
+    platform.registry.register_topic(Topic("copies"))
+    specification = {
+        "name": "orders",
+        "storage": (tmp_path / "storage").as_uri(),
+        "libraries": [{"glob": {"include": "transformations/**"}}],
+        "configuration": {"eventsql.dsn": dsn},
+    }
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "transformations").mkdir()
+    (tmp_path / "transformations" / "orders.py").write_text(PIPELINE)
+    (tmp_path / "spark-pipeline.yml").write_text(json.dumps(specification))
+    statements = [
+        "SELECT (SELECT count(DISTINCT offset) FROM seen), count(*), (SELECT sum(count) FROM per_key) FROM seen"
+    ]
+    for events in (1_000, 1_010):
+        run_pipeline(tmp_path, home, address)
+        assert json.loads(client.do("sql", statements=statements)) == [[events] * 3]
+        assert sorted(values(platform, "copies")) == sorted(values(platform, orders))
+        publish(10, first=5_000)

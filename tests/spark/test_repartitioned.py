@@ -1,0 +1,149 @@
+"""Reads of a topic that got another number of partitions: its events keep theirs, and none is missed or read twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from pyspark.sql.datasource import EqualTo, In
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+from eventsql_orchestration import Consumer, EventSQL
+from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
+from eventsql_orchestration.spark.read_options import ReadOptions
+from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, Reading, Split, read_schema
+from eventsql_orchestration.spark.stream import StreamReader
+
+Publish = Callable[..., None]
+
+ALL = ReadAllAvailable()
+
+
+@pytest.fixture
+def repartitioned(platform: EventSQL, orders: str, publish: Publish) -> str:
+    """1,000 events over 4 partitions, and 500 over 2."""
+    platform.repartitioner.repartition(orders, 2)
+    publish(500, first=1_000)
+    return orders
+
+
+def options(dsn: str, topic: str, *, streaming: bool, **given: str) -> ReadOptions:
+    return ReadOptions.parse({"dsn": dsn, "subscribe": topic, **given}, streaming=streaming)
+
+
+def batch(dsn: str, topic: str, **given: str) -> BatchReader:
+    return BatchReader(options(dsn, topic, streaming=False, **given), read_schema(headers=False))
+
+
+def offsets(reader: Reading, splits: object) -> list[int]:
+    assert isinstance(splits, list)
+    return sorted(
+        offset
+        for split in splits
+        if isinstance(split, Split)
+        for batch in reader.read(split)
+        for offset in batch.column("offset").to_pylist()
+    )
+
+
+def published(platform: EventSQL, topic: str, *partitions: int) -> list[int]:
+    return [event.id for event in platform.reader.read(topic) if not partitions or event.partition in partitions]
+
+
+def test_a_topic_is_read_whole(platform: EventSQL, repartitioned: str, dsn: str) -> None:
+    reader = batch(dsn, repartitioned, numPartitions="3")
+    assert offsets(reader, reader.partitions()) == published(platform, repartitioned)
+
+
+def test_a_partition_that_the_topic_has_no_more_is_read(platform: EventSQL, repartitioned: str, dsn: str) -> None:
+    reader = batch(dsn, repartitioned, partition="3")
+    found = offsets(reader, reader.partitions())
+    assert found == published(platform, repartitioned, 3)
+    assert found
+    with pytest.raises(PartitionOutOfRangeError, match="option partition: partition 4 is out of range"):
+        batch(dsn, repartitioned, partition="4").partitions()
+
+
+@pytest.mark.parametrize("condition", [EqualTo(("partition",), 3), In(("partition",), (1, 3, 9, -1))])
+def test_a_filter_on_such_a_partition_finds_its_events(
+    platform: EventSQL, repartitioned: str, dsn: str, condition: EqualTo | In
+) -> None:
+    reader = FilteringReader(
+        options(dsn, repartitioned, streaming=False, pushFilters="true"), read_schema(headers=False)
+    )
+    assert list(reader.pushFilters([condition])) == []
+    wanted = condition.value if isinstance(condition.value, tuple) else (condition.value,)
+    assert offsets(reader, reader.partitions()) == published(platform, repartitioned, *wanted)
+
+
+def test_offsets_of_single_partitions_are_those_of_all_that_hold_events(
+    platform: EventSQL, repartitioned: str, dsn: str
+) -> None:
+    with pytest.raises(ValidationError, match="topic 'orders' lacks partition 2, 3"):
+        batch(dsn, repartitioned, startingOffsets='{"orders": {"0": -2, "1": -2}}').partitions()
+    reader = batch(dsn, repartitioned, startingOffsets='{"orders": {"0": -2, "1": -2, "2": -2, "3": 900}}')
+    expected = {*published(platform, repartitioned, 0, 1, 2)}
+    expected |= {offset for offset in published(platform, repartitioned, 3) if offset >= 900}
+    assert offsets(reader, reader.partitions()) == sorted(expected)
+
+
+def test_a_running_stream_with_offsets_of_partitions_goes_on_with_new_ones(
+    platform: EventSQL, publish: Publish, orders: str, dsn: str
+) -> None:
+    starting = '{"orders": {"0": -2, "1": -2, "2": -2, "3": -2}}'
+    reader = StreamReader(options(dsn, orders, streaming=True, startingOffsets=starting), read_schema(headers=False))
+    try:
+        start = reader.initialOffset()
+        middle = reader.latestOffset(start, ALL)
+        first = offsets(reader, reader.partitions(start, middle))
+        platform.repartitioner.repartition(orders, 6)
+        publish(200, first=1_000)
+        end = reader.latestOffset(middle, ALL)
+        assert sorted(end["orders"]["0"]) == list("012345")
+        second = offsets(reader, reader.partitions(middle, end))
+    finally:
+        reader.stop()
+    assert first == published(platform, orders)[:1_000]
+    assert second == published(platform, orders)[1_000:]
+
+
+def test_a_stream_whose_option_knows_fewer_partitions_goes_on_from_its_checkpoint(
+    platform: EventSQL, publish: Publish, orders: str, dsn: str
+) -> None:
+    starting = '{"orders": {"0": -2, "1": -2, "2": -2, "3": -2}}'
+    reading = options(dsn, orders, streaming=True, startingOffsets=starting)
+    before = StreamReader(reading, read_schema(headers=False))
+    checkpoint = before.latestOffset(before.initialOffset(), ALL)
+    before.stop()
+    platform.repartitioner.repartition(orders, 6)
+    publish(200, first=1_000)
+    after = StreamReader(reading, read_schema(headers=False))
+    try:
+        with pytest.raises(ValidationError, match="lacks partition 4, 5"):
+            after.initialOffset()
+        end = after.latestOffset(checkpoint, ALL)
+        assert offsets(after, after.partitions(checkpoint, end)) == published(platform, orders)[1_000:]
+    finally:
+        after.stop()
+
+
+@pytest.mark.parametrize("partitions", [2, 6])
+def test_a_stream_s_consumer_gets_the_partitions_of_its_topic(
+    platform: EventSQL, publish: Publish, orders: str, dsn: str, partitions: int
+) -> None:
+    platform.registry.register_consumer(Consumer(orders, "lake"))
+    reader = StreamReader(options(dsn, orders, streaming=True, consumer="lake"), read_schema(headers=False))
+    try:
+        start = reader.initialOffset()
+        publish(100, first=1_000)
+        platform.repartitioner.repartition(orders, partitions)
+        publish(200, first=1_100)
+        end = reader.latestOffset(start, ALL)
+        assert offsets(reader, reader.partitions(start, end)) == published(platform, orders)
+        reader.commit(end)
+    finally:
+        reader.stop()
+    states = platform.registry.consumer(orders, "lake")
+    assert [state.partition for state in states] == list(range(partitions))
+    assert {state.last_event_id for state in states} == {end["orders"]["0"] - 1}
+    assert not platform.layouts.unsettled(orders)
