@@ -10,7 +10,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
 VENV_OLDEST := .venv-oldest
 
-.PHONY: help setup demo browser jdbc test oldest bench faults lint format types contracts check clean
+.PHONY: help setup demo browser jdbc pooler java test oldest bench faults lint format types contracts check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -50,8 +50,25 @@ jdbc: ## Install PostgreSQL's JDBC driver, with which `eventsql bench spark` com
 		fi; \
 	fi
 
-test: setup browser jdbc ## Run all tests
-	$(BIN)/python -m pytest $(ARGS)
+pooler: ## Install PgBouncer for the tests through a pooler, where apt-get can
+	@if ! PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends pgbouncer; \
+		else \
+			echo "No PgBouncer here: the tests through a pooler will say that they did not run. Install pgbouncer."; \
+		fi; \
+	fi
+
+java: ## Fetch EventSQL's Java library for the tests that share a database with it, where Maven and its repository have it
+	@if ! command -v mvn >/dev/null; then \
+		echo "No Maven here: the tests with EventSQL's Java library will say that they did not run."; \
+	elif ! mvn --quiet --batch-mode --file tests/java/pom.xml dependency:copy-dependencies \
+		-DoutputDirectory="$(CURDIR)/.java" >/dev/null; then \
+		echo "EventSQL's Java library could not be fetched: the tests with it will say that they did not run."; \
+	fi
+
+test: setup browser jdbc pooler java ## Run all tests
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 oldest: | uv ## Run Dagster's tests with the oldest versions that pyproject.toml allows (ARGS=tests: all tests)
 	@test -x $(VENV_OLDEST)/bin/python || $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV_OLDEST)

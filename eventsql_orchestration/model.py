@@ -43,7 +43,7 @@ MAX_AGE: Final = timedelta(days=36_525)
 
 DEAD_LETTER_SUFFIX: Final = "_dlt"
 
-_TOPIC_NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
+_TOPIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}", re.ASCII)
 
@@ -60,8 +60,9 @@ def check_schema_name(name: object) -> str:
 def check_topic_name(name: object) -> str:
     """Return `name`, or raise `InvalidNameError`.
 
-    The name becomes part of a table's name, which the EventSQL library for Java writes unquoted: lower-case ASCII
-    letters, digits and underscores keep one name one table in both.
+    The name becomes part of a table's name, which the EventSQL library for Java writes unquoted: ASCII letters, digits
+    and underscores. That library makes topics with capitals too, whose tables PostgreSQL names in lower case; the
+    registry makes none, so that one name is one table.
     """
     if not isinstance(name, str) or not _TOPIC_NAME.fullmatch(name):
         raise InvalidNameError(

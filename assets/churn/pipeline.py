@@ -8,11 +8,11 @@ from typing import Any
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
-from pyspark.sql import functions as f
 
 from assets.churn import sums
-from assets.churn.counting import count, differing, stored
+from assets.churn.counting import count, stored
 from assets.churn.git_history import file_changes as history
+from assets.range_sums import compared, publish_sums
 from eventsql_orchestration import Event, Publication, Topic
 from eventsql_orchestration.dagster import (
     PUBLISHED_EVENTS,
@@ -20,9 +20,7 @@ from eventsql_orchestration.dagster import (
     EventSQLResource,
     TopicResource,
     consumer_asset,
-    publish_dataframe,
     range_asset,
-    spark_progress,
     topic_key,
 )
 from eventsql_orchestration.database import Connection
@@ -104,17 +102,10 @@ def directory_churn(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
     """Sum up the claimed range and publish the sums, together with the consumer's offset."""
-    events = eventsql.read_range(spark.spark_session, claim)
-    churn = sums.churn(sums.changes_of(events))
-    with spark_progress(context, spark.spark_session) as progress:
-        published = publish_dataframe(
-            context,
-            churn.select(f.col("directory").alias("key"), f.to_json(f.struct(*churn.columns)).alias("value")),
-            eventsql=eventsql,
-            topic=DIRECTORY_CHURN.name,
-            claim=claim,
-        )
-    return {**published, **progress.metadata()}
+    return publish_sums(
+        context, claim, eventsql=eventsql, spark=spark,
+        compute=lambda events: sums.churn(sums.changes_of(events)), topic=DIRECTORY_CHURN, key="directory",
+    )  # fmt: skip
 
 
 _ADD = """
@@ -152,7 +143,4 @@ def directory_churn_table_matches_log(eventsql: EventSQLResource) -> dg.AssetChe
     expected = count(json.loads(event.value) for batch in batches for event in batch)
     with platform.database.transaction() as connection:
         found = stored(connection)
-    wrong = differing(expected, found)
-    return dg.AssetCheckResult(
-        passed=not wrong, metadata={"rows": len(expected), "rows that differ": len(wrong), "differing": str(wrong[:5])}
-    )
+    return compared(expected, found)

@@ -6,19 +6,13 @@ from typing import Any
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
-from pyspark.sql import functions as f
 
+from assets.range_sums import compared, publish_sums
 from assets.rides import sums
 from assets.rides.counting import count_utilisation
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import Event, Topic
-from eventsql_orchestration.dagster import (
-    EventSQLResource,
-    consumer_asset,
-    publish_dataframe,
-    range_asset,
-    spark_progress,
-)
+from eventsql_orchestration.dagster import EventSQLResource, consumer_asset, range_asset
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.log.claims import Claim
 
@@ -39,17 +33,10 @@ def driver_utilisation(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
     """Sum up the claimed range and publish the sums, together with the consumer's offset."""
-    events = eventsql.read_range(spark.spark_session, claim)
-    driven = sums.utilisation(sums.orders_of(events))
-    with spark_progress(context, spark.spark_session) as progress:
-        published = publish_dataframe(
-            context,
-            driven.select(f.col("driver").alias("key"), f.to_json(f.struct(*driven.columns)).alias("value")),
-            eventsql=eventsql,
-            topic=DRIVER_UTILISATION.name,
-            claim=claim,
-        )
-    return {**published, **progress.metadata()}
+    return publish_sums(
+        context, claim, eventsql=eventsql, spark=spark,
+        compute=lambda events: sums.utilisation(sums.orders_of(events)), topic=DRIVER_UTILISATION, key="driver",
+    )  # fmt: skip
 
 
 _ADD = """
@@ -91,12 +78,4 @@ def driver_utilisation_table_matches_log(eventsql: EventSQLResource) -> dg.Asset
             "SELECT driver, day, accepted, ended, completed, busy_micros FROM rides.driver_utilisation"
         )
         found = {(driver, day): tuple(counts) for driver, day, *counts in rows}
-    differing = sum(found.get(key) != wanted for key, wanted in expected.items())
-    return dg.AssetCheckResult(
-        passed=found == expected,
-        metadata={
-            "rows": len(expected),
-            "rows that differ": differing,
-            "rows beyond the log": len(found.keys() - expected.keys()),
-        },
-    )
+    return compared(expected, found)

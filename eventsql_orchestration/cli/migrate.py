@@ -12,20 +12,35 @@ from eventsql_orchestration.platform import EventSQL
 
 
 @click.command()
+@click.option(
+    "--times-in",
+    metavar="ZONE",
+    help="Where EventSQL's Java library made the tables: the time zone of its machines, such as Europe/Warsaw. UTC "
+    "unless given. Any other rewrites its tables, while nobody else can use them.",
+)
 @pass_context
-def migrate(context: CliContext) -> None:
+def migrate(context: CliContext, times_in: str | None) -> None:
     """Create the platform's tables, or bring them up to date.
 
     Safe to run at any time, and by several processes at once. Several databases without topics become the shards of one
     set; databases that are not of one set are left as they are.
     """
     several = len(context.settings.dsns) > 1
+    if several and times_in is not None:
+        raise click.UsageError(
+            "--times-in is for one database: name each alone with --dsn, and all of them afterwards."
+        )
     with open_platform(context.settings, migrate=several) as platform:
         before = [_revision(shard.database) for shard in platform.shards]
         if several:
             platform.open()
         for shard, revision in zip(platform.shards, before, strict=True):
-            _migrate(shard, revision)
+            if times_in is not None and revision is not None:
+                raise DatabaseError(
+                    f"--times-in comes too late: the times in {shard.database} were adopted when it was migrated "
+                    "first; run `eventsql migrate` without it"
+                )
+            _migrate(shard, revision, times_in or "UTC")
 
 
 def _revision(database: Database) -> str | None:
@@ -38,9 +53,9 @@ def _revision(database: Database) -> str | None:
     return before
 
 
-def _migrate(platform: EventSQL, before: str | None) -> None:
+def _migrate(platform: EventSQL, before: str | None, times_in: str) -> None:
     database = platform.database
-    database.migrate()
+    database.migrate(times_in=times_in)
     after = migrations.head()
     shard = "" if platform.shard is None else f"shard {platform.shard!r}: "
     where = f"{shard}schema {database.schema!r} of {database}"

@@ -13,9 +13,9 @@ from eventsql_orchestration import NOT_PARTITIONED, Topic
 from eventsql_orchestration.dagster.assembly import build_definitions
 from eventsql_orchestration.dagster.consumers import consumer_asset
 from eventsql_orchestration.dagster.definition import DEFAULT_MAX_ATTEMPTS
-from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_topic_name
-from eventsql_orchestration.rules import check_name
+from eventsql_orchestration.rules import check_name, check_whole
 
 FUNCTION_FILE: Final = "consume.py"
 
@@ -79,11 +79,11 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     partitioned: bool = False
     file: str = FUNCTION_FILE
     function: str = "consume"
-    max_events: int = Field(default=10_000, ge=1)
-    max_attempts: int = Field(default=DEFAULT_MAX_ATTEMPTS, ge=1)
-    max_lag_events: int | None = Field(default=None, ge=0)
-    max_lag_seconds: float | None = Field(default=300.0, ge=0)
-    lag_grace: float = Field(default=60.0, ge=0)
+    max_events: int = 10_000
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    max_lag_events: int | None = None
+    max_lag_seconds: float | None = 300.0
+    lag_grace: float = 60.0
     platform: bool = True
 
     # What the platform would refuse is refused here, where the message names the field of the file.
@@ -102,6 +102,18 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     @classmethod
     def _partitions_are_possible(cls, value: int) -> int:
         return check_partitions(value)
+
+    @field_validator("max_events", "max_attempts")
+    @classmethod
+    def _is_one_at_least(cls, value: int) -> int:
+        return check_whole("it", value, least=1)
+
+    @field_validator("max_lag_events", "max_lag_seconds", "lag_grace")
+    @classmethod
+    def _is_not_negative(cls, value: float | None) -> float | None:
+        if value is not None and value < 0:
+            raise ValidationError(f"it must not be negative: {value}")
+        return value
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Raises `ConfigurationError` where the file or its function is not there."""

@@ -65,6 +65,9 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
                 "dequeue_interval_seconds": 1,
                 "dequeue_use_threads": True,
                 "dequeue_num_workers": 4,
+                # A code server that does not answer in time, on a machine that is busy, is asked again.
+                "max_user_code_failure_retries": 5,
+                "user_code_failure_retry_delay": 5,
                 # One Spark session uses all cores of its machine.
                 "tag_concurrency_limits": [{"key": SPARK_TAG, "limit": 1}],
             },

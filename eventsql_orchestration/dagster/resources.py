@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.dagster.lineage import ExecutionContext, lineage
-from eventsql_orchestration.database.database import parse_dsn
+from eventsql_orchestration.database.database import is_pooled, parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.lag import ConsumerLag
@@ -83,6 +83,9 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
 
         def limit(connection: Any, _record: object) -> None:
             driver: psycopg.Connection[Any] = getattr(connection, "driver_connection", connection)
+            if is_pooled(driver):
+                # It would bound everybody's sessions (docs/poolers.md).
+                return
             autocommit, driver.autocommit = driver.autocommit, True
             driver.execute(
                 "SELECT set_config('statement_timeout', %(ms)s, false), set_config('lock_timeout', %(ms)s, false), "

@@ -389,10 +389,22 @@ class Database:
             revision = connection.scalar(text(f"SELECT version_num FROM {table}"))  # noqa: S608 - a checked identifier
             return None if revision is None else str(revision)
 
-    def migrate(self) -> None:
-        """Bring the schema up to date; safe from many processes at once."""
+    def migrate(self, *, times_in: str = "UTC") -> None:
+        """Bring the schema up to date; safe from many processes at once.
+
+        `times_in` names the time zone whose clock EventSQL's Java library wrote by, in tables that it made before. Any
+        other than UTC rewrites them once, while nobody else can use them; it matters the first time alone. Raises
+        `ConfigurationError` for a zone that the server does not know.
+        """
         with self.errors():
-            migrations.upgrade(self.engine.execution_options(isolation_level="READ COMMITTED"), self.schema)
+            try:
+                migrations.upgrade(
+                    self.engine.execution_options(isolation_level="READ COMMITTED"), self.schema, times_in=times_in
+                )
+            except sqlalchemy.exc.DBAPIError as error:
+                if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
+                    raise ConfigurationError(f"the server knows no time zone {times_in!r}") from None
+                raise
         logger.info("schema %s of %s is at revision %s", self.schema, self, migrations.head())
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ comment lines. `{schema}` and names such as `{event_table}` are composed as iden
 from __future__ import annotations
 
 import re
+import string
 from functools import cache
 from importlib import resources
 from typing import Final
@@ -36,9 +37,15 @@ def statement(file: str, name: str) -> str:
     return _statements(file)[name]
 
 
+_FOLDED: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+
+
 def event_table(topic: str) -> str:
-    """The name of the table that holds a topic's ordered log."""
-    return f"{topic}_event"
+    """The name of the table that holds a topic's ordered log.
+
+    In lower case: EventSQL's Java library writes it unquoted, and PostgreSQL folds such a name so.
+    """
+    return f"{topic.translate(_FOLDED)}_event"
 
 
 class Queries:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -27,6 +28,8 @@ from eventsql_orchestration.log import layouts, segments
 from eventsql_orchestration.log.positions import Earliest, Start, resolve, starting_at
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, EventFilter, Retention, Topic
 from eventsql_orchestration.sharding import HELD, ShardSet
+
+logger = logging.getLogger(__name__)
 
 CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
@@ -88,6 +91,7 @@ class Registry:
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
         with self._database.core() as connection:
             lock_registry(connection)
+            _refuse_capitals(connection, topic.name)
             # EventSQL's Java library registers topics too, and knows nothing of our lock.
             connection.execute(
                 insert(tables.topic)
@@ -130,7 +134,7 @@ class Registry:
     def topics(self) -> list[Topic]:
         """All topics, by name."""
         with self._database.core() as connection:
-            return [_as_topic(row) for row in connection.execute(_TOPICS.order_by(_t.eql_name))]
+            return _usable(connection.execute(_TOPICS.order_by(_t.eql_name)))
 
     def topic(self, name: str) -> Topic:
         """One topic. Raises `TopicNotFoundError`."""
@@ -404,6 +408,28 @@ def find_topic(connection: Connection, name: str) -> Topic | None:
     """A topic as the caller's transaction sees it now."""
     row = connection.execute(_TOPICS.where(_t.eql_name == name)).one_or_none()
     return None if row is None else _as_topic(row)
+
+
+def _usable(rows: Iterable[Sequence[Any]]) -> list[Topic]:
+    """Topics, but for those that EventSQL's Java library made with names that only it can use."""
+    topics = []
+    for row in rows:
+        try:
+            topics.append(_as_topic(row))
+        except InvalidNameError as error:
+            logger.warning("a topic is left out, which another library made: %s", error)
+    return topics
+
+
+def _refuse_capitals(connection: Connection, name: str) -> None:
+    """Topics with capitals are Java's: two that differ in nothing else would have one table."""
+    folded = func.lower(_t.eql_name.collate("C"))
+    known = list(connection.scalars(select(_t.eql_name).where(folded == name.lower())))
+    if name not in known and (known or name != name.lower()):
+        raise InvalidNameError(
+            f"topic name {name!r} is not usable: "
+            + (f"topic {known[0]!r} has its table" if known else f"take lower-case letters, as in {name.lower()!r}")
+        )
 
 
 def _as_topic(row: Sequence[Any]) -> Topic:

@@ -120,7 +120,7 @@ class Repartitioner:
             current = find_topic(connection, topic)
             if row is None or current is None or current.partitions == partitions:
                 return None
-            self._drain(connection, topic)
+            self._drain(connection, current)
             after = segments.newest_id(driver, self._database.schema, topic)
             own = {"topic": topic}
             if not layouts(driver, self._database.schema, topic):
@@ -135,19 +135,22 @@ class Repartitioner:
                 driver.execute(self._layouts("add_partitions"), {**changed, "consumer": consumer})
             return Repartitioning(topic, current.partitions, partitions, after, consumers)
 
-    def _drain(self, connection: Connection, topic: str) -> None:
+    def _drain(self, connection: Connection, topic: Topic) -> None:
         """Move what is in the buffer, and let nothing come into it until the transaction ends."""
         driver = driver_connection(connection)
         driver.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(BUFFER_SECONDS * 1000)}ms"])
         driver.execute(self._layouts("lock_buffer"))
-        row = driver.execute(self._layouts("count_buffered"), {"topic": topic, "limit": MOST_BUFFERED + 1}).fetchone()
+        counted = {"topic": topic.name, "limit": MOST_BUFFERED + 1}
+        row = driver.execute(self._layouts("count_buffered"), counted).fetchone()
         assert row is not None, "an aggregate gives one row"
         if row[0] > MOST_BUFFERED:
             raise _TooManyBufferedError
         if row[0]:
-            segments.ensure_ahead(driver, self._database.schema, topic)
+            segments.ensure_ahead(driver, self._database.schema, topic.name)
             driver.execute(
-                self._log("move", topic=topic), {"topic": topic, "low_water": 0, "upto": MAX_OFFSET}, prepare=False
+                self._log("move" if topic.layout == 1 else "move_into_layout", topic=topic.name),
+                {"topic": topic.name, "low_water": 0, "upto": MAX_OFFSET, "partitions": topic.partitions},
+                prepare=False,
             )
 
 

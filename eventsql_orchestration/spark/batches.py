@@ -66,12 +66,13 @@ _EXPRESSIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range that a task reads, and its first event when the read was planned.
+    """A range that a task reads, the table of its events, and its first event when the read was planned.
 
     Of its events, those are given that meet all of `rows`, which are SQL.
     """
 
     offsets: OffsetRange
+    table: str
     first: int
     rows: Sequence[str] = ()
 
@@ -180,9 +181,7 @@ def report_loss(what: str, *, fail: bool) -> None:
 
 
 def _first_query(source: Source, piece: Piece) -> str:
-    return (
-        sql.SQL("SELECT eql_id FROM {} WHERE eql_id = {}").format(_log(source, piece.offsets), piece.first).as_string()
-    )
+    return sql.SQL("SELECT eql_id FROM {} WHERE eql_id = {}").format(_log(source, piece), piece.first).as_string()
 
 
 def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
@@ -200,15 +199,15 @@ def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
         sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
         .format(
             sql.SQL(", ").join(_EXPRESSIONS[name] for name in fetched),
-            _log(source, offsets),
+            _log(source, piece),
             sql.SQL(" AND ").join(conditions),
         )
         .as_string()
     )
 
 
-def _log(source: Source, offsets: OffsetRange) -> sql.Identifier:
-    return sql.Identifier(source.schema, f"{offsets.topic}_event")
+def _log(source: Source, piece: Piece) -> sql.Identifier:
+    return sql.Identifier(source.schema, piece.table)
 
 
 def _column(name: str, found: Any, kind: pa.DataType, topic: str, rows: int) -> pa.Array:

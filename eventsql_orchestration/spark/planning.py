@@ -10,6 +10,7 @@ from typing import Any, Final
 from psycopg.errors import InsufficientPrivilege
 
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import (
     ClaimLostError,
     EventSQLError,
@@ -289,6 +290,7 @@ class Logs:
             tuple(
                 Piece(
                     OffsetRange(ranges[index].topic, ranges[index].partition, *bounds),
+                    event_table(ranges[index].topic),
                     first,
                     (rows or {}).get(ranges[index].topic, ()),
                 )

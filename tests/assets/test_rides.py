@@ -48,14 +48,14 @@ def test_tables_of_fares_and_of_drivers_hold_what_the_log_says_after_runs_over_t
         simulation = RideSimulation(platform, seed=7)
         for _ in range(2):
             simulation.run(15)
+            result = run("consume_with_spark")
             for name in ("zone_fares", "driver_utilisation"):
-                result = run(f"consume_{name}")
                 (materialized,) = [
                     event for event in result.get_asset_materialization_events() if event.asset_key == dg.AssetKey(name)
                 ]
                 metadata = materialized.materialization.metadata
                 assert {SPARK_TASKS, SPARK_ROWS} <= metadata.keys()
-                run(f"consume_{name}_table")
+            run("consume_sums")
     assert platform.reader.count(RIDE_ORDERS.name) > 60
     resource = EventSQLResource(dsn=dsn)
     try:

@@ -56,6 +56,16 @@ def publish(platform: EventSQL, *values: bytes) -> None:
 # migrate
 
 
+def test_the_clock_that_times_were_written_by_is_chosen_before_they_are_adopted(invoke: Run, empty: str) -> None:
+    unknown = invoke("--dsn", empty, "migrate", "--times-in", "Middle/Earth")
+    assert unknown.exit_code == 1
+    assert "no time zone 'Middle/Earth'" in unknown.stderr
+    assert invoke("--dsn", empty, "migrate", "--times-in", "Asia/Tokyo").exit_code == 0
+    late = invoke("--dsn", empty, "migrate", "--times-in", "Asia/Tokyo")
+    assert late.exit_code == 1
+    assert "comes too late" in late.stderr
+
+
 def test_migrate_creates_the_tables_once(invoke: Run, empty: str) -> None:
     first = invoke("--dsn", empty, "migrate")
     assert (first.exit_code, first.stdout) == (0, "")

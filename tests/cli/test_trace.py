@@ -320,6 +320,7 @@ def test_what_an_event_says_of_its_origin_commands_no_terminal_and_a_link_has_no
     assert r"run r\x1b]0;title\x07\nrun 2, asset \x1b[2J [\x9b31m], http://127.0.0.1:" in told.stdout
     found = run("trace", "rides", 1, "--dagster-url", url, "--json")
     assert "secret" not in told.output + found.output
+    assert not set("\x1b\x07\x9b") & set(found.output)
     assert json.loads(found.stdout)["run_id"] == run_id
 
 

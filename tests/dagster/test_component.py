@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import dagster as dg
 import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
+from dagster.components.testing import create_defs_folder_sandbox
 
 from eventsql_orchestration import Topic
 from eventsql_orchestration.dagster import (
@@ -121,3 +124,59 @@ def test_dg_scaffolds_a_consumer_and_checks_its_definitions(project: Path) -> No
     assert (folder / "consume.py").exists()
     dg_command("check", "defs")
     assert "consume_billing_2" in dg_command("list", "defs", "--json")
+
+
+def build(**attributes: object) -> dg.Definitions:
+    """The definitions of a component whose defs.yaml has these attributes."""
+    with create_defs_folder_sandbox() as sandbox:
+        folder = sandbox.scaffold_component(
+            component_cls=EventSQLConsumerComponent,
+            scaffold_params={"topic": "rides"},
+            defs_yaml_contents={
+                "type": "eventsql_orchestration.dagster.EventSQLConsumerComponent",
+                "attributes": {"name": "billing", "topic": "rides", "consumer": "billing", **attributes},
+            },
+        )
+        with sandbox.load_component_and_build_defs(defs_path=folder) as (_, definitions):
+            return definitions
+
+
+def deprecated(test: Callable[..., None]) -> Callable[..., None]:
+    """Let Dagster read a file in its own way."""
+    for warning in ("`parse_obj_as` is deprecated", ".* is currently in beta"):
+        test = pytest.mark.filterwarnings(f"ignore:{warning}")(test)
+    return test
+
+
+@deprecated
+def test_a_defs_yaml_is_a_consumer() -> None:
+    assert build().resolve_job_def("consume_billing").name == "consume_billing"
+
+
+@deprecated
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("topic", "No Topic"),
+        ("consumer", " mailer "),
+        ("partitions", 0),
+        ("max_events", 0),
+        ("max_attempts", 0),
+        ("max_lag_events", -1),
+        ("lag_grace", -0.5),
+        ("max_events", "many"),
+        ("colour", "red"),
+        ("file", "elsewhere.py"),
+        ("function", "devour"),
+    ],
+)
+def test_a_mistake_in_a_defs_yaml_names_the_field(field: str, value: object) -> None:
+    with pytest.raises(Exception) as refused:  # noqa: PT011 - Dagster's own errors and pydantic's
+        build(**{field: value})
+    # Dagster's own error names the file, and its cause says why.
+    said: list[str] = []
+    error: BaseException | None = refused.value
+    while error is not None:
+        said.append(str(error))
+        error = error.__cause__ or error.__context__
+    assert re.search(rf"\b{field}\b", "\n".join(said)), said

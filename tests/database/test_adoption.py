@@ -6,15 +6,15 @@ The DDL and the statements are those of EventSQL 1.0.0, `timestamp` columns incl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pytest
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import RedefinitionError
+from eventsql_orchestration.errors import ConfigurationError, RedefinitionError
 
 _DOCUMENTED = """
 CREATE TABLE topic (
@@ -191,6 +191,25 @@ def test_times_become_instants_and_keep_what_they_showed(java: Connection, adopt
     first = adopted.reader.read("account_created", limit=1)[0]
     assert first.buffered_at == datetime(2025, 6, 13, 17, 20, 21, tzinfo=UTC)
     assert first.created_at == datetime(2025, 6, 13, 17, 20, 22, tzinfo=UTC)
+
+
+def test_times_of_a_clock_elsewhere_are_read_by_it(java: Connection, server: EmbeddedPostgres) -> None:
+    """Where the machines of the Java service were in Tokyo, as their sessions' time zone was."""
+    java.execute("UPDATE topic SET eql_created_at = '2025-06-13 17:20:20.296'")
+    with Database(server.start().dsn_for("java"), schema="public") as database:
+        with pytest.raises(ConfigurationError, match="no time zone 'Middle/Earth'"):
+            database.migrate(times_in="Middle/Earth")
+        assert database.revision() is None
+        database.migrate(times_in="Asia/Tokyo")
+    with EventSQL(server.start().dsn_for("java"), schema="public", transfer=False) as platform:
+        assert platform.registry.topic("account_created").created_at == datetime(2025, 6, 13, 8, 20, 20, 296000, UTC)
+        first = platform.reader.read("account_created", limit=1)[0]
+        assert first.buffered_at == datetime(2025, 6, 13, 8, 20, 21, tzinfo=UTC)
+        # What it goes on to write is an instant, whatever its zone.
+        publish(java, 1)
+        platform.transfer.run_once()
+        newest = platform.reader.read("account_created")[-1]
+        assert abs(newest.buffered_at - datetime.now(UTC)) < timedelta(minutes=5)
 
 
 def test_topics_consumers_and_events_are_what_they_were(adopted: EventSQL) -> None:

@@ -117,3 +117,7 @@ def test_a_name_that_is_given_twice_is_a_mistake_of_the_program(monkeypatch: pyt
 
 def test_the_table_of_a_topic_is_named_after_it() -> None:
     assert event_table("account_created") == "account_created_event"
+
+
+def test_the_table_of_a_topic_with_capitals_is_named_as_postgresql_folds_it() -> None:
+    assert event_table("AccountCreated") == "accountcreated_event"

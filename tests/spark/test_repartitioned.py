@@ -131,7 +131,7 @@ def test_a_stream_whose_option_knows_fewer_partitions_goes_on_from_its_checkpoin
 def test_a_stream_s_consumer_gets_the_partitions_of_its_topic(
     platform: EventSQL, publish: Publish, orders: str, dsn: str, partitions: int
 ) -> None:
-    platform.registry.register_consumer(Consumer(orders, "lake"))
+    platform.registry.register_consumer(Consumer(orders, "lake", partitioned=True))
     reader = StreamReader(options(dsn, orders, streaming=True, consumer="lake"), read_schema(headers=False))
     try:
         start = reader.initialOffset()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from alembic import op
+from alembic import context, op
+from sqlalchemy import text
 
 revision = "0001"
 down_revision = None
@@ -53,9 +54,9 @@ ALTER TABLE consumer
     ADD COLUMN IF NOT EXISTS eql_retry_at timestamptz;
 """
 
-# That library writes `timestamp`; on PostgreSQL the change to `timestamptz` rewrites nothing while the session's
-# time zone is UTC. Its event tables are found through its topics, all before the first is altered: no open query may
-# read a table that is.
+# That library writes `timestamp`, by the clock of its sessions' time zone, its machine's.
+# On PostgreSQL the change to `timestamptz` rewrites nothing while the session's time zone is UTC. Its event tables are
+# found through its topics, all before the first is altered: no open query may read a table that is.
 _ADOPT_TIMES = """
 DO $$
 DECLARE
@@ -69,7 +70,7 @@ DECLARE
           AND c.relkind IN ('r', 'p')
           AND a.atttypid = 'timestamp'::regtype
           AND (c.relname IN ('topic', 'consumer', 'event_buffer')
-               OR c.relname IN (SELECT eql_name || '_event' FROM topic))
+               OR c.relname IN (SELECT lower(eql_name COLLATE "C") || '_event' FROM topic))
         GROUP BY c.oid
     );
 BEGIN
@@ -189,5 +190,11 @@ CREATE INDEX log_line_time ON log_line (eql_log, eql_written_at);
 
 
 def upgrade() -> None:
-    for statements in (_EVENTSQL, _ADDED_TO_EVENTSQL, _ADOPT_TIMES, _OURS):
-        op.get_bind().exec_driver_sql(statements)
+    bind = op.get_bind()
+    for statements in (_EVENTSQL, _ADDED_TO_EVENTSQL):
+        bind.exec_driver_sql(statements)
+    zone = text("SELECT set_config('timezone', :zone, true)")
+    bind.execute(zone, {"zone": context.config.attributes["times_in"]})
+    bind.exec_driver_sql(_ADOPT_TIMES)
+    bind.execute(zone, {"zone": "UTC"})
+    bind.exec_driver_sql(_OURS)

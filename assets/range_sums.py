@@ -1,0 +1,56 @@
+"""What the Spark assets have in common: summing up a claimed range, and comparing a table with the whole log."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import dagster as dg
+from dagster_pyspark import LazyPySparkResource
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as f
+
+from eventsql_orchestration import Topic
+from eventsql_orchestration.dagster import EventSQLResource, publish_dataframe, spark_progress
+from eventsql_orchestration.log.claims import Claim
+
+SHOWN = 5
+
+
+def publish_sums(
+    context: dg.AssetExecutionContext,
+    claim: Claim,
+    *,
+    eventsql: EventSQLResource,
+    spark: LazyPySparkResource,
+    compute: Callable[[DataFrame], DataFrame],
+    topic: Topic,
+    key: str,
+) -> Mapping[str, Any]:
+    """Let Spark compute sums of the claimed events and publish each row, as JSON, together with the consumer's offset.
+
+    `key` is the column that the rows are keyed by. Gives the metadata of the run.
+    """
+    rows = compute(eventsql.read_range(spark.spark_session, claim))
+    with spark_progress(context, spark.spark_session) as progress:
+        published = publish_dataframe(
+            context,
+            rows.select(f.col(key).alias("key"), f.to_json(f.struct(*rows.columns)).alias("value")),
+            eventsql=eventsql,
+            topic=topic.name,
+            claim=claim,
+        )
+    return {**published, **progress.metadata()}
+
+
+def compared(expected: Mapping[Any, Any], found: Mapping[Any, Any]) -> dg.AssetCheckResult:
+    """Whether a table's rows, by their keys, are those that the log gives, and how many and which are not."""
+    differing = [key for key, wanted in expected.items() if found.get(key) != wanted]
+    beyond = found.keys() - expected.keys()
+    return dg.AssetCheckResult(
+        passed=not differing and not beyond,
+        metadata={
+            "rows": len(expected),
+            "rows that differ": len(differing),
+            "rows beyond the log": len(beyond),
+            "differing": str([*differing, *sorted(beyond)][:SHOWN]),
+        },
+    )
