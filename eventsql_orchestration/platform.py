@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import ConfigurationError, EventSQLError
 from eventsql_orchestration.log.asynchronous import AsyncPublisher
 from eventsql_orchestration.log.buffered import BoundOptions, BufferedPublisher
 from eventsql_orchestration.log.claims import Claims
@@ -55,7 +55,7 @@ class EventSQL:
     def __init__(
         self,
         dsn: str,
-        *more: str,  # noqa: ARG002 - of the class that takes several
+        *more: str,
         schema: str = DEFAULT_SCHEMA,
         migrate: bool = True,
         transfer: bool = True,
@@ -63,6 +63,8 @@ class EventSQL:
         on_shard_down: Literal["fail", "wait"] = "fail",  # noqa: ARG002 - of the class that takes several
         shard_timeout: float = 10.0,  # noqa: ARG002 - likewise
     ) -> None:
+        if more:
+            raise ConfigurationError(f"{type(self).__name__} is on one database: EventSQL itself takes several URLs")
         self.shard: str | None = None
         self.database = Database(dsn, schema=schema, migrate=migrate)
         self.listener = Listener(self.database)

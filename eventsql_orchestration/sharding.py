@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -26,8 +25,10 @@ def owner_among(names: tuple[str, ...]) -> Callable[[str], str]:
     number. So the order of the names does not matter, a shard that is added takes its share of the keys from all others
     and moves no other key, and the choice is independent of the partition's. It must never change.
     """
+    # Each of Spark's Python workers imports this module, and needs none of it.
+    from hashlib import sha256  # noqa: PLC0415
+
     prefixes = [(name, name.encode() + b"\x00") for name in sorted(names)]
-    sha256 = hashlib.sha256
 
     @lru_cache(maxsize=CACHED_KEYS)
     def owner(key: str) -> str:

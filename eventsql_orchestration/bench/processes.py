@@ -58,8 +58,8 @@ class Crew:
     Every method that waits raises `BenchmarkError` when a process fails or dies, or the time is up.
     """
 
-    def __init__(self, dsn: str, schema: str) -> None:
-        self._place = {"dsn": dsn, "schema": schema}
+    def __init__(self, *dsns: str, schema: str) -> None:
+        self._place = {"dsns": dsns, "schema": schema}
         self._members: list[Member] = []
         self._messages: queue.Queue[tuple[Member, dict[str, Any] | None]] = queue.Queue()
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from eventsql_orchestration.bench import statements, workload
 from eventsql_orchestration.bench.figure import percentile
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.database.notifications import BUFFER
 from eventsql_orchestration.log.buffered import Acknowledgement
 from eventsql_orchestration.log.partitioner import default_partition
 from eventsql_orchestration.model import Event, Publication
@@ -33,11 +32,11 @@ _IN_MILLISECONDS: Final = 1_000_000
 class Place:
     """Where a process works."""
 
-    dsn: str
+    dsns: Sequence[str]
     schema: str
 
     def platform(self, *, transfer: bool = False, straight: bool = True) -> EventSQL:
-        return EventSQL(self.dsn, schema=self.schema, migrate=False, transfer=transfer, straight=straight)
+        return EventSQL(*self.dsns, schema=self.schema, migrate=False, transfer=transfer, straight=straight)
 
 
 # Publishing
@@ -187,12 +186,10 @@ def _in_threads(number: int, work: Callable[[int], None]) -> None:
 
 def transfer(wire: Wire, place: Place) -> dict[str, object]:
     """Transfer, as `eventsql transfer` does, until told to end."""
-    wake = threading.Event()
     with place.platform() as platform:
-        platform.database.ensure_schema()
-        platform.listener.subscribe(BUFFER, None, wake.set)
+        platform.open()
         wire.ready()
-        platform.transfer.run(wire.stopped, wake=wake)
+        platform.transfer_until(wire.stopped)
     return {}
 
 

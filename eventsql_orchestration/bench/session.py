@@ -133,7 +133,7 @@ class Session:
         database = self.platform.database
         url = database.url.update_query_dict({"application_name": self._application})
         dsn = url.set(drivername="postgresql").render_as_string(hide_password=False).replace(" ", "%20")
-        return Crew(dsn, database.schema)
+        return Crew(dsn, schema=database.schema)
 
     @contextmanager
     def holding_xmin(self) -> Iterator[None]:

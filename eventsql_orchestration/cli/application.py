@@ -204,7 +204,7 @@ def _show_log(ctx: click.Context, *, debug: bool) -> None:
 
 
 def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
-    return " ".join(values) or None
+    return " ".join(values) if values else None
 
 
 @click.group(

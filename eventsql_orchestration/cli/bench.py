@@ -31,6 +31,8 @@ from eventsql_orchestration.bench import (
 )
 from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.session import Report, Session
+from eventsql_orchestration.bench.shards import ShardsSize
+from eventsql_orchestration.bench.shards import measure as measure_shards
 from eventsql_orchestration.cli import bench_dagster
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import say, show, show_fields, stderr_is_terminal, write_json
@@ -127,11 +129,18 @@ _max_events_option: Final = click.option(
     metavar="MS",
     help="The handler sleeps for up to so many milliseconds on each batch  [default: 0].",
 )
+@click.option(
+    "--shards",
+    type=click.IntRange(1, 16),
+    metavar="N",
+    help="On 1, 2, … N embedded servers of its own, here, instead of the database.",
+)
 @_ends_with(_publishers_option, _max_events_option, _buffer_option, _raw_option)
 def stream_command(
     context: CliContext,
     *,
     handler_delay: float | None,
+    shards: int | None,
     quick: bool,
     as_json: bool,
     raw_events: int | None,
@@ -141,6 +150,10 @@ def stream_command(
 
     With --rate it reproduces the table of EventSQL's own benchmark: events published and consumed per second when so
     many are offered for a minute. Its consumer slept 1 to 100 ms on each batch: --handler-delay 100.
+
+    With --shards it starts servers on this machine and measures with one of them, with two and so on, each beside the
+    raw COPY rate of as many. They share its processors: it shows what shards cost, and nothing of what further machines
+    gain.
     """
     if given["rate"] is None and given["seconds"] is not None:
         raise click.UsageError("--seconds is for --rate; without it, --events says when it ends")
@@ -148,6 +161,11 @@ def stream_command(
         raise click.UsageError("with --rate, --seconds says when it ends: leave out --events")
     delay = None if handler_delay is None else handler_delay / 1_000
     size = _sized(stream.QUICK if quick else stream.FULL, {**given, "handler_delay": delay})
+    if shards is not None:
+        if given["rate"] is not None or given["hold_xmin"]:
+            raise click.UsageError("--shards is measured at full speed, with nothing else open")
+        _run_shards(context, size, shards, raw_events or (_QUICK_RAW_EVENTS if quick else RAW_EVENTS), as_json=as_json)
+        return
     _run(context, stream.measure, size, raw_events, quick=quick, as_json=as_json)
 
 
@@ -323,6 +341,24 @@ def _run(
         _show(figures, environment)
     for reason in environment["undurable_because"]:  # type: ignore[attr-defined]
         say(f"these figures are not of a durable server: {reason}")
+
+
+def _run_shards(context: CliContext, size: stream.StreamSize, shards: int, raw_events: int, *, as_json: bool) -> None:
+    whole = ShardsSize(size, shards, raw_events)
+    with _ended_by_sigterm(), _progress() as report:
+        figures, environment = measure_shards(context.settings.home / "bench-shards", whole, report)
+    environment["benchmark"] = asdict(whole)
+    if as_json:
+        write_json([*(figure.as_object() for figure in figures), environment])
+    else:
+        _show(figures, environment)
+        for figure in figures:
+            if isinstance(rates := figure.details.get("of_shards"), list):
+                say(f"{figure.name}: {', '.join(f'{rate:,.0f}' for rate in rates)} events/s on each server")
+    say(
+        f"all servers, publishers and consumers share {environment['cpus']} CPUs: what more machines gain is not to be "
+        "seen here, only what more shards cost"
+    )
 
 
 def _show(figures: Sequence[Figure], environment: Mapping[str, Any]) -> None:

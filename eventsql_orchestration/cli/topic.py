@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -10,9 +10,18 @@ from typing import Any, TypeVar
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import counted, partition_name, say, show_fields, show_table, write_json
+from eventsql_orchestration.cli.output import (
+    counted,
+    on_shard,
+    partition_name,
+    say,
+    show_fields,
+    show_table,
+    write_json,
+)
 from eventsql_orchestration.cli.parameters import Duration, Size, json_option, topic_argument
 from eventsql_orchestration.errors import TopicNotFoundError
+from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, check_partitions
 from eventsql_orchestration.platform import EventSQL
 
@@ -141,7 +150,7 @@ def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:
         f"topic {topic.name!r} has {counted(partitions, 'partition')} after offset {changed.after:,}; it had "
         f"{changed.before:,}"
     )
-    if waiting := platform.layouts.unsettled(topic.name):
+    if waiting := {name for shard in platform.shards for name in shard.layouts.unsettled(topic.name)}:
         say(
             f"{', '.join(waiting)}: to finish the old partitions before the new ones; sensors and deployments that "
             "name partitions need the new number"
@@ -235,31 +244,38 @@ def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
     with context.platform() as platform:
         found = platform.registry.topic(topic)
         dead_letters = platform.dead_letters.topic_of(topic)
-        layouts, unsettled = platform.layouts.of(topic), platform.layouts.unsettled(topic)
+        consumers = platform.lag(topic)
+        reached = [shard for shard in platform.shards if not _down(shard, consumers)]
+        layouts = [(shard.shard, layout) for shard in reached for layout in shard.layouts.of(topic)]
+        unsettled = {name: until for shard in reached for name, until in shard.layouts.unsettled(topic).items()}
         # Of one that was repartitioned, those too that it had.
-        had = range(max((each.partitions for each in layouts), default=0)) or found.all_partitions
+        had = range(max((each.partitions for _, each in layouts), default=0)) or found.all_partitions
         partitions = [
-            (partition, platform.reader.count(topic, partition=partition), platform.reader.end(topic, partition))
+            (shard.shard, partition, shard.reader.count(topic, partition=partition), shard.reader.end(topic, partition))
+            for shard in sorted(reached, key=lambda shard: shard.shard or "")
             for partition in had
         ]
-        consumers = platform.lag(topic)
     if as_json:
         write_json(
             {
                 **_object(found),
                 "dead_letter_topic": dead_letters,
                 "layouts": [
-                    {"partitions": each.partitions, "after": each.after, "created_at": each.created_at}
-                    for each in layouts
+                    {
+                        **on_shard(shard), "partitions": each.partitions, "after": each.after,
+                        "created_at": each.created_at,
+                    }
+                    for shard, each in layouts
                 ],
                 "unsettled_consumers": unsettled,
-                "events": sum(events for _, events, _ in partitions),
+                "events": sum(events for _, _, events, _ in partitions),
                 "log": [
-                    {"partition": partition, "events": events, "end": end} for partition, events, end in partitions
+                    {**on_shard(shard), "partition": partition, "events": events, "end": end}
+                    for shard, partition, events, end in partitions
                 ],
                 "consumers": [
-                    {"consumer": each.consumer, "partition": each.partition, "offset": each.last_event_id,
-                     "lag_events": each.events}
+                    {**on_shard(each.shard), "consumer": each.consumer, "partition": each.partition,
+                     "offset": each.last_event_id, "lag_events": each.events}
                     for each in consumers
                 ],
             }
@@ -274,21 +290,43 @@ def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
             "dead letters": dead_letters,
         }
     )
+    several = any(shard is not None for shard, *_ in partitions)
+    on = ["shard"] if several else []
     show_table(
-        ["partition", "events", "newest offset"], [(partition_name(p), events, end) for p, events, end in partitions]
+        [*on, "partition", "events", "newest offset"],
+        [
+            (*([shard] if several else []), partition_name(partition), events, end)
+            for shard, partition, events, end in partitions
+        ],
     )
     if layouts:
         show_table(
-            ["layout", "partitions", "after offset", "since (UTC)"],
-            [(each.number, each.partitions, each.after, each.created_at) for each in layouts],
+            [*on, "layout", "partitions", "after offset", "since (UTC)"],
+            [
+                (*([shard] if several else []), each.number, each.partitions, each.after, each.created_at)
+                for shard, each in layouts
+            ],
         )
     for consumer, until in unsettled.items():
         say(f"consumer {consumer!r} finishes its partitions up to offset {until:,} before it begins with the next")
     if consumers:
         show_table(
-            ["consumer", "partition", "offset", "lag"],
-            [(each.consumer, partition_name(each.partition), each.last_event_id, each.events) for each in consumers],
+            [*on, "consumer", "partition", "offset", "lag"],
+            [
+                (
+                    *([each.shard] if several else []),
+                    each.consumer,
+                    partition_name(each.partition),
+                    each.last_event_id,
+                    each.events,
+                )
+                for each in consumers
+            ],
         )
+
+
+def _down(shard: EventSQL, lags: Sequence[ConsumerLag]) -> bool:
+    return any(lag.shard == shard.shard and lag.cause is LagCause.UNREACHABLE for lag in lags)
 
 
 @topic.command()

@@ -26,6 +26,10 @@ ASSET_KEY: Final = "dagster_asset_key"
 PARTITION: Final = "dagster_partition"
 
 
+_RUN: Final = "run "
+_CLAIM: Final = "claim "
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where events come from: a run, and the asset and partition that it computes, as far as there are any.
@@ -73,8 +77,35 @@ class Origin:
         With a claim, the claim's range tells publications apart, and else the first run. `output` is the step that
         publishes, or that of its outputs which is published.
         """
-        cause = f"run {self.root_run_id}" if claim is None else f"claim {claim}"
+        cause = f"{_RUN}{self.root_run_id}" if claim is None else f"{_CLAIM}{claim}"
         return json.dumps([self.asset, output, self.partition, topic, cause], ensure_ascii=False)
+
+
+def asset_of(writer: str) -> str | None:
+    """The asset of an `Origin.writer`; None where it has none, or is the writer of somebody else."""
+    asset = _read_writer(writer)[0]
+    return asset if isinstance(asset, str) else None
+
+
+def claim_of(writer: str) -> int | None:
+    """The claim that an `Origin.writer` committed with what it published, where it had one."""
+    cause = _read_writer(writer)[-1]
+    number = cause.removeprefix(_CLAIM) if isinstance(cause, str) and cause.startswith(_CLAIM) else ""
+    return int(number) if number.isdecimal() else None
+
+
+def run_of(writer: str) -> str | None:
+    """The first of the runs that an `Origin.writer` is of, where it had no claim."""
+    cause = _read_writer(writer)[-1]
+    return cause.removeprefix(_RUN) if isinstance(cause, str) and cause.startswith(_RUN) else None
+
+
+def _read_writer(writer: str) -> list[object]:
+    try:
+        parts = json.loads(writer)
+    except ValueError:
+        return [None]
+    return parts if isinstance(parts, list) and parts else [None]
 
 
 def _range(keys: dg.PartitionKeyRange) -> str:

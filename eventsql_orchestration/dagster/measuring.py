@@ -36,8 +36,8 @@ from eventsql_orchestration.platform import EventSQL
 
 Report: TypeAlias = Callable[[str, int, int], None]
 
-STARTING: Final = 60.0
-RUN_LIMIT: Final = 120.0
+STARTING: Final = 180.0
+RUN_LIMIT: Final = 240.0
 
 SENSOR_LOOP: Final = 5.0
 """Seconds between two looks of Dagster's daemon at its sensors: events are published at any moment in it."""

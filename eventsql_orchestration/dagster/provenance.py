@@ -6,7 +6,7 @@ read when. Dagster adds status and times, and what a run has read without a clai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -15,7 +15,7 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration import Event, EventSQL
 from eventsql_orchestration.dagster.draining import owner_of_run
-from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID
+from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of
 from eventsql_orchestration.dagster.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import LocalDagsterError, TopicNotFoundError, ValidationError
@@ -181,7 +181,21 @@ class Tracer:
         """What a run had read when it published these events: the claims that it held then, and what has none."""
         told = () if run is None else run.inputs
         claimed = list(self._claims(run_id, group.since, group.until))
+        if len({each.consumer for each in claimed}) > 1:
+            claimed = self._of_publisher(group, claimed)
         return [*claimed, *(each for each in told if each.consumer is None)] if claimed else list(told)
+
+    def _of_publisher(self, group: _Group, claimed: Sequence[RunInput]) -> list[RunInput]:
+        """Of the claims of a run that several consumers share, those that the publisher's asset had."""
+        rows = self._rows(
+            Queries("lineage", self.platform.database.schema)("writers_between"),
+            {"first": group.since, "last": group.until},
+        )
+        committed = {claim_of(writer) for (writer,) in rows if asset_of(writer) == group.publisher.asset}
+        by_record = [each for each in claimed if each.claim in committed]
+        # The record may be gone, or the asset has published without its claim; most are called like their consumer.
+        by_name = [each for each in claimed if each.consumer == group.publisher.asset]
+        return by_record or by_name or list(claimed)
 
     def _claims(self, run_id: str, since: datetime, until: datetime) -> Iterator[RunInput]:
         rows = self._rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
@@ -10,11 +9,10 @@ from typing import Final
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.lineage import claim_of, run_of
 from eventsql_orchestration.database import Queries
 
 PAGE: Final = 500
-
-_RUN: Final = "run "
 
 
 def delete_publications(platform: EventSQL, instance: dg.DagsterInstance, *, before: datetime) -> int:
@@ -43,20 +41,8 @@ def delete_publications(platform: EventSQL, instance: dg.DagsterInstance, *, bef
 
 
 def _not_to_be_repeated(writers: Sequence[str], instance: dg.DagsterInstance) -> list[str]:
-    runs = {writer: _run_of(writer) for writer in writers}
-    wanted = sorted({run for run in runs.values() if run})
+    runs = {writer: run for writer in writers if (run := run_of(writer)) is not None}
+    wanted = sorted(set(runs.values()))
     kept = {run.run_id for run in instance.get_runs(dg.RunsFilter(run_ids=wanted))} if wanted else set()
-    return [writer for writer, run in runs.items() if run is not None and run not in kept]
-
-
-def _run_of(writer: str) -> str | None:
-    """The run that a writer of an asset belongs to, "" where it has a claim; None for a writer of somebody else."""
-    try:
-        *_, cause = json.loads(writer)
-    except (ValueError, TypeError):
-        return None
-    if not isinstance(cause, str):
-        return None
-    if cause.startswith("claim "):
-        return ""
-    return cause.removeprefix(_RUN) if cause.startswith(_RUN) else None
+    gone = {writer for writer, run in runs.items() if run not in kept}
+    return [writer for writer in writers if writer in gone or claim_of(writer) is not None]

@@ -99,8 +99,9 @@ class PartitionWatch:
         if not 0 <= registered.partitions <= self.partition:
             return None
         return (
-            f"partition {self.partition} does not exist: topic {self.topic.name!r} has {registered.partitions} "
-            f"partitions now, and consumer {self.consumer.name!r} is defined for {self.topic.partitions}"
+            f"partition {self.partition} does not exist: topic {self.topic.name!r} has partitions 0 to "
+            f"{registered.partitions - 1} now, and consumer {self.consumer.name!r} is defined for "
+            f"{self.topic.partitions} of them"
         )
 
     def attend(

@@ -46,6 +46,9 @@ def parse_dsn(dsn: str) -> URL:
 
     Raises `ConfigurationError`, without the password in it, for anything but a PostgreSQL URL.
     """
+    if re.search(r"\s\w[\w+]*://", dsn):
+        # The second one would be taken for a part of the first, and repeated with its password.
+        raise ConfigurationError("several database URLs are given where one is to be used")
     try:
         url = make_url(dsn)
     except sqlalchemy.exc.ArgumentError:

@@ -568,6 +568,14 @@ class Consumers:
         keys = [key for key in self._keys(topic, consumer) if partition is None or key.partition == partition]
         if not keys:
             raise PartitionOutOfRangeError(f"consumer {consumer!r} of topic {topic!r} has no partition {partition}")
+        consumed, last = self._consume_each(keys, plan)
+        while last and not consumed and self._layouts.settle(topic, consumer).entered:
+            keys = [key for key in self._keys(topic, consumer) if partition is None or key.partition == partition]
+            consumed, last = self._consume_each(keys, plan)
+        return consumed
+
+    def _consume_each(self, keys: Sequence[ConsumerPartition], plan: _Plan) -> tuple[int, bool]:
+        """A pass over each; gives the number of events, and whether one has consumed all that its layout holds."""
         consumed, last = 0, False
         for key in keys:
             came_to = self._consume(key, plan, Hold())
@@ -576,9 +584,7 @@ class Consumers:
                 came_to = self._consume(key, plan, Hold())
             consumed += progress.consumed if progress else 0
             last = last or came_to.last
-        if last and not consumed and self._layouts.settle(topic, consumer).entered:
-            return self.consume_once(topic, consumer, handler, partition=partition, max_events=max_events)
-        return consumed
+        return consumed, last
 
     def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
         """One pass over one partition; without progress when nothing could or need be consumed."""

@@ -485,12 +485,15 @@ def _redriven(target: Topic, letter: DeadLetter) -> Publication:
 
 def _partition(target: Topic, letter: DeadLetter) -> int | None:
     """The partition that a letter's event was in, which need not be that of its key; None where the topic was made
-    anew since, or has no such partition: the publisher chooses then.
+    anew or repartitioned since, or has no such partition: the publisher chooses then.
     """
     if target.created_at is not None and target.created_at > letter.buffered_at:
         return None
     partition = _text(letter.metadata, SOURCE_PARTITION)
     if _text(letter.metadata, SOURCE_TOPIC) != target.name or partition is None:
+        return None
+    if target.layout > 1 and letter.as_publication(target.name).key is not None:
+        # Where it was may not be where its key's events are by now.
         return None
     # Whoever else wrote the letter may have written anything.
     known = partition.isdecimal() and len(partition) <= len(str(MAX_PARTITIONS)) and int(partition) < target.partitions

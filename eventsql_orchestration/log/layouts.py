@@ -75,10 +75,12 @@ class Layouts:
             locked = connection.execute(self._queries("lock_consumers"), own).fetchall()
             if len(locked) != row[0]:
                 return Settled(False, "a consumption has one of its partitions")
-            untils = {until for _, until in locked}
+            untils = {until for _, until, _ in locked}
             if len(untils) != 1 or None in untils:
                 return NOT_WAITING
             (until,) = untils
+            if leased := [partition for partition, _, leased in locked if leased]:
+                return Settled(False, f"{_named(leased)} be given back first")
             behind = connection.execute(self._queries("behind", topic=topic), own, prepare=False).fetchall()
             if behind:
                 return Settled(False, f"{_named([partition for (partition,) in behind])} come to offset {until} first")

@@ -31,7 +31,6 @@ ROLL_SHARE: Final = 8
 WAIT_SECONDS: Final = 30
 """How long dropping a segment waits for the transactions that may be reading it; new ones do not wait for it."""
 
-
 RUN_SECONDS: Final = 60.0
 """How often a program that transfers looks for what is due."""
 

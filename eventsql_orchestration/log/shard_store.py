@@ -20,6 +20,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
 from eventsql_orchestration.log import segments
+from eventsql_orchestration.log.blocks import REFERENCE
 from eventsql_orchestration.log.layouts import layouts, place
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.log.registry import lock_registry
@@ -73,7 +74,7 @@ class ShardState:
 
 
 class _TooManyBufferedError(Exception):
-    """Internal: events came faster than they were moved."""
+    """Internal: more came into the buffer meanwhile than can be moved while publishers wait."""
 
 
 class ShardStore:
@@ -161,28 +162,32 @@ class ShardStore:
                         "finish that first"
                     )
                 return False
-            topics = [topic for (topic,) in driver.execute(self._queries("topics"))]
-            for topic in topics:
+            topics = driver.execute(self._queries("topics")).fetchall()
+            for topic, _, _ in topics:
                 driver.execute(self._log("await_topic"), {"topic": topic})
             driver.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(BUFFER_SECONDS * 1000)}ms"])
             driver.execute(self._layouts("lock_buffer"))
-            for topic in topics:
-                self._drain(driver, topic)
+            for topic, partitions, layout in topics:
+                self._drain(driver, topic, partitions, layout)
                 fence = segments.newest_id(driver, self._database.schema, topic)
                 driver.execute(self._queries("add_fence"), {"generation": generation, "topic": topic, "fence": fence})
             driver.execute(self._queries("add_generation"), {"generation": generation, "shards": sorted(names)})
             driver.execute(self._queries("redefine_all"))
         return True
 
-    def _drain(self, connection: Connection, topic: str) -> None:
-        limit = {"topic": topic, "limit": MOST_BUFFERED + 1}
-        (buffered,) = _one(connection.execute(self._layouts("count_buffered"), limit))
-        if buffered > MOST_BUFFERED:
+    def _drain(self, connection: Connection, topic: str, partitions: int, layout: int) -> None:
+        own = {"topic": topic, "limit": MOST_BUFFERED + 1, "reference": REFERENCE}
+        (buffered,) = _one(connection.execute(self._layouts("count_buffered"), own))
+        if not buffered:
+            return
+        if buffered > MOST_BUFFERED or _one(connection.execute(self._queries("has_blocks"), own))[0]:
             raise _TooManyBufferedError
-        if buffered:
-            segments.ensure_ahead(connection, self._database.schema, topic)
-            every = {"topic": topic, "low_water": 0, "upto": MAX_OFFSET}
-            connection.execute(self._log("move", topic=topic), every, prepare=False)
+        segments.ensure_ahead(connection, self._database.schema, topic)
+        connection.execute(
+            self._log("move" if layout == 1 else "move_into_layout", topic=topic),
+            {"topic": topic, "low_water": 0, "upto": MAX_OFFSET, "partitions": partitions},
+            prepare=False,
+        )
 
     def consumed_before(self, generation: int, topic: str, consumer: str) -> bool:
         """Whether a consumer has nothing left here from before a generation; one that is not there has not."""

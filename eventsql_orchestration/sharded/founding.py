@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,13 @@ def judge(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str] =
             f"more than {len(missing)} are missing: correct the URLs"
         )
     return Verdict(_set(named), newest, False, frozenset(missing))
+
+
+def unreached(states: Iterable[ShardState]) -> list[str]:
+    """Stands for the shards that were not asked, because they are down or this process has no URL of them."""
+    states = list(states)
+    newest = max((state.generations for state in states if state.active), key=len, default=())
+    return [""] * len(newest[-1] - {state.name for state in states}) if newest else []
 
 
 def _set(named: Mapping[str, ShardState]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from eventsql_orchestration.errors import EventSQLError, ShardUnavailableError
 from eventsql_orchestration.log.shard_store import ShardStore
 from eventsql_orchestration.platform import EventSQL
@@ -26,6 +28,11 @@ class Member:
 
     def unavailable(self) -> ShardUnavailableError:
         return ShardUnavailableError(f"shard {self.name!r} is down: {self.down}", shard=self.name)
+
+    @property
+    def seconds_down(self) -> float:
+        """How long it has been down, where it is."""
+        return time.monotonic() - self.down_since
 
     def check_active(self) -> None:
         """Raise `ShardPendingError` while it takes no events, as far as is known."""

@@ -26,7 +26,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log.shard_store import ShardState
 from eventsql_orchestration.sharded.chores import Chores
-from eventsql_orchestration.sharded.founding import found, judge
+from eventsql_orchestration.sharded.founding import found, judge, unreached
 from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharding import ShardSet
 
@@ -54,7 +54,7 @@ class Members:
         self._members = [Member(platform) for platform in platforms]
         self._migrate = migrate
         self._waits = on_down == "wait"
-        self._timeout = timeout
+        self.timeout = timeout
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._state: ShardState | None = None
@@ -139,7 +139,7 @@ class Members:
         self.open()
         states = self._look([member for member in self._members if member.down is None])
         if states:
-            judge(_called(states), self._unreached(states))
+            judge(_called(states), unreached(states.values()))
             return self._take_in(states)
         return self.open()
 
@@ -149,12 +149,6 @@ class Members:
             self.neglect(self._settle_joining)
         else:
             self.refresh()
-
-    @staticmethod
-    def _unreached(states: dict[Member, ShardState]) -> list[str]:
-        """As many as the shards that were not asked, or that this process has no URL of."""
-        generations = max((state.generations for state in states.values() if state.active), key=len, default=())
-        return [""] * len(generations[-1] - {state.name for state in states.values()}) if generations else []
 
     def add(self, platform: EventSQL) -> None:
         """Take a further shard in. Raises `ShardSetError` for one that is not of the set."""
@@ -229,7 +223,7 @@ class Members:
         Waits, at most for the platform's `shard_timeout`, for a shard that is being added, and for one that is down
         where the platform was told to. Raises `ShardUnavailableError`, `ShardPendingError`, `ShardSetError`.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         while True:
             shards = self.open()
             member = self.named(shards.owner(key))
@@ -289,13 +283,6 @@ class Members:
                 raise ShardSetError(f"the connection leads to {connection.info.dbname!r}, which is no shard")
             self._of_connections[connection] = name
         return self.named(name)
-
-    def seconds_down(self, member: Member) -> float:
-        return time.monotonic() - member.down_since
-
-    @property
-    def timeout(self) -> float:
-        return self._timeout
 
     # Down and up
 

@@ -223,7 +223,7 @@ class ShardedLag:
     def _unreachable(self, member: Member, others: Iterable[ConsumerLag]) -> list[ConsumerLag]:
         """The partitions that a shard must have, because the others have them; how far they are is not known."""
         partitions = sorted({(lag.topic, lag.consumer, lag.partition) for lag in others})
-        down = max(0.0, self._members.seconds_down(member))
+        down = member.seconds_down
         return [
             ConsumerLag(
                 topic, consumer, partition, 0, down, 0, 0, 0, LagCause.UNREACHABLE, str(member.down), member.name

@@ -71,9 +71,9 @@ class ShardedRegistry(Registry):
         found: dict[str, Topic | None] = {}
         for member in self._members.up():
             if member.active:
-                with self._members.using(member), suppress(TopicNotFoundError):
-                    found[member.name] = None
-                    found[member.name] = member.platform.registry.topic(name)
+                # One that goes down now says nothing.
+                with suppress(DatabaseUnavailableError), self._members.using(member):
+                    found[member.name] = _find(member, name)
         forms = {None if topic is None else topic.partitions for topic in found.values()}
         if forms == {None}:
             self.topic(name)
@@ -198,6 +198,13 @@ class ShardedRegistry(Registry):
 
     def resume(self, topic: str, name: str) -> None:
         everywhere(self._members, lambda member: member.platform.registry.resume(topic, name))
+
+
+def _find(member: Member, name: str) -> Topic | None:
+    try:
+        return member.platform.registry.topic(name)
+    except TopicNotFoundError:
+        return None
 
 
 def _difference(name: str, found: dict[str, Topic | None]) -> str:

@@ -241,10 +241,10 @@ def test_ctrl_c_leaves_a_backfill_that_is_resumed_with_nothing_twice(run: Run, s
 def test_a_killed_command_leaves_a_backfill_that_is_resumed_beside_its_last_runs(
     run: Run, start: Start, ledger: Ledger
 ) -> None:
-    ids = ledger.publish(80)
+    ids = ledger.publish(200)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
-        PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.2",
+        PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.5",
     )  # fmt: skip
     await_(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
     process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,6 +16,8 @@ from rich.console import Console
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import dev
 from eventsql_orchestration.dagster.development import LocalDagster
+from eventsql_orchestration.dagster.instance import instance_directory
+from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -32,6 +35,14 @@ def test_under_nohup_it_outlives_its_terminal() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_spark_reads_the_settings_for_short_sessions_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance_directory(tmp_path).mkdir()
+    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(dev._spark_settings(tmp_path)))
+    assert dev.SPARK_SETTINGS.items() <= spark_config().items()
 
 
 @dg.op

@@ -47,7 +47,7 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     names = [line.split()[0] for line in commands if line.startswith("  ") and line[2:3].isalpha() and "  " in line[2:]]
     assert names == [
         "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag", "seek",
-        "dlt", "bench", "trace", "backfill",
+        "dlt", "shard", "bench", "trace", "backfill",
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_group_without_a_command_shows_its_help_as_wrong_usage(invoke: Run, ar
         (["publish"], "eventsql: Missing argument 'TOPIC'; see `eventsql publish --help`"),
         (["lag", "--frequency", "1"], "eventsql: No such option '--frequency'"),
         (["topic", "list", "--dsn", "x"], "eventsql: --dsn stands before the command: eventsql --dsn … topic list"),
-        (["--dsn", "a", "--dsn", "b", "lag"], "eventsql: Invalid value for '--dsn': give it once"),
+        (["--dsn", "a", "--dsn", "b", "lag"], "eventsql: the database must be named by a URL"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(invoke: Run, arguments: list[str], line: str) -> None:

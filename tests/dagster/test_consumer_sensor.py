@@ -235,3 +235,23 @@ def test_the_partitions_are_those_that_the_consumer_has_in_the_database(bench: W
     platform.publisher.publish(Publication("changing", b"x", partition=2))
     platform.transfer.run_once()
     assert partitions_of(evaluate(bench, changing)) == [2]
+
+
+def test_a_topic_that_is_repartitioned_is_consumed_on_in_its_new_partitions(
+    bench: Workbench, platform: EventSQL
+) -> None:
+    changing = consumer_asset(
+        topic=Topic("changing", 1), consumer="c", partitioned=True, sensor="consumer", name="changing", max_wait=0.0,
+        drain_seconds=0.0,
+    )(record)  # fmt: skip
+    changing.register(platform)
+    ids = bench.publish("changing", 2, partition=0)
+    assert platform.repartitioner.repartition("changing", 3) is not None
+    ids += bench.publish("changing", 2, partition=2)
+    consumed: list[int] = []
+    while requests := evaluate(bench, changing).run_requests:
+        for request in requests:
+            consumed.append(int(request.tags["eventsql/partition"]))
+            assert bench.run(changing, request).success
+    assert consumed == [0, 2]
+    assert bench.effects() == ids

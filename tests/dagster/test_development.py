@@ -61,7 +61,12 @@ class Webserver(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         entries = [{"name": "x", "loadStatus": "LOADED", "locationOrLoadError": {}}]
-        answer = json.dumps({"data": {"workspaceOrError": {"locationEntries": entries}}}).encode()
+        jobs = [
+            {"name": "transfer", "tags": [{"key": "eventsql/transfer", "value": "transfer"}]},
+            {"name": "setup", "tags": []},
+        ]
+        data = {"workspaceOrError": {"locationEntries": entries}, "repositoriesOrError": {"nodes": [{"jobs": jobs}]}}
+        answer = json.dumps({"data": data}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -93,6 +98,14 @@ def test_a_proxy_of_the_environment_does_not_come_between(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert local(tmp_path, webserver)._not_ready() is None
+
+
+def test_jobs_are_found_by_their_tags(tmp_path: Path, webserver: int) -> None:
+    dagster = local(tmp_path, webserver)
+    assert dagster.jobs_with("eventsql/transfer") == ["transfer"]
+    assert dagster.jobs_with("eventsql/claim") == []
+    with pytest.raises(LocalDagsterError, match="does not tell its jobs"):
+        local(tmp_path, free_port(0)).jobs_with("eventsql/transfer")
 
 
 @dg.op

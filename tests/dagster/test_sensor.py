@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -238,10 +239,33 @@ def test_a_partition_that_does_not_exist_is_skipped_and_the_reason_is_told(bench
     wide = consumer_asset(topic=Topic("thin", 2), consumer="c", partitioned=True, name="wide", max_wait=0.0)(record)
     bench.platform.registry.register_topic(Topic("thin", 1)).register_consumer(Consumer("thin", "c", partitioned=True))
     assert bench.tick(wide.sensors[1]) == (
-        "partition 1 does not exist: topic 'thin' has 1 partitions now, and consumer 'c' is defined for 2"
+        "partition 1 does not exist: topic 'thin' has partitions 0 to 0 now, and consumer 'c' is defined for 2 of them"
     )
     bench.publish("thin", 1, partition=0)
     request_of(bench.tick(wide.sensors[0]))
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_topic_that_is_repartitioned_is_consumed_on_by_the_sensors_of_its_partitions(
+    bench: Workbench, partitions: int
+) -> None:
+    ids = bench.publish("orders", 2, partition=0) + bench.publish("orders", 2, partition=1)
+    assert bench.platform.repartitioner.repartition("orders", partitions) is not None
+    ids += bench.publish("orders", 2, partition=0)
+    for _ in range(2):
+        for sensor in ledger.sensors:
+            with contextlib.suppress(RedefinitionError):
+                answer = bench.tick(sensor)
+                if isinstance(answer, list):
+                    assert bench.run(ledger, request_of(answer)).success
+    assert sorted(bench.effects()) == ids
+    if partitions == 1:
+        assert bench.tick(ledger.sensors[1]).startswith(
+            "partition 1 does not exist: topic 'orders' has partitions 0 to 0 now"
+        )
+    else:
+        with pytest.raises(RedefinitionError, match="has 3 partitions"):
+            bench.tick(ledger.sensors[1])
 
 
 def test_an_event_that_is_due_later_is_not_claimed_before(bench: Workbench) -> None:

@@ -14,9 +14,11 @@ from eventsql_orchestration.dagster import (
     EventSQLResource,
     build_backfill,
     consumer_asset,
+    publish_events,
     range_asset,
     share_runs,
 )
+from eventsql_orchestration.dagster.provenance import Tracer
 from eventsql_orchestration.dagster.tags import SHARED_TAG
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
@@ -224,6 +226,37 @@ def test_its_backfills_are_runs_of_their_own() -> None:
     tags = build_backfill(first).job.tags or {}
     assert tags["team"] == "rides"
     assert SHARED_TAG not in tags
+
+
+def test_an_event_of_a_shared_run_is_followed_to_the_range_of_its_own_asset(bench: Workbench) -> None:
+    def publishing(topic: str) -> Callable[..., Any]:
+        def publish(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
+            events = [{"value": b"%d" % claim.events}]
+            return publish_events(context, events, eventsql=eventsql, topic=topic, claim=claim)
+
+        publish.__annotations__ = {"context": dg.AssetExecutionContext, "claim": Claim, "eventsql": EventSQLResource}
+        return publish
+
+    definitions = share_runs(
+        "consume_together",
+        [
+            range_asset(topic=topic, consumer=f"c_{name}", publishes=name, name=name, kinds=(), max_wait=0.0)(
+                publishing(name)
+            )
+            for topic, name in ((RIDES, "fares"), (TRIPS, "tolls"))
+        ],
+    )
+    for definition, name in zip(definitions, ("fares", "tolls"), strict=True):
+        bench.platform.registry.register_topic(Topic(name))
+        definition.register(bench.platform)
+    bench.publish("trips", 2)
+    requested = request(bench, definitions)
+    bench.publish("rides", 3)
+    result = execute(bench, definitions, requested)
+    assert result.success
+    for name, topic in (("fares", "rides"), ("tolls", "trips")):
+        origin = Tracer(bench.platform).trace(name, 1)
+        assert [(read.range.topic, read.range.consumer) for read in origin.inputs] == [(topic, f"c_{name}")]
 
 
 def sums(claim: Claim) -> None:

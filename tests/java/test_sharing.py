@@ -316,8 +316,10 @@ def test_a_topic_that_java_named_with_capitals_is_everybodys(java: Side, platfor
 
 def test_a_topic_with_capitals_is_not_made_here(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
-    with pytest.raises(InvalidNameError, match="lower-case"):
+    with pytest.raises(InvalidNameError, match="topic 'orders' has its table"):
         platform.registry.register_topic(Topic("Orders"))
+    with pytest.raises(InvalidNameError, match="take lower-case letters, as in 'rides'"):
+        platform.registry.register_topic(Topic("Rides"))
     assert platform.registry.topics() == [Topic("orders")]
 
 

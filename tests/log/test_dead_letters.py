@@ -277,8 +277,8 @@ def batches(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     publish_all = platform.publisher.publish_all
 
-    def watched(publications: Iterable[Publication], *, connection: Connection) -> int:
-        sizes.append(publish_all(publications, connection=connection))
+    def watched(publications: Iterable[Publication], **options: Any) -> int:
+        sizes.append(publish_all(publications, **options))
         return sizes[-1]
 
     monkeypatch.setattr(platform.publisher, "publish_all", watched)
@@ -303,11 +303,11 @@ def test_what_was_committed_before_a_failure_is_not_redriven_again(
     publish_all = platform.publisher.publish_all
     lost = iter((False, True))
 
-    def losing(publications: Iterable[Publication], *, connection: Connection) -> int:
-        published = publish_all(publications, connection=connection)
+    def losing(publications: Iterable[Publication], **options: Any) -> int:
+        published = publish_all(publications, **options)
         if next(lost):
             with platform.database.connection() as killer:
-                killer.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
+                killer.execute("SELECT pg_terminate_backend(%s, 10000)", (options["connection"].info.backend_pid,))
         return published
 
     with monkeypatch.context() as patched:
@@ -333,13 +333,13 @@ def test_letters_that_come_while_a_redrive_runs_are_left_for_the_next(
     monkeypatch.setattr(module, "BATCH", 3)
     publish_all = platform.publisher.publish_all
 
-    def failing_again(publications: Iterable[Publication], *, connection: Connection) -> int:
+    def failing_again(publications: Iterable[Publication], **options: Any) -> int:
         with platform.database.connection() as other:
             other.execute(
                 "INSERT INTO eventsql.orders_dlt_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
                 "VALUES (-1, '', now(), '{}')"
             )
-        return publish_all(publications, connection=connection)
+        return publish_all(publications, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(platform.publisher, "publish_all", failing_again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -301,6 +302,7 @@ def about_to_wrap() -> Iterator[Database]:
             yield database
     finally:
         embedded.destroy()
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def test_the_order_goes_on_where_ids_of_32_bits_begin_anew(about_to_wrap: Database) -> None:

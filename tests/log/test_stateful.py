@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.errors import ClaimLostError, PartitionLeasedError, RedefinitionError
+from eventsql_orchestration.errors import ClaimLostError, PartitionLeasedError, RedefinitionError, ValidationError
 from eventsql_orchestration.log import consumption, segments, writer
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.partitioner import default_partition
@@ -73,6 +73,17 @@ class TopicModel:
     buffer: list[Entry] = field(default_factory=list)
     last_id: int = 0
     letters: TopicModel | None = None
+    layouts: list[tuple[int, int]] = field(default_factory=list)
+    """Partitions, and the offset that they come after, once they have changed."""
+
+    def layout_of(self, offset: int) -> int:
+        return max(number for number, (_, after) in enumerate(self.layouts) if after <= offset)
+
+    def rows_from(self, layout: int) -> int:
+        return max(partitions for partitions, _ in self.layouts[layout:])
+
+    def until_of(self, layout: int) -> int | None:
+        return self.layouts[layout + 1][1] if layout + 1 < len(self.layouts) else None
 
     def in_partition(self, partition: int, *, after: int = 0, upto: int | None = None) -> list[Entry]:
         return [
@@ -113,6 +124,31 @@ class ConsumerModel:
     name: str
     partitions: dict[int, PartitionModel]
     keys: frozenset[str] | None
+    until: int | None = None
+
+    def waiting(self, number: int) -> list[Entry]:
+        return self.topic.in_partition(number, after=self.partitions[number].offset, upto=self.until)
+
+    def settle(self) -> bool:
+        """Enter the next layout where all has been consumed that this one holds, and nobody leases a partition."""
+        if self.until is None or any(self.waiting(number) or state.claim for number, state in self.partitions.items()):
+            return False
+        later = [number for number, (_, after) in enumerate(self.topic.layouts) if after >= self.until]
+        for number, state in list(self.partitions.items()):
+            state.offset = max(state.offset, self.until)
+            if number >= self.topic.rows_from(later[0]):
+                del self.partitions[number]
+        self.until = self.topic.until_of(later[0])
+        return True
+
+    def move(self, offset: int) -> None:
+        """Give it the rows of a place that all of its partitions have gone to."""
+        layout = self.topic.layout_of(offset)
+        self.until = self.topic.until_of(layout)
+        rows = self.topic.rows_from(layout)
+        self.partitions = {number: state for number, state in self.partitions.items() if number < rows}
+        for number in range(rows):
+            self.partitions.setdefault(number, PartitionModel(offset))
 
     def matches(self, entry: Entry) -> bool:
         return self.keys is None or entry.key in self.keys
@@ -179,7 +215,7 @@ class LogMachine(RuleBasedStateMachine):
 
     # Topics
 
-    @initialize(partitions=st.sampled_from([-1, 1, 3]), partitioned=st.booleans(), letters=st.booleans(), wanted=few)
+    @initialize(partitions=st.sampled_from([-1, 1, 3, 3]), partitioned=st.booleans(), letters=st.booleans(), wanted=few)
     def begin(self, partitions: int, partitioned: bool, letters: bool, wanted: list[str | None]) -> None:
         self._register(partitions)
         self.register_consumer(0, "mailer", partitioned, "earliest", None)
@@ -224,10 +260,38 @@ class LogMachine(RuleBasedStateMachine):
             case "delete" if not self.transactions:
                 self._delete_and_create_anew(topic, partitions)
 
+    # An open transaction that has published keeps it waiting.
+    @rule(place=places, partitions=st.integers(1, 4), catch_up=st.booleans())
+    def repartition(self, place: int, partitions: int, catch_up: bool) -> None:
+        partitioned = [topic for topic in self.topics if topic.partitions > 0]
+        if self.transactions or not partitioned:
+            return
+        topic = partitioned[place % len(partitioned)]
+        self._repartition(topic, partitions)
+        for number, consumer in enumerate(self.consumers):
+            if catch_up and consumer.topic is topic:
+                self.catch_up(number)
+
     def _create_dead_letter_topic(self, topic: TopicModel) -> None:
         if topic.letters is None:
             topic.letters = TopicModel(f"{topic.name}_dlt", NOT_PARTITIONED)
         self.platform.registry.register_topic(Topic(topic.letters.name))
+
+    def _repartition(self, topic: TopicModel, partitions: int) -> None:
+        changed = self.platform.repartitioner.repartition(topic.name, partitions)
+        assert (changed is None) == (partitions == topic.partitions)
+        if changed is None:
+            return
+        topic.transfer()
+        self._check_logs()
+        assert changed.after >= topic.end
+        topic.layouts = [*(topic.layouts or [(topic.partitions, 0)]), (partitions, changed.after)]
+        topic.partitions = partitions
+        for consumer in self.consumers:
+            if consumer.topic is topic and NOT_PARTITIONED not in consumer.partitions:
+                consumer.until = changed.after if consumer.until is None else consumer.until
+                for number in range(partitions):
+                    consumer.partitions.setdefault(number, PartitionModel(changed.after))
 
     def _redefine(self, topic: TopicModel, partitions: int) -> None:
         used = topic.log or topic.buffer or any(consumer.topic is topic for consumer in self.consumers)
@@ -237,7 +301,7 @@ class LogMachine(RuleBasedStateMachine):
             return
         self.platform.registry.register_topic(Topic(topic.name, partitions))
         if partitions != topic.partitions:
-            topic.partitions, topic.last_id = partitions, 0
+            topic.partitions, topic.last_id, topic.layouts = partitions, 0, []
 
     def _delete_and_create_anew(self, topic: TopicModel, partitions: int) -> None:
         self.platform.registry.unregister_topic(topic.name, force=True)
@@ -247,14 +311,20 @@ class LogMachine(RuleBasedStateMachine):
             topic.letters = None
         for consumer in [consumer for consumer in self.consumers if consumer.topic is topic]:
             self._forget(consumer)
-        topic.log, topic.buffer, topic.last_id, topic.partitions = [], [], 0, partitions
+        topic.log, topic.buffer, topic.last_id, topic.partitions, topic.layouts = [], [], 0, partitions, []
         self.platform.registry.register_topic(Topic(topic.name, partitions))
 
     def _redrive(self, topic: TopicModel, letters: TopicModel) -> None:
         self.platform.transfer.run_once([letters.name])
         letters.transfer()
         redriven = [letter for letter in letters.log if not letter.redriven]
+        if any(letter.origin >= topic.partitions and letter.key is None for letter in redriven):
+            # Their partitions would be chosen anew, by chance.
+            return
         entries = [Entry(letter.value, letter.key, letter.origin) for letter in redriven]
+        for entry in entries:
+            if topic.layouts and entry.key is not None:
+                entry.partition = default_partition(Publication(topic.name, b"", key=entry.key), topic.partitions)
         assert self.platform.dead_letters.redrive(topic.name) == len(redriven)
         self._draw(entries)
         topic.buffer += entries
@@ -357,7 +427,7 @@ class LogMachine(RuleBasedStateMachine):
         existing = self._consumer(topic, name)
         consumer = Consumer(topic.name, name, partitioned=partitioned)
         options = {"max_attempts": MAX_ATTEMPTS, "start": start, "filter": only and EventFilter(keys=only)}
-        if existing is not None and set(existing.partitions) != set(wanted):
+        if existing is not None and (NOT_PARTITIONED not in existing.partitions) != partitioned:
             if any(state.consumed for state in existing.partitions.values()):
                 with pytest.raises(RedefinitionError):
                     self.platform.registry.register_consumer(consumer, **options)
@@ -377,6 +447,8 @@ class LogMachine(RuleBasedStateMachine):
                 offset = min(max(start - 1, 0, topic.before), topic.end)
         partitions = {partition: PartitionModel(offset) for partition in wanted}
         self.consumers.append(ConsumerModel(topic, name, partitions, only))
+        if partitioned and topic.layouts:
+            self.consumers[-1].move(offset)
 
     def _consumer(self, topic: TopicModel, name: str) -> ConsumerModel | None:
         found = [each for each in self.consumers if each.topic is topic and each.name == name]
@@ -442,8 +514,8 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.consumers)
     @rule(place=places, partition=places, most=st.integers(1, 40), fails=st.integers(0, 3), times=st.integers(1, 3))
     def consume_and_fail(self, place: int, partition: int, most: int, fails: int, times: int) -> None:
-        consumer, number, state = self._choose(place, partition)
-        poison = self._poison(consumer, consumer.topic.in_partition(number, after=state.offset), fails)
+        consumer, number, _ = self._choose(place, partition)
+        poison = self._poison(consumer, consumer.waiting(number), fails)
         for _ in range(times):
             self._consume(place, partition, most, poison)
 
@@ -455,13 +527,16 @@ class LogMachine(RuleBasedStateMachine):
         self._check_logs()
         for partition in range(len(self.consumers[place % len(self.consumers)].partitions)):
             self._consume(place, partition, 1_000, None)
+            self._consume(place, partition, 1_000, None)
 
     def _consume(self, place: int, partition: int, most: int, poison: int | None) -> None:
         consumer, number, state = self._choose(place, partition)
         expected = 0
         while state.claim is None and not consumer.blocked(state):
-            batch = consumer.topic.in_partition(number, after=state.offset)[:most]
+            batch = consumer.waiting(number)[:most]
             if not batch:
+                if consumer.settle() and number in consumer.partitions:
+                    continue
                 break
             expected, passed, failure = self._handle(consumer, state, batch, poison)
             if expected or failure or not passed:
@@ -486,7 +561,9 @@ class LogMachine(RuleBasedStateMachine):
         claim = self.platform.claims.claim(
             consumer.topic.name, consumer.name, number, owner="one", max_events=most, lease=3_600.0
         )
-        waiting = consumer.topic.in_partition(number, after=state.offset)[:most]
+        if state.claim is None and not consumer.blocked(state) and not consumer.waiting(number):
+            consumer.settle()
+        waiting = consumer.waiting(number)[:most] if number in consumer.partitions else []
         if state.claim is not None or consumer.blocked(state) or not waiting:
             assert not isinstance(claim, Claim)
             return
@@ -500,7 +577,9 @@ class LogMachine(RuleBasedStateMachine):
         self.claims.append(ClaimModel(claim, consumer, number))
 
     def _held(self, held: ClaimModel) -> bool:
-        return held.consumer in self.consumers and held.state.claim == held.claim.epoch
+        if held.consumer not in self.consumers or held.partition not in held.consumer.partitions:
+            return False
+        return held.state.claim == held.claim.epoch
 
     @precondition(lambda self: self.claims)
     @rule(place=places)
@@ -594,17 +673,29 @@ class LogMachine(RuleBasedStateMachine):
             with pytest.raises(PartitionLeasedError):
                 self.platform.seeker.execute(*arguments, partition=number)
             return
+        targets = {at: _target(consumer.topic, at, state.offset, position) for at, state in chosen.items()}
+        whole, layouts = len(chosen) == len(consumer.partitions), consumer.topic.layouts
+        if layouts and NOT_PARTITIONED not in consumer.partitions:
+            until = consumer.until
+            stands = max((after for _, after in layouts if until is None or after < until), default=0)
+            places_in = {consumer.topic.layout_of(target) for target in targets.values()}
+            if len(places_in | (set() if whole else {consumer.topic.layout_of(stands)})) > 1:
+                with pytest.raises(ValidationError):
+                    self.platform.seeker.execute(*arguments, partition=number, force=force)
+                return
         moves = {
             move.partition: move for move in self.platform.seeker.execute(*arguments, partition=number, force=force)
         }
         assert moves.keys() == chosen.keys()
         for at, state in chosen.items():
-            target = _target(consumer.topic, at, state.offset, position)
+            target = targets[at]
             between = consumer.topic.in_partition(at, after=min(target, state.offset), upto=max(target, state.offset))
             counts = (len(between), 0) if target < state.offset else (0, len(between))
             move = moves[at]
             assert (move.offset, move.target, (move.again, move.skipped)) == (state.offset, target, counts)
             state.offset, state.failed, state.attempts, state.claim = target, None, 0, None
+        if layouts and whole and NOT_PARTITIONED not in consumer.partitions:
+            consumer.move(min(targets.values()))
 
     @rule(place=places, events=st.sampled_from([1, 20, 60]), force=st.sampled_from([False, False, True]), wanted=few)
     def retain(self, place: int, events: int, force: bool, wanted: list[str | None]) -> None:
@@ -670,13 +761,13 @@ class LogMachine(RuleBasedStateMachine):
             found = {
                 (state.name, state.partition): (
                     state.last_event_id, state.consumed_events, state.failed_event_id, state.attempts,
-                    state.lease_owner is not None,
+                    state.lease_owner is not None, state.until,
                 )
                 for state in self.platform.registry.consumers(topic.name)
             }  # fmt: skip
             assert found == {
                 (consumer.name, number): (
-                    state.offset, state.consumed, state.failed, state.attempts, state.claim is not None,
+                    state.offset, state.consumed, state.failed, state.attempts, state.claim is not None, consumer.until,
                 )
                 for consumer, number, state in self._states(topic)
             }  # fmt: skip

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import ConfigurationError, EventSQLError
 from eventsql_orchestration.log.asynchronous import AsyncPublisher
 from eventsql_orchestration.log.buffered import BufferedPublisher
 from eventsql_orchestration.log.consumer import Consumers, Consumption
@@ -66,3 +66,17 @@ def test_what_is_of_one_database_says_where_to_find_it() -> None:
             getattr(platform, name)
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = platform.nonsense  # type: ignore[attr-defined]
+
+
+def test_a_class_of_a_users_own_does_not_lose_urls_silently() -> None:
+    class Mine(EventSQL):
+        pass
+
+    with pytest.raises(ConfigurationError, match="Mine is on one database"):
+        Mine("postgresql://one/x", "postgresql://other/x")
+
+
+def test_several_urls_in_one_text_are_no_database_and_their_passwords_stay_secret() -> None:
+    with pytest.raises(ConfigurationError, match="several database URLs") as refused:
+        EventSQL("postgresql://u:secret@one/x postgresql://u:secret@other/x")
+    assert "secret" not in str(refused.value)

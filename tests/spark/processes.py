@@ -22,7 +22,7 @@ import pyspark
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.java import ensure_java
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 DRIVER = Path(__file__).with_name("driver.py")
 

@@ -32,11 +32,12 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.spark import eventsql_error, range_options
-from eventsql_orchestration.spark.batches import TYPES, Piece, Projection, read_batches
+from eventsql_orchestration.spark.batches import TYPES, Piece, Projection, _database, read_batches
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.reader import COLUMNS, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.splits import Occupied, Stretch, equal_parts, even_tasks, shares
+from tests.spark.processes import wait_until
 
 Read = Callable[..., DataFrame]
 
@@ -126,7 +127,7 @@ def test_only_the_columns_asked_for_are_fetched(dsn: str, orders: str) -> None:
                 "eventsql",
                 "the database",
             )
-            wanted = [Piece(OffsetRange(orders, NOT_PARTITIONED, 0, 10), 1)]
+            wanted = [Piece(OffsetRange(orders, NOT_PARTITIONED, 0, 10), f"{orders}_event", 1)]
             for columns in (["key", "offset"], ["topic"], ["offset", "topic"]):
                 (batch,) = read_batches(limited, wanted, Projection(columns))
                 assert batch.schema.names == columns
@@ -303,6 +304,35 @@ def test_the_options_can_be_had_without_loading_spark() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_what_the_tasks_load_does_not_load_the_database_floor() -> None:
+    program = "import sys, eventsql_orchestration.spark.reader; sys.exit('sqlalchemy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_tasks_of_a_process_ask_for_the_servers_types_once_and_keep_no_connection(
+    platform: EventSQL, dsn: str, orders: str
+) -> None:
+    source, before = Source(dsn, "eventsql", "the database"), _database.cache_info()
+    wanted = [Piece(OffsetRange(orders, NOT_PARTITIONED, 0, 10), f"{orders}_event", 1)]
+    for _ in range(3):
+        (batch,) = read_batches(source, wanted, Projection(["offset"]))
+        assert batch.num_rows == 10
+    after = _database.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 2)
+    with platform.database.connection() as connection:
+
+        def gone() -> bool:
+            return (
+                connection.execute(
+                    "SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name = ''"
+                ).fetchall()
+                == []
+            )
+
+        # The server notices a moment later that a connection is closed.
+        wait_until(gone, "no connection is left")
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -331,7 +361,9 @@ def test_a_server_that_goes_away_in_mid_read_is_said_to(platform: EventSQL, dsn:
     platform.publisher.publish_all(Publication("wide", bytes(1_000_000)) for _ in range(50))
     platform.transfer.run_once()
     source = Source(dsn, "eventsql", "the database")
-    batches = read_batches(source, [Piece(OffsetRange("wide", NOT_PARTITIONED, 0, 50), 1)], Projection(["value"]))
+    batches = read_batches(
+        source, [Piece(OffsetRange("wide", NOT_PARTITIONED, 0, 50), "wide_event", 1)], Projection(["value"])
+    )
     next(batches)
     with platform.database.connection() as connection:
         connection.execute(

@@ -13,8 +13,9 @@ ORDER BY eql_name;
 -- consumer_size -- How many partitions a consumer has.
 SELECT count(*) FROM {schema}.consumer WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
 
--- lock_consumers -- The partitions of a consumer that no other transaction has, for this one.
-SELECT eql_partition, eql_until
+-- lock_consumers -- The partitions of a consumer that no other transaction has, for this one, and whether somebody
+-- leases them.
+SELECT eql_partition, eql_until, coalesce(eql_lease_owner IS NOT NULL AND eql_lease_expires_at > clock_timestamp(), false)
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s
 ORDER BY eql_partition

@@ -47,3 +47,6 @@ ORDER BY min(eql_id);
 
 -- extent -- How many events a range of offsets holds, and the first of them.
 SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;
+
+-- writers_between -- Who published within a span of time.
+SELECT eql_writer FROM {schema}.spark_publication WHERE eql_created_at BETWEEN %(first)s AND %(last)s;

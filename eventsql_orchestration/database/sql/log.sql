@@ -130,7 +130,7 @@ WITH moved AS (
 )
 INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
 SELECT CASE
-           WHEN eql_partition BETWEEN 0 AND %(partitions)s - 1 THEN eql_partition
+           WHEN eql_partition BETWEEN 0 AND %(partitions)s - 1 OR %(partitions)s < 0 THEN eql_partition
            WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
            ELSE (eql_id %% %(partitions)s)::smallint
        END,

@@ -1,0 +1,349 @@
+"""A shard is added while events flow: each key keeps its order, and who holds the old set is told before he writes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TypeAlias
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.errors import DatabaseBusyError, ShardPendingError, ShardSetError, WrongShardError
+from eventsql_orchestration.log.lag import LagCause
+from eventsql_orchestration.log.positions import Earliest, Latest
+from eventsql_orchestration.log.shard_store import ShardStore
+from eventsql_orchestration.sharded import ShardedEventSQL
+from eventsql_orchestration.sharded.addition import ShardAddition
+from eventsql_orchestration.sharding import shard_of_key
+from tests.shards.adding import KEYS, add_shard, start
+from tests.shards.conftest import Databases, Open, Until
+
+Adding: TypeAlias = Callable[..., ShardAddition]
+
+BEFORE = ["shard-1", "shard-2"]
+# From the shard that is fenced first.
+MOVING = next(
+    key
+    for key in KEYS
+    if (shard_of_key(key, BEFORE), shard_of_key(key, [*BEFORE, "shard-3"])) == ("shard-1", "shard-3")
+)
+STAYING = [next(key for key in KEYS if shard_of_key(key, [*BEFORE, "shard-3"]) == name) for name in BEFORE]
+
+
+@pytest.fixture
+def dsns(databases: Databases) -> list[str]:
+    """Two shards with a topic and a consumer, and a database that is to be the third."""
+    dsns = databases(3)
+    with EventSQL(*dsns[:2]) as platform:
+        platform.registry.register_topic(Topic("orders", 2))
+        platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    return dsns
+
+
+@pytest.fixture
+def addition() -> Iterator[Adding]:
+    """Makes an addition of the last database to those before it."""
+    with ExitStack() as stack:
+
+        def add(dsns: Sequence[str], on_step: Callable[[str], None] = lambda _step: None) -> ShardAddition:
+            platforms = [stack.enter_context(EventSQL(dsn, transfer=False)) for dsn in dsns]
+            return ShardAddition(platforms[:-1], platforms[-1], on_step=on_step)
+
+        yield add
+
+
+def numbers(platform: EventSQL, key: str) -> dict[str, list[int]]:
+    """The numbers of a key's events, by shard, in the order of the logs."""
+    platform.transfer.run_once()
+    found = {
+        str(shard.shard): [int(event.value) for event in shard.reader.read("orders") if event.key == key]
+        for shard in platform.shards
+    }
+    return {shard: events for shard, events in found.items() if events}
+
+
+def publication(key: str, number: int) -> Publication:
+    return Publication("orders", b"%d" % number, key=key)
+
+
+def test_a_plan_says_what_will_move_and_changes_nothing(dsns: list[str], addition: Adding) -> None:
+    plan = addition(dsns).plan()
+    assert (plan.name, plan.names, plan.topics, plan.consumers) == ("shard-3", ("shard-1", "shard-2"), 1, 1)
+    assert plan.share == pytest.approx(1 / 3)
+    assert not plan.prepared
+    assert not plan.active
+    with EventSQL(dsns[2]) as new:
+        assert ShardStore(new.database).state().shards is None
+
+
+def test_publishers_and_consumers_go_on_and_each_key_stays_in_order(
+    dsns: list[str], opened: Open, until: Until, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2], transfer=True)
+    handled: defaultdict[str, list[int]] = defaultdict(list)
+    handling = threading.Lock()
+
+    def handle(events: Sequence[Event], _connection: object) -> None:
+        with handling:
+            for event in events:
+                handled[str(event.key)].append(int(event.value))
+
+    stop, published = threading.Event(), dict.fromkeys(KEYS, 0)
+
+    def publish_one_by_one(keys: list[str]) -> None:
+        while not stop.is_set():
+            for key in keys:
+                platform.publisher.publish(publication(key, published[key]))
+                published[key] += 1
+
+    def publish_batches(keys: list[str]) -> None:
+        while not stop.is_set():
+            batch = [publication(key, published[key] + number) for number in range(10) for key in keys]
+            assert platform.publisher.publish_all(batch) == len(batch)
+            for key in keys:
+                published[key] += 10
+
+    platform.consumers.start_batch("orders", "mailer", handle, polling_delay=0.05, max_events=50)
+    threads = [
+        threading.Thread(target=publish_one_by_one, args=(KEYS[:8],)),
+        threading.Thread(target=publish_batches, args=(KEYS[8:],)),
+    ]
+    for thread in threads:
+        thread.start()
+    adding = addition(dsns)
+    until(lambda: len(handled) == len(KEYS))
+    adding.execute(only_prepare=True)
+    platform.add_url(dsns[2])
+    adding.execute()
+    moved = [key for key in KEYS if shard_of_key(key, [*BEFORE, "shard-3"]) == "shard-3"]
+    counts = {key: published[key] for key in moved}
+    until(lambda: all(published[key] > count + 10 for key, count in counts.items()))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    until(lambda: {key: len(found) for key, found in handled.items()} == published)
+    for key, found in handled.items():
+        assert found == list(range(published[key])), f"{key} was handled out of order"
+    assert {key: set(numbers(platform, key)) for key in moved} == {
+        key: {shard_of_key(key, BEFORE), "shard-3"} for key in moved
+    }
+    assert platform.held_back() == []
+
+
+@pytest.mark.parametrize("step", ["is prepared", "'shard-1' is fenced", "'shard-2' is fenced", "is active"])
+def test_an_operator_who_is_killed_after_any_step_is_followed_by_one_who_finishes(
+    dsns: list[str], opened: Open, step: str, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2], shard_timeout=0.2)
+    for number in range(3):
+        platform.publisher.publish_all([publication(key, number) for key in (MOVING, *STAYING)])
+    operator = start(add_shard, dsns[:2], dsns[2], step)
+    operator.join(60)
+    assert operator.exitcode == -9, "it was killed in the middle"
+    with EventSQL(dsns[2]) as new:
+        assert ShardStore(new.database).state().active == (step == "is active")
+    platform.add_url(dsns[2])
+    for key in STAYING:
+        platform.publisher.publish(publication(key, 3))
+    if "fenced" in step:
+        with pytest.raises(ShardPendingError, match=r"not finished: finish it with `eventsql shard add"):
+            platform.publisher.publish(publication(MOVING, 3))
+        with pytest.raises(ShardPendingError):
+            platform.publisher.publish_all([publication(MOVING, 3)])
+    else:
+        platform.publisher.publish(publication(MOVING, 3))
+    assert addition(dsns).execute().active
+    if "fenced" in step:
+        platform.publisher.publish(publication(MOVING, 3))
+    platform.publisher.publish(publication(MOVING, 4))
+    old = shard_of_key(MOVING, BEFORE)
+    last = 4 if step == "is prepared" else 3
+    assert numbers(platform, MOVING) == {old: [*range(last)], "shard-3": [*range(last, 5)]}
+    for key in STAYING:
+        assert numbers(platform, key) == {shard_of_key(key, BEFORE): [0, 1, 2, 3]}
+    addition(dsns).execute()
+
+
+def test_a_shard_knows_all_that_was_registered_while_it_was_added(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2])
+
+    def register(step: str) -> None:
+        if "'shard-1' is fenced" in step:
+            # By those who do not know of it, on the shards that they know.
+            for shard in platform.shards:
+                shard.registry.register_topic(Topic("late", 3)).register_consumer(Consumer("late", "reader", True))
+
+    addition(dsns, register).execute()
+    whole = opened(*dsns)
+    whole.publisher.publish_all([Publication("late", b"", key=key) for key in KEYS])
+    assert {state.shard for state in whole.registry.consumer("late", "reader")} == {*BEFORE, "shard-3"}
+    whole.registry.check_same("late")
+
+
+def test_the_fence_waits_for_a_transaction_that_has_published(dsns: list[str], opened: Open) -> None:
+    platform = opened(*dsns[:2])
+    shard = platform.shard_of(MOVING)
+    store = ShardStore(shard.database)
+    with shard.database.transaction() as connection:
+        platform.publisher.publish(publication(MOVING, 0), connection=connection)
+        with pytest.raises(DatabaseBusyError, match="run it again"):
+            store.fence(2, [*BEFORE, "shard-3"], shard.transfer, patience=0.0)
+        assert store.state().generation == 1
+    store.fence(2, [*BEFORE, "shard-3"], shard.transfer)
+    with shard.database.connection() as connection:
+        fence = connection.execute("SELECT eql_fence FROM eventsql.shard_fence WHERE eql_topic = 'orders'").fetchone()
+    assert [(event.id,) for event in shard.reader.read("orders")] == [fence], "what was committed before lies before it"
+
+
+def test_whoever_holds_the_old_set_is_told_by_the_transaction_that_would_have_written(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2], shard_timeout=0.1)
+    name = shard_of_key(MOVING, BEFORE)
+    (old,) = (dsn for dsn, shard in zip(dsns, platform.open().shards, strict=False) if shard.shard == name)
+    with EventSQL(old, transfer=False) as alone, psycopg.connect(old) as mine:
+        # All of them have looked the topic up, and keep it in memory for seconds.
+        platform.publisher.publish_all([publication(key, 0) for key in (MOVING, *STAYING)])
+        alone.publisher.publish(publication(MOVING, 1))
+        with platform.buffered_publisher(max_age=0.001) as buffered:
+            buffered.publish(publication(MOVING, 2)).result(timeout=60)
+            mine.execute("SELECT")
+            addition(dsns).execute()
+            # None of these has been told by anybody.
+            moved = buffered.publish(publication(MOVING, 9))
+            stays = [buffered.publish(publication(key, 1)) for key in STAYING]
+            assert isinstance(moved.exception(timeout=60), WrongShardError)
+            assert [each.exception(timeout=60) for each in stays] == [None, None]
+        with pytest.raises(WrongShardError, match="belongs to shard 'shard-3'"):
+            alone.publisher.publish(publication(MOVING, 9))
+        with pytest.raises(WrongShardError):
+            alone.publisher.publish_all([publication(MOVING, 9)] * 60)
+        with pytest.raises(WrongShardError):
+            platform.publisher.publish(publication(MOVING, 9), connection=mine)
+        mine.rollback()
+        with pytest.raises(WrongShardError):
+            alone.publisher.publish_all([publication(MOVING, 9)], connection=mine)
+    platform.add_url(dsns[2])
+    platform.publisher.publish(publication(MOVING, 3))
+    assert numbers(platform, MOVING) == {name: [0, 1, 2], "shard-3": [3]}
+
+
+def test_a_process_without_the_url_of_the_new_shard_says_what_it_lacks(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2])
+    platform.publisher.publish(publication(MOVING, 0))
+    addition(dsns).execute()
+    with pytest.raises(ShardSetError, match=r"no URL of shard 'shard-3'.*add_url"):
+        platform.publisher.publish(publication(MOVING, 1))
+    for key in STAYING:
+        platform.publisher.publish(publication(key, 0))
+    with pytest.raises(ShardSetError, match="no URL leads to shard-3"):
+        opened(*dsns[:2]).open()
+
+
+def consume_on(platform: ShardedEventSQL, name: str) -> list[int]:
+    """What a consumer is handed on one shard now, of the key that moves."""
+    handled: list[int] = []
+
+    def handle(events: Sequence[Event], _connection: object) -> None:
+        handled.extend(int(event.value) for event in events if event.key == MOVING)
+
+    (shard,) = (shard for shard in platform.shards if shard.shard == name)
+    shard.consumers.consume_once("orders", "mailer", handle)
+    return handled
+
+
+def test_a_consumer_gets_no_event_of_the_new_shard_before_those_of_the_old_ones(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2])
+    old, other = shard_of_key(MOVING, BEFORE), next(name for name in BEFORE if name != shard_of_key(MOVING, BEFORE))
+    platform.publisher.publish_all([publication(key, 0) for key in (MOVING, *STAYING)])
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    platform.publisher.publish(publication(MOVING, 1))
+    platform.transfer.run_once()
+    assert consume_on(platform, "shard-3") == []
+    (held,) = platform.held_back()
+    assert (held.consumer, held.shard, held.waits_for) == ("mailer", "shard-3", ("shard-1", "shard-2"))
+    waiting = [lag for lag in platform.lag("orders") if lag.shard == "shard-3" and lag.events]
+    assert [(lag.events, lag.cause) for lag in waiting] == [(1, LagCause.WAITING)]
+    assert "the shard joined" in waiting[0].detail
+    assert consume_on(platform, old) == [0]
+    assert [each.waits_for for each in platform.held_back()] == [(other,)]
+    assert consume_on(platform, "shard-3") == []
+    consume_on(platform, other)
+    assert platform.held_back() == []
+    assert consume_on(platform, "shard-3") == [1]
+
+
+def test_a_consumer_that_reads_everything_again_is_held_back_again(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2])
+    platform.publisher.publish(publication(MOVING, 0))
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    platform.publisher.publish(publication(MOVING, 1))
+    platform.transfer.run_once()
+    old = shard_of_key(MOVING, BEFORE)
+
+    def consumed_in_order() -> None:
+        assert consume_on(platform, "shard-3") == []
+        assert consume_on(platform, old) == [0]
+        assert platform.held_back() == []
+        assert consume_on(platform, "shard-3") == [1]
+
+    consumed_in_order()
+    platform.seeker.execute("orders", "mailer", Earliest())
+    consumed_in_order()
+    platform.registry.unregister_consumer("orders", "mailer")
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    consumed_in_order()
+    platform.seeker.execute("orders", "mailer", Earliest())
+    platform.seeker.execute("orders", "mailer", Latest())
+    assert platform.held_back() == [], "who skips everything waits for nothing"
+
+
+def test_a_database_alone_becomes_the_first_of_two_shards(databases: Databases, opened: Open, addition: Adding) -> None:
+    one, new = databases(2)
+    keys = [key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "shard-2"][:1]
+    with EventSQL(one, transfer=False) as alone:
+        alone.registry.register_topic(Topic("orders", 2)).register_consumer(Consumer("orders", "mailer", True))
+        alone.publisher.publish(publication(keys[0], 0))
+        addition([one, new]).execute()
+        with pytest.raises(WrongShardError, match="belongs to shard 'shard-2'"):
+            alone.publisher.publish(publication(keys[0], 1))
+    platform = opened(one, new)
+    platform.publisher.publish(publication(keys[0], 1))
+    assert numbers(platform, keys[0]) == {"shard-1": [0], "shard-2": [1]}
+    deadline = time.monotonic() + 60
+    handled: list[int] = []
+    while len(handled) < 2 and time.monotonic() < deadline:
+        platform.consumers.consume_once(
+            "orders", "mailer", lambda events, _: handled.extend(int(e.value) for e in events)
+        )
+    assert handled == [0, 1]
+
+
+def test_a_topic_without_partitions_stays_so(dsns: list[str], opened: Open, addition: Adding) -> None:
+    platform = opened(*dsns[:2])
+    platform.registry.register_topic(Topic("whole"))
+    for _when in ("before", "after"):
+        for shard in platform.shards:
+            key = next(key for key in STAYING if shard_of_key(key, BEFORE) == shard.shard)
+            with shard.database.transaction() as connection:
+                for _ in range(2):
+                    platform.publisher.publish(Publication("whole", b"", key=key), connection=connection)
+        addition(dsns).execute()
+    platform.transfer.run_once()
+    for shard in platform.shards:
+        assert [event.partition for event in shard.reader.read("whole")] == [-1] * 4

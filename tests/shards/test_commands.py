@@ -1,0 +1,193 @@
+"""The program on several databases: the same commands, each with the shards' names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from eventsql_orchestration import Consumer, EventSQL
+from eventsql_orchestration.cli import main
+from eventsql_orchestration.cli.context import resolve_dsn
+from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.settings import Settings
+from tests.shards.adding import KEYS
+from tests.shards.conftest import Databases
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def dsns(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("EVENTSQL_DSN", "EVENTSQL_SCHEMA", "EVENTSQL_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    return databases(3)
+
+
+@pytest.fixture
+def run(dsns: list[str]) -> Run:
+    """Runs the program on the first two databases."""
+
+    def run_on_shards(*arguments: object, stdin: str | None = None, code: int = 0) -> Result:
+        named = [option for dsn in dsns[:2] for option in ("--dsn", dsn)]
+        result = CliRunner().invoke(main, [*named, *map(str, arguments)], input=stdin)
+        assert result.exit_code == code, result.output
+        return result
+
+    return run_on_shards
+
+
+def objects(result: Result) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(result.stdout)
+    return found
+
+
+def lines(result: Result) -> list[dict[str, object]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def orders(run: Run) -> Run:
+    """The same, with a topic, a consumer and an event for each key."""
+    run("migrate")
+    run("topic", "create", "orders", "--partitions", 2, "--dead-letters")
+    run("consumer", "create", "orders", "mailer", "--partitioned")
+    events = "".join(json.dumps({"key": key}) + "\n" for key in KEYS)
+    run("publish", "orders", "--key", "key", stdin=events)
+    run("transfer", "--once")
+    return run
+
+
+def test_migrate_makes_the_first_set(run: Run, dsns: list[str]) -> None:
+    run("topic", "list", code=1)
+    assert "shard 'shard-1': schema 'eventsql'" in run("migrate").stderr
+    assert [(each["shard"], each["state"]) for each in objects(run("shard", "list", "--json"))] == [
+        ("shard-1", "takes events"),
+        ("shard-2", "takes events"),
+    ]
+    assert "was at revision" in run("migrate").stderr
+    with EventSQL(*reversed(dsns[:2])) as platform:
+        assert [shard.shard for shard in platform.open().shards] == ["shard-2", "shard-1"]
+
+
+def test_listings_carry_the_shards_names(orders: Run) -> None:
+    for listing in (
+        ("lag", "--json"),
+        ("consumer", "list", "--json"),
+        ("consumer", "describe", "orders", "mailer", "--json"),
+    ):
+        assert [(each["shard"], each["partition"]) for each in objects(orders(*listing))] == [
+            (shard, partition) for shard in ("shard-1", "shard-2") for partition in (0, 1)
+        ]
+    assert sum(int(str(each["events"])) for each in objects(orders("lag", "--json"))) == len(KEYS)
+    printed = lines(orders("tail", "orders"))
+    assert {each["shard"] for each in printed} == {"shard-1", "shard-2"}
+    assert {each["key"] for each in printed} == set(KEYS)
+    plan = json.loads(orders("seek", "orders", "mailer", "--to-latest", "--json").stdout)
+    assert {move["shard"] for move in plan["moves"]} == {"shard-1", "shard-2"}
+    described = json.loads(orders("topic", "describe", "orders", "--json").stdout)
+    assert {each["shard"] for each in described["log"]} == {"shard-1", "shard-2"}
+    assert described["events"] == len(KEYS)
+    for command in (("lag",), ("consumer", "list"), ("consumer", "describe", "orders", "mailer"), ("shard", "list")):
+        assert "shard-2" in orders(*command).stdout
+    assert "shard-2" in orders("topic", "describe", "orders").stdout
+
+
+def test_consume_prints_what_all_shards_have_left(orders: Run) -> None:
+    first = lines(orders("consume", "orders", "mailer", "--max", 5))
+    assert len(first) == 5
+    rest = lines(orders("consume", "orders", "mailer"))
+    assert sorted(str(each["key"]) for each in (*first, *rest)) == sorted(KEYS)
+    assert lines(orders("consume", "orders", "mailer")) == []
+
+
+def test_one_shard_is_chosen_by_name_where_offsets_are_meant(orders: Run) -> None:
+    assert "an offset means another event on each shard" in orders("tail", "orders", "--from", 1, code=2).stderr
+    assert "an offset means another place on each shard" in orders(
+        "seek", "orders", "mailer", "--to-offset", 1, code=2
+    ).stderr  # fmt: skip
+    alone = lines(orders("--shard", "shard-2", "tail", "orders", "--from", 2))
+    assert {each["offset"] for each in alone} == set(range(2, len(alone) + 2))
+    assert "there is no shard 'nowhere', but shard-1, shard-2" in orders("--shard", "nowhere", "lag", code=2).stderr
+
+
+def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
+    planned = orders("shard", "add", "--dsn", dsns[2], "--name", "west")
+    assert "1 in 3" in planned.stdout
+    assert "a plan, nothing has changed" in planned.stderr
+    assert len(objects(orders("shard", "list", "--json"))) == 2
+    orders("shard", "add", "--dsn", dsns[2], "--name", "west", "--prepare")
+    assert "shard 'west' takes events" in orders("shard", "add", "--dsn", dsns[2], "--execute").stderr
+    assert "no URL leads to west" in orders("lag", code=2).stderr
+
+    def whole(*arguments: object) -> Result:
+        return orders("--dsn", dsns[2], *arguments)
+
+    assert [each["shard"] for each in objects(whole("shard", "list", "--json"))] == ["shard-1", "shard-2", "west"]
+    held = objects(whole("shard", "status", "--json"))
+    assert [(each["consumer"], each["shard"], each["waits_for"]) for each in held] == [
+        ("mailer", "west", ["shard-1", "shard-2"])
+    ]
+    assert "held back from shard west" in whole("doctor").stdout.replace("\n", " ")
+    whole("consume", "orders", "mailer")
+    assert "no consumer is held back" in whole("shard", "status").stderr
+
+
+def test_doctor_looks_at_each_shard(orders: Run) -> None:
+    findings = json.loads(orders("doctor", "--json").stdout)["findings"]
+    assert {"2 shards, all take events"} <= {each["message"] for each in findings if each["check"] == "shards"}
+    assert sum(each["check"] == "schema" for each in findings) == 2
+
+
+def test_dead_letters_are_listed_with_their_shards_and_redriven_there(orders: Run, dsns: list[str]) -> None:
+    with EventSQL(*dsns[:2], transfer=False) as platform:
+        platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=1)
+
+        def fail(_events: object, _connection: object) -> None:
+            raise ValueError("no mail today")
+
+        for _ in KEYS:
+            platform.consumers.consume_once("orders", "mailer", fail)
+        platform.transfer.run_once()
+    letters = objects(orders("dlt", "list", "orders", "--json"))
+    assert {each["shard"] for each in letters} == {"shard-1", "shard-2"}
+    assert len(letters) == len(KEYS)
+    assert "means another letter on each shard" in orders("dlt", "show", "orders", 1, code=1).stderr
+    assert json.loads(orders("dlt", "redrive", "orders", "--json").stdout) == {"redriven": len(KEYS)}
+    assert sorted(str(each["key"]) for each in lines(orders("consume", "orders", "mailer"))) == sorted(KEYS)
+
+
+def test_the_urls_of_shards_come_from_the_environment_and_the_file_too(
+    dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = ["postgresql://one/x?options=-c geqo=off", "postgresql://other/x"]
+    Path("eventsql.toml").write_text(f"dsn = {json.dumps(urls)}\n", encoding="utf-8")
+    assert Settings.load().dsns == tuple(urls)
+    monkeypatch.setenv("EVENTSQL_DSN", "\n".join(dsns))
+    assert Settings.load().dsns == tuple(dsns)
+    assert Settings.load(dsn=dsns[0]).dsns == (dsns[0],)
+
+
+def test_what_works_on_one_database_says_so(orders: Run, dsns: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="choose a shard with --shard NAME"):
+        resolve_dsn(Settings.load(dsn=" ".join(dsns)))
+    assert "--shard NAME on the command line" in orders("bench", "publish", "--quick", code=1).stderr
+
+
+def test_bench_stream_measures_servers_of_its_own(tmp_path: Path) -> None:
+    arguments = ["bench", "stream", "--shards", "2", "--events", "2000", "--raw-events", "2000", "--json"]
+    result = CliRunner().invoke(main, ["--home", str(tmp_path / "home"), *arguments])
+    assert result.exit_code == 0, result.output
+    one, two, ratio, _machine = json.loads(result.stdout)
+    assert [one["name"], two["name"]] == ["publish_and_consume_1_shard", "publish_and_consume_2_shards"]
+    assert [len(each["details"]["of_shards"]) for each in (one, two)] == [1, 2]
+    assert all(rate > 0 for rate in two["details"]["of_shards"]), "each takes its share of the keys"
+    assert sum(two["details"]["of_shards"]) == pytest.approx(two["value"])
+    assert ratio["value"] == pytest.approx(two["value"] / one["value"])
+    assert all(each["ratio_to_raw_copy"] > 0 for each in (one, two))
+    assert not (tmp_path / "home" / "bench-shards").exists(), "the servers are gone"
+    assert "share" in result.stderr

@@ -1,0 +1,151 @@
+"""One shard's server is stopped for real: its keys fail clearly or wait, and everything else goes on."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetError, ShardUnavailableError
+from eventsql_orchestration.log.lag import LagCause
+from eventsql_orchestration.sharded import ShardedEventSQL
+from eventsql_orchestration.sharding import shard_of_key
+from tests.shards.adding import KEYS
+from tests.shards.conftest import Databases, Open, Until
+
+LOST = [key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "shard-2"]
+LEFT = [key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "shard-1"]
+
+
+@pytest.fixture(scope="module")
+def second() -> Iterator[EmbeddedPostgres]:
+    """A server of its own, which the tests stop and start."""
+    home = Path(tempfile.mkdtemp(prefix="eventsql-shard-"))
+    home.chmod(0o755)
+    embedded = EmbeddedPostgres(home / "postgres")
+    try:
+        yield embedded
+    finally:
+        embedded.destroy()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture
+def dsns(databases: Databases, second: EmbeddedPostgres, request: pytest.FixtureRequest) -> list[str]:
+    """Shards on two servers, with a topic and a consumer; the second server is running."""
+    second.start()
+    dsns = [*databases(1), second.create_database(f"db_{abs(hash(request.node.name))}")]
+    with EventSQL(*dsns) as platform:
+        platform.registry.register_topic(Topic("orders", 2))
+        platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    return dsns
+
+
+def publication(key: str | None, number: int = 0) -> Publication:
+    return Publication("orders", b"%d" % number, key=key)
+
+
+def test_keys_of_the_shard_that_is_down_fail_and_all_others_go_on(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres, until: Until
+) -> None:
+    platform = opened(*dsns, transfer=True)
+    handled: list[str | None] = []
+
+    def handle(events: Sequence[Event], _connection: object) -> None:
+        handled.extend(event.key for event in events)
+
+    platform.consumers.start_batch("orders", "mailer", handle, polling_delay=0.05)
+    platform.publisher.publish_all([publication(LOST[0]), publication(LEFT[0])])
+    until(lambda: len(handled) == 2)
+    second.stop()
+    with pytest.raises(DatabaseUnavailableError):
+        platform.publisher.publish(publication(LOST[0]))
+    with pytest.raises(ShardUnavailableError, match="shard 'shard-2' is down") as told:
+        platform.publisher.publish(publication(LOST[0]))
+    assert told.value.shard == "shard-2"
+    with pytest.raises(ShardUnavailableError):
+        platform.publisher.publish_all([publication(LEFT[1]), publication(LOST[0])])
+    platform.publisher.publish(publication(LEFT[0]))
+    for _ in range(3):
+        platform.publisher.publish(publication(None))
+    platform.publisher.publish_all([publication(LEFT[0]), publication(None)])
+    until(lambda: len(handled) == 8)
+    assert LEFT[1] not in handled, "what was refused was refused whole"
+    lags = {(lag.shard, lag.partition): lag for lag in platform.lag("orders")}
+    assert {shard for shard, _ in lags} == {"shard-1", "shard-2"}
+    assert {lag.cause for (shard, _), lag in lags.items() if shard == "shard-2"} == {LagCause.UNREACHABLE}
+    assert {lag.cause for (shard, _), lag in lags.items() if shard == "shard-1"} == {LagCause.NONE}
+    second.start()
+    until(lambda: platform.standing()[1].state == "takes events")
+    platform.publisher.publish(publication(LOST[1]))
+    until(lambda: LOST[1] in handled)
+
+
+def test_keys_wait_for_their_shard_where_the_platform_was_told_so(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres, until: Until
+) -> None:
+    platform = opened(*dsns, on_shard_down="wait", shard_timeout=60.0)
+    platform.publisher.publish(publication(LOST[0], 1))
+    second.stop()
+    waiting = threading.Thread(target=platform.publisher.publish, args=(publication(LOST[0], 2),))
+    waiting.start()
+    until(lambda: platform.standing()[1].state == "down")
+    platform.publisher.publish(publication(LEFT[0], 3))
+    assert waiting.is_alive()
+    second.start()
+    waiting.join(60)
+    platform.transfer.run_once()
+    assert [event.value for event in platform.shards[1].reader.read("orders")] == [b"1", b"2"]
+
+
+def test_they_wait_no_longer_than_they_may(dsns: list[str], opened: Open, second: EmbeddedPostgres) -> None:
+    platform = opened(*dsns, on_shard_down="wait", shard_timeout=0.1).open()
+    second.stop()
+    with pytest.raises(ShardUnavailableError):
+        platform.publisher.publish(publication(LOST[0]))
+
+
+def test_a_platform_opens_with_a_shard_that_is_down_and_takes_it_up_when_it_is_there(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres, until: Until
+) -> None:
+    with EventSQL(*dsns, transfer=False) as before:
+        before.publisher.publish_all([publication(key) for key in (LOST[0], LEFT[0])])
+        before.transfer.run_once()
+    second.stop()
+    platform = opened(*dsns).open()
+    assert isinstance(platform, ShardedEventSQL)
+    assert [each.state for each in platform.standing()] == ["takes events", "down"]
+    handled: list[str | None] = []
+    platform.consumers.start("orders", "mailer", lambda event, _: handled.append(event.key), polling_delay=0.05)
+    until(lambda: handled == [LEFT[0]])
+    with pytest.raises(ShardUnavailableError):
+        platform.registry.register_topic(Topic("refused"))
+    assert [topic.name for topic in platform.registry.topics()] == ["orders"], "nothing is done on half of the shards"
+    assert platform.transfer.run_once() == {}
+    second.start()
+    until(lambda: handled == [LEFT[0], LOST[0]])
+    platform.registry.register_topic(Topic("taken"))
+
+
+def test_with_no_shard_up_there_is_nothing_to_open(closed: list[str], opened: Open) -> None:
+    with pytest.raises(DatabaseUnavailableError):
+        opened(*closed).open()
+
+
+def test_databases_are_made_a_set_only_with_all_of_them(databases: Databases, opened: Open, closed: list[str]) -> None:
+    with pytest.raises(ShardSetError, match="cannot be reached, and the set of shards is yet to be made"):
+        opened(*databases(1), closed[0]).open()
+
+
+@pytest.fixture
+def closed(second: EmbeddedPostgres) -> list[str]:
+    """URLs of a server that is stopped."""
+    running = second.start()
+    second.stop()
+    return [running.dsn_for("one"), running.dsn_for("other")]
