@@ -94,6 +94,8 @@ class ConsumerWatch:
         try:
             platform.registry.topic(self.topic.name)
             standings = {standing.partition: standing for standing in platform.claims.standings(self.consumer)}
+            live = [standing.claim for standing in standings.values() if standing.claim is not None]
+            runs = runs_of(live, self.consumer, platform, instance)
         except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
             return error.message
         if not standings:
@@ -101,8 +103,7 @@ class ConsumerWatch:
                 f"consumer {self.consumer.name!r} of topic {self.topic.name!r} does not exist: create it with "
                 "`eventsql consumer create`"
             )
-        live = [standing.claim for standing in standings.values() if standing.claim is not None]
-        return Sight(standings, runs_of(live, self.consumer, instance))
+        return Sight(standings, runs)
 
     def evaluate(
         self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger, cursor: str | None

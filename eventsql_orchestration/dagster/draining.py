@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL
+from eventsql_orchestration.dagster.claim_times import is_another_claim
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError
@@ -133,9 +134,22 @@ class Draining:
             self.drained.lost = str(error)
             return None
 
+    def is_another_claim(self, claim_id: int, tags: Mapping[str, str]) -> bool:
+        """Whether the run of these tags was requested for another claim of that id, with a note where it was."""
+        if not is_another_claim(self._platform, claim_id, tags):
+            return False
+        self.drained.lost = (
+            f"claim {claim_id} was made at another time than the one that this run was requested for: the database was "
+            "restored or made anew since"
+        )
+        return True
+
     @contextmanager
-    def keeping(self, claim_id: int) -> Iterator[None]:
+    def keeping(self, claim_id: int, tags: Mapping[str, str]) -> Iterator[None]:
         """Hold the claim that the run was requested for, as long as another of its steps goes first."""
+        if is_another_claim(self._platform, claim_id, tags):
+            yield
+            return
         try:
             claim = self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease)
         except ClaimLostError:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Final
 
 import dagster as dg
+from dagster.components.definitions import LazyDefinitions
 
 from eventsql_orchestration.dagster.backfill_asset import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.development import failure_of
@@ -46,21 +47,38 @@ class CodeLocation:
         assert self.module is not None, "one of both is given"
         return ["-m", self.module, "-d", str(Path.cwd())]
 
-    def load(self) -> dg.Definitions:
-        """Its definitions, loaded into this process. Raises `LocalDagsterError` where it has none or cannot load."""
+    def load(self) -> tuple[str, dg.Definitions]:
+        """Its definitions, loaded into this process, and the name that they have there.
+
+        Those that a function with `@dg.definitions` makes count as Dagster counts them: before any others. Raises
+        `LocalDagsterError` where there are none, where it is not clear which are meant, and where they cannot load.
+        """
         directory = str(self.file.resolve().parent) if self.file is not None else str(Path.cwd())
         if directory not in sys.path:
             sys.path.insert(0, directory)
         try:
-            module = self._import()
+            name, found = self._found(self._import())
+            return name, found if isinstance(found, dg.Definitions) else found()
         except LocalDagsterError:
             raise
         except Exception as error:
             raise LocalDagsterError(f"{self} cannot be loaded: {type(error).__name__}: {error}") from error
-        found = [value for value in vars(module).values() if isinstance(value, dg.Definitions)]
-        if len(found) != 1:
-            raise LocalDagsterError(f"{self} has {len(found)} Definitions at its top level, and one is needed")
-        return found[0]
+
+    def _found(self, module: ModuleType) -> tuple[str, dg.Definitions | LazyDefinitions[dg.Definitions]]:
+        for kind in (LazyDefinitions, dg.Definitions):
+            # One object may have several names.
+            found = {id(value): (name, value) for name, value in vars(module).items() if isinstance(value, kind)}
+            if len(found) > 1:
+                names = ", ".join(sorted(name for name, _ in found.values()))
+                raise LocalDagsterError(
+                    f"{self} has {len(found)} Definitions at its top level, and one is needed: {names}"
+                )
+            for only in found.values():
+                return only
+        raise LocalDagsterError(
+            f"{self} has no Definitions at its top level: give it `defs = dg.Definitions(…)`, or a function with "
+            "`@dg.definitions`"
+        )
 
     def _import(self) -> ModuleType:
         if self.file is None:
@@ -97,7 +115,7 @@ class LocalRuns:
         self._processes: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
     def target(self, topic: str, consumer: str) -> Target:
-        definitions = self.location.load()
+        name, definitions = self.location.load()
         for job in definitions.resolve_all_job_defs():
             if job.tags.get(BACKFILL_OF_TAG) != backfill_of(topic, consumer):
                 continue
@@ -110,7 +128,7 @@ class LocalRuns:
             assert asset.partitions_def.name is not None, "it has one"
             return Target(
                 job.name, asset.partitions_def.name, tuple(asset.metadata[ASSETS_METADATA].value),
-                backfill_of(topic, consumer),
+                backfill_of(topic, consumer), repository=name,
             )  # fmt: skip
         raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
@@ -131,7 +149,8 @@ class LocalRuns:
         number = uuid.uuid4().hex
         # fmt: off
         command = [
-            sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-j", target.job,
+            sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-a", target.repository,
+            "-j", target.job,
             "--tags", json.dumps(run_tags(target, backfill_id, key)),
         ]
         # fmt: on

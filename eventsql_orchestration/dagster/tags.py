@@ -11,6 +11,10 @@ TOPIC_TAG: Final = "eventsql/topic"
 CONSUMER_TAG: Final = "eventsql/consumer"
 PARTITION_TAG: Final = "eventsql/partition"
 CLAIM_TAG: Final = "eventsql/claim"
+CLAIMED_AT_TAG: Final = "eventsql/claimed_at"
+"""When the run's claim was made, in microseconds since 1970: ids of claims come again in a database that is restored or
+made anew."""
+
 AFTER_TAG: Final = "eventsql/after"
 """The offset that a run's claim begins after: failures of runs from one offset are counted by it."""
 

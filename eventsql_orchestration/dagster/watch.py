@@ -12,11 +12,13 @@ from typing import Final
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
+from eventsql_orchestration.dagster.claim_times import claim_tags, made_at, run_key
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.draining import run_of_owner
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
     CLAIM_TAG,
+    CLAIMED_AT_TAG,
     CONSUMER_TAG,
     FINISHED,
     HOUSEKEEPING_CONSUMER,
@@ -77,7 +79,7 @@ class PartitionWatch:
         try:
             registered = platform.registry.topic(self.topic.name)
             live = platform.claims.live(self.topic.name, self.consumer.name, self.partition)
-            run = None if live is None else runs_of([live], self.consumer, instance).get(live.id)
+            run = None if live is None else runs_of([live], self.consumer, platform, instance).get(live.id)
             answer = self.attend(live, run, platform, instance, log)
         except ConsumerNotFoundError as error:
             return dg.SkipReason(self._why_missing(registered) or error.message)
@@ -137,16 +139,19 @@ class PartitionWatch:
         if run is not None and run.dagster_run.status not in FINISHED:
             # Dagster's default launcher does not notice, and the run would count as one of its queue's for ever.
             _report_dead(run, "did not renew its lease, and its partition was claimed anew", instance, log)
-        return self.request(claim)
+        made = made_at(platform, [claim.id]).get(claim.id)
+        if made is None:
+            return dg.SkipReason(f"{claim} is gone: its consumer or topic was deleted just now")
+        return self.request(claim, made)
 
-    def request(self, claim: Claim) -> dg.RunRequest:
-        """The run of a claim. Its key is the claim's: a reused key would swallow the run for ever."""
+    def request(self, claim: Claim, made: int) -> dg.RunRequest:
+        """The run of a claim, which was `made` then. Its key is the claim's: a reused one would swallow the run."""
         return dg.RunRequest(
-            run_key=f"eventsql-claim-{claim.id}",
+            run_key=run_key(claim.id, made),
             run_config={"ops": {self.op_name: {"config": {"claim": claim.id}}}},
             tags={
                 **self._tags(),
-                CLAIM_TAG: str(claim.id),
+                **claim_tags(claim.id, made),
                 AFTER_TAG: str(claim.range.after),
                 HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER,
             },
@@ -222,30 +227,38 @@ def lease_decides(claim: Claim, run: dg.RunRecord | None) -> bool:
     return run.dagster_run.status not in FINISHED and run_of_owner(claim.owner) is not None
 
 
-def runs_of(claims: Sequence[Claim], consumer: Consumer, instance: dg.DagsterInstance) -> Mapping[int, dg.RunRecord]:
+def runs_of(
+    claims: Sequence[Claim], consumer: Consumer, platform: EventSQL, instance: dg.DagsterInstance
+) -> Mapping[int, dg.RunRecord]:
     """For each claim of a consumer, the run that has it or is to have it; of several, one that has not ended."""
     if not claims:
         return {}
     owners = {claim.id: owner for claim in claims if (owner := run_of_owner(claim.owner)) is not None}
-    # Ids of claims are unique within a database, and an instance may serve several.
+    # Ids of claims are unique within a schema as it is now, and an instance outlives it, and may serve several.
+    made = made_at(platform, [claim.id for claim in claims])
     tags = {
         TOPIC_TAG: consumer.topic,
         CONSUMER_TAG: consumer.name,
-        CLAIM_TAG: [str(claim.id) for claim in claims],
+        CLAIM_TAG: [str(claim) for claim in made],
+        CLAIMED_AT_TAG: [str(time) for time in made.values()],
     }
-    requested = instance.get_run_records(dg.RunsFilter(tags=tags))
+    requested = instance.get_run_records(dg.RunsFilter(tags=tags)) if made else []
     # A run that drains has claims that it was not requested for.
     owning = instance.get_run_records(dg.RunsFilter(run_ids=list(owners.values()))) if owners else []
     found: dict[int, dg.RunRecord] = {}
     for claim in claims:
         runs = [
             *(run for run in owning if run.dagster_run.run_id == owners.get(claim.id)),
-            *(run for run in requested if run.dagster_run.tags[CLAIM_TAG] == str(claim.id)),
+            *(run for run in requested if claim.id in made and _is_for(run, claim_tags(claim.id, made[claim.id]))),
         ]
         waiting = [run for run in runs if run.dagster_run.status not in FINISHED]
         if runs:
             found[claim.id] = (waiting or runs)[0]
     return found
+
+
+def _is_for(run: dg.RunRecord, tags: Mapping[str, str]) -> bool:
+    return tags.items() <= run.dagster_run.tags.items()
 
 
 def _report_dead(run: dg.RunRecord, why: str, instance: dg.DagsterInstance, log: logging.Logger) -> None:

@@ -251,7 +251,7 @@ def test_an_event_that_fails_fails_the_run_and_is_named(bench: Workbench) -> Non
     assert found["outcome"] == "retry"
     assert found["error"] == "ValueError: 3 is not to be had"
     assert "rides_dlt" in found["advice"]
-    assert f"event {ids[3]} of topic rides failed 1 times in consumer c" in found["description"]
+    assert f"event {ids[3]} of topic rides failed once in consumer c" in found["description"]
     # What went before it is done, and the offset says so.
     assert bench.effects() == ids[:3]
     assert bench.offset(definition) == ids[2]

@@ -141,7 +141,7 @@ def test_a_killed_run_is_followed_by_another_and_each_event_takes_effect_once(
     assert sorted(bench.effects()) == sorted([*ids, *ids])
     assert len(runs) == 2
     assert {run.tags["dagster/run_key"] for run in runs} == {
-        f"eventsql-claim-{run.tags['eventsql/claim']}" for run in runs
+        f"eventsql-claim-{run.tags['eventsql/claim']}-{run.tags['eventsql/claimed_at']}" for run in runs
     }
     assert all(run.tags["eventsql/topic"] == "orders" for run in runs)
 

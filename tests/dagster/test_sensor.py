@@ -50,7 +50,7 @@ def test_a_tick_claims_a_range_and_requests_one_run_for_it(bench: Workbench) -> 
     claim = bench.platform.claims.live("rides", "eager")
     assert claim is not None
     assert (claim.range.after, claim.range.upto, claim.events) == (0, ids[49], 50)
-    assert request.run_key == f"eventsql-claim-{claim.id}"
+    assert request.run_key == f"eventsql-claim-{claim.id}-{request.tags['eventsql/claimed_at']}"
     assert request.run_config == {"ops": {"eager": {"config": {"claim": claim.id}}}}
     assert request.tags["eventsql/topic"] == "rides"
     assert request.tags["eventsql/consumer"] == "eager"

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
@@ -42,13 +43,22 @@ def add_shard(old: list[str], new: str, dies_after: str | None = None) -> None:
 
 
 def publish(dsns: list[str], name: str, events: int, seed: int) -> None:
-    """Publish numbered events of some keys, each with the note of its number, in one transaction on the key's shard."""
+    """Publish numbered events of some keys, each with the note of its number, in one transaction on the key's shard.
+
+    The second half of each key's events comes after the first shard was fenced.
+    """
     chance = random.Random(seed)
     platform = EventSQL(*dsns, shard_timeout=60.0)
     assert isinstance(platform, ShardedEventSQL)
     left = {key: range(done(platform, f"{name} {key}"), events) for key in KEYS}
+    begun = False
     while any(left.values()):
-        key = chance.choice([key for key, numbers in left.items() if numbers])
+        open_to = events if begun else events // 2
+        keys = [key for key, numbers in left.items() if numbers and numbers[0] < open_to]
+        if not keys:
+            begun = has_begun(platform)
+            continue
+        key = chance.choice(keys)
         number, own = left[key][0], f"{name} {key}"
         event = Publication("orders", b"%d" % number, key=own)
         try:
@@ -60,6 +70,14 @@ def publish(dsns: list[str], name: str, events: int, seed: int) -> None:
             continue
         left[key] = left[key][1:]
     platform.close()
+
+
+def has_begun(platform: EventSQL) -> bool:
+    """Whether a shard that is added is known to the first that was there."""
+    time.sleep(0.01)
+    with platform.shards[0].database.connection() as connection:
+        row = connection.execute("SELECT max(eql_generation) FROM eventsql.shard_layout").fetchone()
+    return row is not None and int(row[0]) > 1
 
 
 def done(platform: EventSQL, key: str) -> int:

@@ -1,0 +1,95 @@
+"""Dagster's history outlives the database: ids of claims that come again are those of other claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
+from eventsql_orchestration.database import Database
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
+
+TOPIC = Topic("rides")
+
+eager = consumer_asset(topic=TOPIC, consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0)(record)
+whole = consumer_asset(topic=TOPIC, consumer="eager", name="whole", max_wait=0.0, drain_seconds=0.0, sensor="consumer")(
+    record
+)
+
+
+def request_of(answer: Any) -> dg.RunRequest:
+    assert isinstance(answer, list), answer
+    (request,) = answer
+    assert isinstance(request, dg.RunRequest)
+    return request
+
+
+@pytest.fixture
+def before(bench: Workbench) -> dg.RunRequest:
+    """The request of the first claim that the database ever had, whose run has ended."""
+    eager.register(bench.platform)
+    bench.publish("rides", 3)
+    request = request_of(bench.tick(eager.sensors[0]))
+    assert bench.run(eager, request).success
+    return request
+
+
+@pytest.fixture
+def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbench]:
+    """The same Dagster over a schema that was dropped and made anew."""
+    bench.eventsql.platform.close()
+    with bench.platform.database.connection() as connection:
+        connection.execute("TRUNCATE effect")
+        connection.execute("DROP SCHEMA eventsql CASCADE")
+    with Database(dsn) as database:
+        database.migrate()
+    resource = EventSQLResource(dsn=dsn)
+    with EventSQL(dsn, transfer=False) as platform:
+        eager.register(platform)
+        yield Workbench(platform, resource, bench.instance)
+    resource.platform.close()
+
+
+@pytest.mark.parametrize("sensor", [eager.sensors[0], whole.sensors[0]], ids=["per partition", "per consumer"])
+def test_the_first_claim_of_a_new_schema_gets_a_run_of_its_own(
+    before: dg.RunRequest, anew: Workbench, sensor: dg.SensorDefinition
+) -> None:
+    ids = anew.publish("rides", 5)
+    first = request_of(anew.tick(sensor))
+    assert first.tags["eventsql/claim"] == before.tags["eventsql/claim"]
+    assert first.run_key != before.run_key, "Dagster takes no key twice"
+
+    # The run of the old claim has ended, and says nothing of the new one.
+    assert not isinstance(anew.tick(sensor), list)
+    assert anew.claims() == [(0, ids[-1], "claimed")]
+    assert anew.run(eager, first).success
+    assert anew.effects() == ids
+
+
+def test_a_run_that_was_requested_before_takes_no_claim_of_the_new_schema(
+    before: dg.RunRequest, anew: Workbench
+) -> None:
+    """It waited in the queue meanwhile."""
+    ids = anew.publish("rides", 5)
+    request = request_of(anew.tick(eager.sensors[0]))
+    assert anew.run(eager, before).success
+    assert anew.claims() == [(0, ids[-1], "claimed")]
+    assert anew.run(eager, request).success
+    assert anew.effects() == ids
+
+
+def test_a_run_of_before_replays_no_range_of_the_new_schema(before: dg.RunRequest, anew: Workbench) -> None:
+    ids = anew.publish("rides", 5)
+    assert anew.run(eager, request_of(anew.tick(eager.sensors[0]))).success
+    config = {"ops": {"eager": {"config": {"claim": int(before.tags["eventsql/claim"]), "replay": True}}}}
+    result = anew.job(eager).execute_in_process(
+        instance=anew.instance, run_config=config, tags=dict(before.tags), raise_on_error=False
+    )
+    assert not result.success
+    assert "restored or made anew" in str(result.failure_data_for_node("eager"))
+    assert anew.effects() == ids
