@@ -24,7 +24,7 @@ from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 from eventsql_orchestration.log.registry import choose_partitions
-from eventsql_orchestration.model import Event, check_partition
+from eventsql_orchestration.model import MAX_PARTITIONS, Event, check_partition
 from eventsql_orchestration.platform import EventSQL
 
 _BATCH: Final = 1_000
@@ -80,7 +80,7 @@ def tail(
     with context.platform() as platform:
         found = platform.registry.topic(topic)
         if partition is not None:
-            check_partition(topic, partition, found.partitions)
+            check_partition(topic, partition, found.partitions if found.layout == 1 else MAX_PARTITIONS)
         if start is None:
             start = "latest" if follow else "earliest"
         if len(platform.shards) > 1 and isinstance(start, int):

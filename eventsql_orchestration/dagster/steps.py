@@ -23,6 +23,8 @@ def drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimCo
     shared = SHARED_TAG in context.run.tags
     requested_for = _requested_for(context) if shared else None
     if config.claim is not None:
+        if draining.is_another_claim(config.claim, context.run.tags):
+            return
         draining.require_claim_of(consumer, config.claim)
         if _replays(context, config) and _replay(context, draining, config):
             return
@@ -38,7 +40,7 @@ def drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimCo
     elif _replays(context, config):
         context.log.info("this run consumes a range once more: what waits for this asset is none of it")
     else:
-        with draining.keeping(requested_for):
+        with draining.keeping(requested_for, context.run.tags):
             _claim_and_drain(context, draining, config, consumer)
 
 

@@ -131,7 +131,7 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
     match cause:
         case psycopg.errors.DiskFull() | psycopg.errors.OutOfMemory():
             meaning = DatabaseFullError, f"has no room left ({detail}): nothing of this call was stored"
-        case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable():
+        case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable() | psycopg.errors.DeadlockDetected():
             meaning = DatabaseBusyError, f"did not get to it in time ({detail}): try again"
         case psycopg.errors.UndefinedTable() if f'"{schema}.' in detail and detail.endswith('_event" does not exist'):
             meaning = TopicNotFoundError, f"lacks the log of a topic ({detail}): the topic was deleted"

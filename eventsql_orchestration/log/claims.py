@@ -144,7 +144,10 @@ class Claims:
         if (claimed := attempt()) is not None:
             return claimed
         settled = self._layouts.settle(topic, consumer)
-        claimed = attempt() if settled.entered else None
+        try:
+            claimed = attempt() if settled.entered else None
+        except ConsumerNotFoundError:
+            return NoClaim(f"the topic has no partition {partition} any more")
         return claimed or NoClaim(f"the partitions of the topic change here: {settled.reason}")
 
     def _claim(

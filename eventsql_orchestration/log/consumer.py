@@ -611,7 +611,7 @@ class Consumers:
             )  # fmt: skip
             if not events:
                 # A look finds out whether the others have come as far.
-                return Pass() if locked.state.until is None else Pass(due_in=LAYOUT_SECONDS, last=True)
+                return Pass() if locked.state.until is None else Pass(due_in=0.0, last=True)
             waited = (locked.now - events[0].created_at).total_seconds()
             # Up to the end of a layout there will be no more.
             enough = len(events) >= plan.min_events or locked.state.until is not None

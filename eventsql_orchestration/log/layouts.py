@@ -70,23 +70,16 @@ class Layouts:
         """
         own = {"topic": topic, "consumer": consumer}
         with self._database.transaction() as connection:
-            row = connection.execute(self._queries("consumer_size"), own).fetchone()
-            assert row is not None, "an aggregate gives one row"
-            locked = connection.execute(self._queries("lock_consumers"), own).fetchall()
-            if len(locked) != row[0]:
-                return Settled(False, "a consumption has one of its partitions")
-            untils = {until for _, until, _ in locked}
-            if len(untils) != 1 or None in untils:
-                return NOT_WAITING
-            (until,) = untils
-            if leased := [partition for partition, _, leased in locked if leased]:
-                return Settled(False, f"{_named(leased)} be given back first")
-            behind = connection.execute(self._queries("behind", topic=topic), own, prepare=False).fetchall()
-            if behind:
-                return Settled(False, f"{_named([partition for (partition,) in behind])} come to offset {until} first")
+            # While others are behind, nothing is locked.
+            until = self._behind(connection, topic, own) or self._locked(connection, topic, own)
+            if isinstance(until, Settled):
+                return until
             later = [each for each in layouts(connection, self._database.schema, topic) if each.after >= until]
             if not later or later[0].after != until:
                 return Settled(False, f"what comes after offset {until} is not to be consumed yet")
+            # No event may have come between two changes.
+            while len(later) > 1 and later[1].after == until:
+                del later[0]
             parameters = {**own, "partitions": max(each.partitions for each in later)}
             connection.execute(self._queries("enter"), {**own, "until": later[1].after if len(later) > 1 else None})
             connection.execute(self._queries("release_beyond"), parameters)
@@ -96,6 +89,26 @@ class Layouts:
             consumer, topic, until, later[0].partitions,
         )  # fmt: skip
         return Settled(True)
+
+    def _locked(self, connection: Connection, topic: str, own: dict[str, str]) -> int | Settled:
+        """Lock all partitions of a consumer, where they are free and have consumed what comes before; their bound."""
+        row = connection.execute(self._queries("consumer_size"), own).fetchone()
+        assert row is not None, "an aggregate gives one row"
+        locked = connection.execute(self._queries("lock_consumers"), own).fetchall()
+        if len(locked) != row[0]:
+            return Settled(False, "a consumption has one of its partitions")
+        untils = {until for _, until, _ in locked}
+        if len(untils) != 1 or None in untils:
+            return NOT_WAITING
+        if leased := [partition for partition, _, leased in locked if leased]:
+            return Settled(False, f"{_named(leased)} be given back first")
+        return self._behind(connection, topic, own) or int(untils.pop())
+
+    def _behind(self, connection: Connection, topic: str, own: dict[str, str]) -> Settled | None:
+        rows = connection.execute(self._queries("behind", topic=topic), own, prepare=False).fetchall()
+        if not rows:
+            return None
+        return Settled(False, f"{_named([partition for partition, _ in rows])} come to offset {rows[0][1]} first")
 
 
 def layouts(connection: Connection, schema: str, topic: str) -> list[Layout]:

@@ -59,6 +59,10 @@ class Reader:
         if partition is None:
             return NOT_PARTITIONED
         found = self._registry.cached_topic(topic)
+        if partition >= found.partitions and found.layout == 1:
+            # It may have been repartitioned a moment ago.
+            self._registry.forget(topic)
+            found = self._registry.cached_topic(topic)
         # One that was repartitioned may have had more of them.
         most = found.partitions if found.layout == 1 else MAX_PARTITIONS
         return check_partition(topic, partition, most)

@@ -7,8 +7,9 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import psycopg
 from sqlalchemy import Connection
 
 from eventsql_orchestration.database import Database, Queries, driver_connection
@@ -21,6 +22,9 @@ from eventsql_orchestration.log.transfer import Transfer
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
 
 logger = logging.getLogger(__name__)
+
+CONSUMER_SECONDS: Final = 3.0
+"""How long the consumers' partitions are kept waiting at most, in one attempt, for one whose batch does not end."""
 
 BUFFER_SECONDS: Final = 0.5
 """How long publishers are kept waiting at most for one of them that does not end, in one attempt."""
@@ -77,9 +81,10 @@ class Repartitioner:
         its transaction and chooses anew. Every partitioned consumer consumes up to that offset by the old partitions,
         all of them, and then goes on with the new ones, so that each key's events stay in their order.
 
-        Waits up to `patience` seconds for batches and publishers' transactions under way, and keeps others waiting for
-        half a second at most; `DatabaseBusyError`, and nothing changed, when they do not end. Raises
-        `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned, `ValidationError`.
+        Waits up to `patience` seconds for batches and publishers' transactions under way, and keeps other partitions
+        waiting for three seconds at most, other publishers for half a second; `DatabaseBusyError`, and nothing changed,
+        when they do not end. Raises `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned,
+        `ValidationError`.
         """
         if partitions == NOT_PARTITIONED:
             raise ValidationError("a topic cannot lose its partitions while it has events: give a number of at least 1")
@@ -113,9 +118,10 @@ class Repartitioner:
         """The change, in one transaction. Raises `DatabaseBusyError`, `_TooManyBufferedError`."""
         with self._database.core() as connection:
             lock_registry(connection)
+            driver = driver_connection(connection)
+            _limit(driver, CONSUMER_SECONDS)
             # Consumers first, then the topic, then the buffer: as a handler that publishes takes them.
             states = [state for state in consumer_states(connection, topic, lock=True) if state.partition >= 0]
-            driver = driver_connection(connection)
             row = driver.execute(self._log("await_topic"), {"topic": topic}).fetchone()
             current = find_topic(connection, topic)
             if row is None or current is None or current.partitions == partitions:
@@ -138,7 +144,7 @@ class Repartitioner:
     def _drain(self, connection: Connection, topic: Topic) -> None:
         """Move what is in the buffer, and let nothing come into it until the transaction ends."""
         driver = driver_connection(connection)
-        driver.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(BUFFER_SECONDS * 1000)}ms"])
+        _limit(driver, BUFFER_SECONDS)
         driver.execute(self._layouts("lock_buffer"))
         counted = {"topic": topic.name, "limit": MOST_BUFFERED + 1}
         row = driver.execute(self._layouts("count_buffered"), counted).fetchone()
@@ -152,6 +158,11 @@ class Repartitioner:
                 {"topic": topic.name, "low_water": 0, "upto": MAX_OFFSET, "partitions": topic.partitions},
                 prepare=False,
             )
+
+
+def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:
+    """Limit the waits of the transaction for a lock."""
+    driver.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(seconds * 1000)}ms"])
 
 
 def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:

@@ -118,7 +118,12 @@ class Seeker:
         try:
             with self._database.errors():
                 lock_registry(connection)
-                states = consumer_states(connection, topic, consumer, partitions=partitions, lock=True)
+                # Of a topic that was repartitioned, all: `_settle` has to do with them.
+                known = layouts.layouts(driver_connection(connection), self._database.schema, topic)
+                locked = consumer_states(
+                    connection, topic, consumer, partitions=None if known else partitions, lock=True
+                )
+                states = [state for state in locked if state.partition in partitions]
         except DatabaseBusyError as error:
             raise DatabaseBusyError(
                 f"consumer {consumer!r} of topic {topic!r} did not move: for {LOCK_SECONDS} s a batch under way, or a "

@@ -192,6 +192,35 @@ def test_changes_follow_each_other_before_consumers_have_come_to_the_first(platf
     assert partitions(platform) == list(range(6))
 
 
+@pytest.mark.parametrize("before", [0, 30])
+def test_changes_between_which_no_event_came_are_one_for_consumers(
+    platform: EventSQL, orders: Orders, before: int
+) -> None:
+    orders.publish(before)
+    for number in (4, 8, 2, 6):
+        platform.repartitioner.repartition("orders", number)
+    orders.publish(60)
+    assert orders.consume() == before + 60
+    orders.check()
+    assert (partitions(platform), untils(platform)) == (list(range(6)), {None})
+
+
+def test_a_claim_that_ends_its_own_partition_says_so(platform: EventSQL, orders: Orders) -> None:
+    platform.repartitioner.repartition("orders", 1)
+    claim = platform.claims.claim("orders", "mailer", 2, owner="a run")
+    assert claim == NoClaim("the topic has no partition 2 any more")
+    assert partitions(platform) == [0]
+
+
+def test_what_another_process_has_added_is_read_at_once(dsn: str, platform: EventSQL, orders: Orders) -> None:
+    orders.publish(30)
+    platform.registry.cached_topic("orders")
+    with EventSQL(dsn, transfer=False) as other:
+        other.repartitioner.repartition("orders", 9)
+    assert len([entry for entry in platform.lag("orders") if entry.consumer == "mailer"]) == 9
+    assert len(platform.seeker.execute("orders", "mailer", Latest())) == 9
+
+
 def test_a_consumer_that_comes_later_goes_through_all_layouts(platform: EventSQL, orders: Orders) -> None:
     orders.publish(100)
     first = platform.repartitioner.repartition("orders", 1)

@@ -133,12 +133,12 @@ class ConsumerModel:
         """Enter the next layout where all has been consumed that this one holds, and nobody leases a partition."""
         if self.until is None or any(self.waiting(number) or state.claim for number, state in self.partitions.items()):
             return False
-        later = [number for number, (_, after) in enumerate(self.topic.layouts) if after >= self.until]
+        entered = max(number for number, (_, after) in enumerate(self.topic.layouts) if after == self.until)
         for number, state in list(self.partitions.items()):
             state.offset = max(state.offset, self.until)
-            if number >= self.topic.rows_from(later[0]):
+            if number >= self.topic.rows_from(entered):
                 del self.partitions[number]
-        self.until = self.topic.until_of(later[0])
+        self.until = self.topic.until_of(entered)
         return True
 
     def move(self, offset: int) -> None:

@@ -64,7 +64,7 @@ def test_a_secret_is_not_shown() -> None:
     [
         ("schema = 'Not An Identifier'", "schema"),
         ("schema = 7", "schema"),
-        ("dsn = ['postgresql://someone:s3cret@host/db']", "dsn"),
+        ("dsn = [['postgresql://someone:s3cret@host/db']]", "dsn"),
         ("dsn = 'postgresql://someone:s3cret@host/db'\npassword = 's3cret'", "password"),
         ("dsn = 'postgresql://someone:s3cret@host/db'\nschema = ", "eventsql.toml"),
         ("dsn = 'postgresql://someone:s3cret@host/db'\nkey 'x'", "eventsql.toml"),

@@ -21,8 +21,9 @@ WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s
 ORDER BY eql_partition
 FOR UPDATE SKIP LOCKED;
 
--- behind -- Which partitions of a consumer have events up to the offset where it waits. As `ready` in consumers.sql.
-SELECT c.eql_partition
+-- behind -- Which partitions of a consumer have events up to the offset where it waits, and that. As `ready` in
+-- consumers.sql.
+SELECT c.eql_partition, c.eql_until
 FROM {schema}.consumer c
 CROSS JOIN LATERAL (
     SELECT FROM {schema}.{event_table} e
@@ -64,7 +65,9 @@ UPDATE {schema}.consumer SET eql_until = %(after)s
 WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until IS NULL;
 
 -- hold -- Let one consumer consume up to an offset; NULL for all that there is.
-UPDATE {schema}.consumer SET eql_until = %(until)s WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
+-- Not one that is held back because its shard has just been added.
+UPDATE {schema}.consumer SET eql_until = %(until)s
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_until IS DISTINCT FROM -1;
 
 -- add_layout -- Note that a topic has so many partitions after an offset.
 INSERT INTO {schema}.topic_layout (eql_topic, eql_layout, eql_partitions, eql_after)
