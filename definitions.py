@@ -9,6 +9,7 @@ from assets.churn import pipeline as churn
 from assets.rides import fares, projections, simulation, utilisation
 from assets.rides.order import RIDE_ORDERS
 from assets.setup import build_setup_job
+from eventsql_orchestration import Topic
 from eventsql_orchestration.dagster import (
     EventSQLResource,
     TopicResource,
@@ -16,6 +17,7 @@ from eventsql_orchestration.dagster import (
     build_delivered_check,
     build_lag_check,
     share_runs,
+    topic_asset,
 )
 from eventsql_orchestration.spark import spark_config
 from sensors import alert_sensor, consumer_sensors, housekeeping, lag_sensor, transfer
@@ -57,11 +59,15 @@ CONSUMER_CHECKS = [
     *(build_delivered_check(consumer) for consumer in CONSUMERS),
 ]
 
+# They take what a consumer gave up; its check links to them.
+DEAD_LETTER_TOPICS = [Topic(name) for name in dict.fromkeys(each.topic.dead_letter_topic for each in CONSUMERS)]
+
 BACKFILLS = [build_backfill(consumer) for consumer in CONSUMERS]
 
 defs = dg.Definitions(
     assets=[
         *SOURCES,
+        *(topic_asset(topic) for topic in DEAD_LETTER_TOPICS),
         *(consumer.asset for consumer in CONSUMERS),
         *(backfill.asset for backfill in BACKFILLS),
     ],

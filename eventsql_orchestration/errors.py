@@ -124,7 +124,7 @@ class ShardSetError(ShardError, ConfigurationError):
 class WrongShardError(RegistryError, ShardError):
     """An event of this key belongs to another shard; nothing was published. `shard` is that one's name."""
 
-    def __init__(self, message: str | None = None, *, shard: str) -> None:
+    def __init__(self, message: str | None = None, *, shard: str = "") -> None:
         super().__init__(message)
         self.shard = shard
 
@@ -136,7 +136,7 @@ class ShardPendingError(WrongShardError):
 class ShardUnavailableError(DatabaseUnavailableError, ShardError):
     """The shard that a key belongs to cannot be reached; nothing was published. `shard` is its name."""
 
-    def __init__(self, message: str | None = None, *, shard: str) -> None:
+    def __init__(self, message: str | None = None, *, shard: str = "") -> None:
         super().__init__(message)
         self.shard = shard
 
@@ -158,6 +158,9 @@ class PartlyPublishedError(ShardError):
         super().__init__(f"published {done}, and nothing on the other shards: publish their events again ({faults})")
         self.committed = dict(committed)
         self.failed = dict(failed)
+
+    def __reduce__(self) -> tuple[type[PartlyPublishedError], tuple[dict[str, int], dict[str, Exception]]]:
+        return type(self), (self.committed, self.failed)
 
 
 # Consuming

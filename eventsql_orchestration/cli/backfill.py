@@ -50,7 +50,7 @@ from eventsql_orchestration.dagster.windows import (
     resume_command,
 )
 from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, RunFailedError
-from eventsql_orchestration.log.positions import Back, starting_at
+from eventsql_orchestration.log.positions import Back, Latest, starting_at
 from eventsql_orchestration.platform import EventSQL
 
 DEFINITIONS: Final = Path("definitions.py")
@@ -107,8 +107,7 @@ def backfill() -> None:
     "--to",
     "end",
     type=RangeEnd(),
-    default="latest",
-    show_default=True,
+    show_default="latest",
     metavar="PLACE",
     help="Where it ends: latest, the offset of its last event, or the time before which that entered the log.",
 )
@@ -127,7 +126,7 @@ def backfill() -> None:
     help="Move CONSUMER's own offset to the end of the range before it runs; without this, it is not touched.",
 )
 @click.option("--id", "backfill_id", metavar="ID", help="Call the backfill so; by default it gets an id.")
-@click.option("--resume", metavar="ID", help="Run what is left of backfill ID.")
+@click.option("--resume", metavar="ID", help="What is left of backfill ID, instead of a range.")
 @click.option("--execute", is_flag=True, help="Run it; without this, the plan is shown and nothing is changed.")
 @click.option("--dagster-url", metavar="URL", help="The webserver of the Dagster that runs it: http://127.0.0.1:3000.")
 @click.option(
@@ -143,7 +142,7 @@ def run(
     topic: str,
     consumer: str,
     start: Place | None,
-    end: Place,
+    end: Place | None,
     window_events: int | None,
     window: timedelta | None,
     partition: int | None,
@@ -161,14 +160,14 @@ def run(
     """Replay a range of TOPIC through CONSUMER: a plan and, with --execute, Dagster runs.
 
     What the consumer writes through its connection takes effect once for each window, whatever is killed or started
-    twice. Its own offset stays where it is. Ctrl-C leaves a backfill that --resume goes on with.
+    twice. Its own offset stays where it is. Ctrl-C leaves a backfill that --resume ID --execute goes on with.
 
     It runs in the Dagster of --dagster-url, or of the definitions that -f or -m name, or of the `eventsql dev` that
     runs on this directory, or of definitions.py, whichever comes first.
     """
     if (start is None) == (resume is None):
         raise click.UsageError("say where the range begins with --from, or what to go on with by --resume ID")
-    _check_resume(resume, given={"--id": backfill_id, "--into": into, "--window-events": window_events,
+    _check_resume(resume, given={"--to": end, "--id": backfill_id, "--into": into, "--window-events": window_events,
                                  "--window": window, "--partition": partition})  # fmt: skip
     if backfill_id is not None:
         check_id(backfill_id)
@@ -180,13 +179,18 @@ def run(
             found = backfills.get(topic, resume, consumer)
             target = launcher.target(topic, consumer)
             runs = backfills.runs_of(found)
-            backfills.renew(found)
             summary = _summary_of(found, runs, target)
+            if not execute:
+                _show(summary, runs, executed=False, as_json=as_json)
+                say("what is left of it, nothing runs: run it again with --execute")
+                return
+            backfills.renew(found)
         else:
             assert start is not None, "checked above"
             plan = backfills.plan(
-                topic, consumer, start=start, end=end, window_events=window_events, window=window, partition=partition
-            )
+                topic, consumer, start=start, end=end or Latest(), window_events=window_events, window=window,
+                partition=partition,
+            )  # fmt: skip
             target = launcher.target(topic, consumer)
             backfill_id = backfill_id or new_id()
             summary = _summary(plan, target, into)

@@ -18,9 +18,9 @@ from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, partition_name, say, show, timestamp, write_json
 from eventsql_orchestration.cli.parameters import json_option, topic_argument
 from eventsql_orchestration.dagster.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
-from eventsql_orchestration.dagster.launching import without_credentials
 from eventsql_orchestration.dagster.provenance import DEPTH, WIDTH, Input, Origin, Tracer
 from eventsql_orchestration.dagster.runs import Runs, ServedRuns, StoredRuns
+from eventsql_orchestration.dagster.webserver import without_credentials
 from eventsql_orchestration.errors import EventSQLError
 
 MAX_DEPTH: Final = 100

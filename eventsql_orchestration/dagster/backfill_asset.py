@@ -12,6 +12,7 @@ import dagster as dg
 from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.draining import Drained, owner_of_run
+from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.publishing import add_up
 from eventsql_orchestration.dagster.replaying import WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.reporting import metadata_of
@@ -23,6 +24,7 @@ from eventsql_orchestration.dagster.tags import (
     DAGSTER_PARTITION_TAG,
     FINISHED,
     HOUSEKEEPING_TAG,
+    PRIORITY_TAG,
     SHARED_TAG,
     TOPIC_TAG,
 )
@@ -32,6 +34,9 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.positions import Earliest, Latest, Start, starting_at
 
 SUFFIX: Final = "_backfill"
+
+BACKFILL_PRIORITY: Final = "-10"
+"""Of a backfill's runs in Dagster's queue, where others have 0."""
 
 ASSETS_METADATA: Final = "eventsql/assets"
 """Of the asset of a consumer's backfills: the assets that they materialize."""
@@ -94,7 +99,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
         owners=list(own.owners),
         kinds={*KINDS, *own.kinds},
         metadata={
-            "topic": consumer.topic.name,
+            CONSUMED_TOPIC: consumer.topic.name,
             "consumer": consumer.consumer.name,
             "replays": dg.MetadataValue.asset(consumer.key),
             ASSETS_METADATA: dg.MetadataValue.json(
@@ -115,6 +120,8 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
         executor_def=dg.in_process_executor,
         tags={
             **{name: value for name, value in (consumer.job.tags or {}).items() if name not in _OF_LIVE_RUNS},
+            # What is live goes first, whatever waits in the queue.
+            PRIORITY_TAG: BACKFILL_PRIORITY,
             BACKFILL_OF_TAG: backfill_of(consumer.topic.name, consumer.consumer.name),
         },
     )

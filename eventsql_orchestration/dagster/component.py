@@ -3,10 +3,14 @@
 `dg scaffold defs eventsql_orchestration.dagster.EventSQLConsumerComponent NAME` writes both.
 """
 
+import os
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import dagster as dg
+import yaml  # type: ignore[import-untyped]  # it comes without types
 from pydantic import BaseModel, Field, field_validator
 
 from eventsql_orchestration import NOT_PARTITIONED, Topic
@@ -18,6 +22,8 @@ from eventsql_orchestration.model import check_partitions, check_topic_name
 from eventsql_orchestration.rules import check_name, check_whole
 
 FUNCTION_FILE: Final = "consume.py"
+
+_COMPONENT_FILES: Final = frozenset({"defs.yaml", "defs.yml"})
 
 _FUNCTION: Final = '''"""What the consumer does with a batch of events."""
 
@@ -48,19 +54,87 @@ class ConsumerScaffolder(dg.Scaffolder[ConsumerParams]):
         return ConsumerParams
 
     def scaffold(self, request: dg.ScaffoldRequest[ConsumerParams]) -> None:
-        """Write the files; a function that is there already stays."""
-        name = request.target_path.name
-        attributes = {
+        """Write the files; a function that is there already stays.
+
+        The consumer is called as its folder, as far as Dagster takes that for a name. It has the platform where no
+        other component of the project has it.
+        """
+        name = usable_name(request.target_path.name)
+        own = [request.target_path / file for file in _COMPONENT_FILES]
+        others = [file for file in with_platform(request.project_root or request.target_path.parent) if file not in own]
+        attributes: dict[str, Any] = {
             "name": name,
             "topic": request.params.topic,
             "partitions": request.params.partitions,
             "consumer": name,
             "partitioned": request.params.partitions != NOT_PARTITIONED,
+            **({"platform": False} if others else {}),
         }
         dg.scaffold_component(request, attributes)
         function = request.target_path / FUNCTION_FILE
         if not function.exists():
             function.write_text(_FUNCTION, encoding="utf-8")
+
+
+def usable_name(text: str) -> str:
+    """A name that Dagster takes for an asset, from that of a folder: `my-consumer` gives `my_consumer`."""
+    name = re.sub(r"[^A-Za-z0-9_]+", "_", text).strip("_")
+    # `type` for example is not free.
+    return name if _is_name(name) else f"{name}_consumer".lstrip("_")
+
+
+def _is_name(text: str) -> bool:
+    try:
+        dg.GraphDefinition(name=text)
+    except dg.DagsterInvalidDefinitionError:
+        return False
+    return bool(text)
+
+
+def with_platform(root: Path) -> list[Path]:
+    """The files of components below a folder that have `platform: true`, each once for each such component in it."""
+    return [file for file in _component_files(root) for having in _consumers(file) if having]
+
+
+def _component_files(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        # Neither hidden folders nor environments.
+        folders[:] = sorted(
+            each for each in folders if not each.startswith(".") and not Path(folder, each, "pyvenv.cfg").exists()
+        )
+        yield from (Path(folder, file) for file in sorted(_COMPONENT_FILES.intersection(files)))
+
+
+def _consumers(file: Path) -> list[bool]:
+    """Whether each component of ours in a file has the platform; of a file that is none Dagster complains."""
+    try:
+        documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    ours = [each for each in documents if isinstance(each, dict) and _is_ours(each.get("type"))]
+    # What a template says is not known here.
+    return [(each.get("attributes") or {}).get("platform", True) is True for each in ours]
+
+
+def _is_ours(kind: object) -> bool:
+    return str(kind).startswith("eventsql_orchestration.") and str(kind).endswith(".EventSQLConsumerComponent")
+
+
+class ComponentTopic(dg.Model, dg.Resolvable):
+    """A topic beside the one that is consumed: `partitions` is -1 for one without."""
+
+    name: str
+    partitions: int = NOT_PARTITIONED
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        return check_topic_name(value)
+
+    @field_validator("partitions")
+    @classmethod
+    def _partitions_are_possible(cls, value: int) -> int:
+        return check_partitions(value)
 
 
 @dg.scaffold_with(ConsumerScaffolder)
@@ -69,7 +143,8 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
 
     Its function stands in `file` beside `defs.yaml`, as `consumer_asset` takes it. A project with several such
     components leaves `platform: true` to one of them, which has the resource `eventsql`, the transfer and
-    housekeeping, and gives the others `platform: false`.
+    housekeeping, and gives the others `platform: false`; `dg scaffold` sees to that. `topics` are further ones that the
+    job `register` creates, external assets as of `build_definitions`. With `backfills`, ranges can be replayed.
     """
 
     name: str
@@ -84,9 +159,20 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     max_lag_events: int | None = None
     max_lag_seconds: float | None = 300.0
     lag_grace: float = 60.0
+    topics: Sequence[ComponentTopic] = ()
+    backfills: bool = False
     platform: bool = True
 
     # What the platform would refuse is refused here, where the message names the field of the file.
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_one_of_dagster(cls, value: str) -> str:
+        if not _is_name(value):
+            raise ValidationError(
+                f"{value!r} is no name for an asset: take letters, digits and _, such as {usable_name(value)!r}"
+            )
+        return value
 
     @field_validator("topic")
     @classmethod
@@ -116,7 +202,9 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
         return value
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Raises `ConfigurationError` where the file or its function is not there."""
+        """Raises `ConfigurationError` where the file or its function is not there, or another has the platform too."""
+        if self.platform:
+            self._has_the_platform_alone(context.defs_module_path)
         if not (context.path / self.file).is_file():
             raise ConfigurationError(f"file: {context.path / self.file} does not exist")
         module = context.load_defs_relative_python_module(Path(self.file))
@@ -133,9 +221,21 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
         )(function)
         return build_definitions(
             [definition],
+            topics=[Topic(topic.name, topic.partitions) for topic in self.topics],
+            backfills=self.backfills,
             name=None if self.platform else self.name,
             platform=self.platform,
             max_lag_events=self.max_lag_events,
             max_lag_seconds=self.max_lag_seconds,
             lag_grace=self.lag_grace,
         )
+
+    def _has_the_platform_alone(self, root: Path) -> None:
+        having = with_platform(root)
+        if len(having) > 1:
+            # Dagster would only say that resources differ.
+            files = " and ".join(str(file.relative_to(root)) for file in having)
+            raise ConfigurationError(
+                f"platform: {files} would all bring the resource `eventsql`, the transfer and housekeeping, and a "
+                "location has these once: leave it true in one of them, and write `platform: false` in the others"
+            )

@@ -25,6 +25,7 @@ from eventsql_orchestration.dagster.draining import (
     owner_of_run,
 )
 from eventsql_orchestration.dagster.functions import UserFunction
+from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.publishing import add_up
 from eventsql_orchestration.dagster.reporting import metadata_of, report
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
@@ -67,6 +68,7 @@ def consumer_asset(
     lease: float = 60.0,
     batch: int = 1_000,
     max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+    retry_policy: dg.RetryPolicy | None = None,
     deps: Iterable[Dependency] = (),
     group_name: str = "consumers",
     description: str | None = None,
@@ -91,6 +93,9 @@ def consumer_asset(
     itself, or one for the whole `"consumer"`, which looks at all partitions with one statement: Dagster takes some 7
     sensors a second on two cores, so take the latter from some 30 partitions on (docs/dagster.md).
 
+    `retry_policy` is Dagster's, for what is no event's fault, such as a database that is away: the run goes on with
+    its claim from the offset reached. An event that fails has its `max_attempts`, whatever the policy.
+
     The asset is called `name` (the function's name by default), the job `consume_<name>`. `tags` go to its runs.
 
     Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
@@ -110,7 +115,8 @@ def consumer_asset(
         return _define(
             user, consume,
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
-            limits=limits, max_attempts=max_attempts, publishes=(), deps=deps, group_name=group_name,
+            limits=limits, max_attempts=max_attempts, retry_policy=retry_policy, publishes=(), deps=deps,
+            group_name=group_name,
             description=description or function.__doc__, owners=owners, tags=tags or {},
             kinds=KINDS, sensor=sensor, default_status=default_status,
         )  # fmt: skip
@@ -133,6 +139,7 @@ def range_asset(
     drain_idle: float = 1.0,
     lease: float = 60.0,
     max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+    retry_policy: dg.RetryPolicy | None = None,
     deps: Iterable[Dependency] = (),
     group_name: str = "consumers",
     description: str | None = None,
@@ -170,7 +177,12 @@ def range_asset(
                     raise
                 except Exception as error:
                     _give_up(context, platform, claim, error)
-                    raise
+                    if retry_policy is None or isinstance(error, dg.Failure):
+                        raise
+                    # Its range is given back: a retry would find nothing to do, and the run would have succeeded.
+                    raise dg.Failure(
+                        f"{claim} failed and is given back: {type(error).__name__}: {error}", allow_retries=False
+                    ) from error
                 return Consumed(claim.events, metadata=dict(metadata or {}))
 
             return consume_range
@@ -178,7 +190,8 @@ def range_asset(
         return _define(
             user, consume,
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
-            limits=limits, max_attempts=max_attempts, publishes=published, deps=deps, group_name=group_name,
+            limits=limits, max_attempts=max_attempts, retry_policy=retry_policy, publishes=published, deps=deps,
+            group_name=group_name,
             description=description or function.__doc__, owners=owners,
             tags={**({SPARK_TAG: "true"} if SPARK_KIND in kinds else {}), **(tags or {})},
             kinds=(*KINDS, *kinds), sensor=sensor, default_status=default_status,
@@ -232,6 +245,7 @@ def _define(
     name: str,
     limits: Limits,
     max_attempts: int,
+    retry_policy: dg.RetryPolicy | None,
     publishes: Sequence[Topic | str],
     deps: Iterable[Dependency],
     group_name: str,
@@ -255,7 +269,7 @@ def _define(
         group_name=group_name,
         owners=list(owners),
         kinds=set(kinds),
-        metadata={"topic": topic.name, "consumer": consumer.name, "partitions": len(partitions)},
+        metadata={CONSUMED_TOPIC: topic.name, "consumer": consumer.name, "partitions": len(partitions)},
     )
     published = [
         dg.AssetSpec(
@@ -299,7 +313,9 @@ def _define(
         for each, metadata in results(draining.drained):
             yield dg.MaterializeResult(asset_key=each, metadata=metadata)
 
-    asset = dg.multi_asset(name=name, specs=[spec, *published])(user.as_compute(ClaimConfig, compute))
+    asset = dg.multi_asset(name=name, specs=[spec, *published], retry_policy=retry_policy)(
+        user.as_compute(ClaimConfig, compute)
+    )
     job = dg.define_asset_job(
         f"consume_{name}",
         selection=dg.AssetSelection.assets(key, *(each.key for each in published)).without_checks(),

@@ -22,14 +22,12 @@ from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError
 from gql.transport.requests import RequestsHTTPTransport
 
 from eventsql_orchestration.dagster.tags import FINISHED
+from eventsql_orchestration.dagster.webserver import Webserver
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
 
 logger = logging.getLogger(__name__)
 
 HOST: Final = "127.0.0.1"
-
-_DIRECT: Final = {"no_proxy": HOST}
-"""For requests: the proxy that an environment names does not reach this machine's loopback."""
 
 _URL_FILE: Final = "dagster.url"
 _OWNER_LOCK: Final = "dev.lock"
@@ -67,7 +65,7 @@ def running_url(instance_home: Path) -> str | None:
     """Where the Dagster of an `eventsql dev` on this instance answers; None where none does."""
     with contextlib.suppress(OSError, requests.RequestException):
         url = (instance_home / _URL_FILE).read_text(encoding="utf-8")
-        requests.get(f"{url}/server_info", timeout=10, proxies=_DIRECT).raise_for_status()
+        requests.get(f"{url}/server_info", timeout=10, proxies=Webserver(url).proxies).raise_for_status()
         return url
     return None
 
@@ -217,8 +215,8 @@ class LocalDagster:
     def _not_ready(self) -> str | None:
         """What is still missing for the start, or None. Raises `LocalDagsterError` when the location cannot load."""
         try:
-            workspace = self._ask(_LOCATIONS)["workspaceOrError"]
-        except (requests.RequestException, ValueError, KeyError):
+            workspace = self._webserver.ask(_LOCATIONS)["workspaceOrError"]
+        except (LocalDagsterError, KeyError):
             return "the webserver"
         entries = workspace.get("locationEntries")
         if not entries or any(entry["loadStatus"] == "LOADING" for entry in entries):
@@ -233,16 +231,15 @@ class LocalDagster:
     def jobs_with(self, tag: str) -> list[str]:
         """The jobs of the location that carry a tag. Raises `LocalDagsterError` where the webserver does not say."""
         try:
-            repositories = self._ask(_JOBS)["repositoriesOrError"]["nodes"]
-        except (requests.RequestException, ValueError, KeyError) as error:
+            repositories = self._webserver.ask(_JOBS)["repositoriesOrError"]["nodes"]
+        except (LocalDagsterError, KeyError) as error:
             raise LocalDagsterError(f"{self.url} does not tell its jobs; see {self.log}") from error
         jobs = [job for repository in repositories for job in repository["jobs"]]
         return [job["name"] for job in jobs if tag in {each["key"] for each in job["tags"]}]
 
-    def _ask(self, query: str) -> Any:
-        answer = requests.post(f"{self.url}/graphql", json={"query": query}, timeout=10, proxies=_DIRECT)
-        answer.raise_for_status()
-        return answer.json()["data"]
+    @property
+    def _webserver(self) -> Webserver:
+        return Webserver(self.url, timeout=10)
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):
@@ -258,7 +255,8 @@ class LocalDagster:
             yield instance
 
     def _client(self) -> DagsterGraphQLClient:
-        transport = RequestsHTTPTransport(f"{self.url}/graphql", timeout=60, proxies=_DIRECT)
+        webserver = self._webserver
+        transport = RequestsHTTPTransport(webserver.endpoint, timeout=60, proxies=webserver.proxies)
         return DagsterGraphQLClient(HOST, port_number=self.port, transport=transport)
 
     def launch(

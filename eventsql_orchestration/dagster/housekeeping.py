@@ -1,10 +1,12 @@
 """Housekeeping: keeps topics to their retention, and this package's own frequent runs and ticks in bounds."""
 
+import json
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 import dagster as dg
+from dagster_shared.check import CheckError
 
 from eventsql_orchestration.dagster.checks import ConsumerCheck
 from eventsql_orchestration.dagster.history import EventHistory
@@ -28,6 +30,7 @@ def build_housekeeping_schedule(
     keep_consumer_hours: float = 168.0,
     keep_observation_hours: float = 72.0,
     keep_publication_hours: float = 720.0,
+    keep_failure_hours: float = 720.0,
     checks: Collection[ConsumerCheck] = (),
     cron_schedule: str = "17 * * * *",
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
@@ -35,13 +38,15 @@ def build_housekeeping_schedule(
     """A schedule that drops what topics need not keep, by the retention of each, and deletes old history.
 
     History is this package's own finished runs, with their logs, old ticks of its sensors, and what these report
-    without a run. Runs of the transfer and of housekeeping itself, and ticks, are kept `keep_hours`; consuming runs,
-    which materialize assets, `keep_consumer_hours`; what the lag sensor reports, observations and the results of
-    `checks`, `keep_observation_hours`, where Dagster's storage is PostgreSQL. No other run or event is touched, and the
-    newest observation of an asset and result of a check stay. The records by which a publication is not repeated are
-    kept `keep_publication_hours`, and longer as long as a run or a stream could repeat it.
+    without a run. Runs of the transfer and of housekeeping itself, and ticks, are kept `keep_hours`, ticks that
+    failed `keep_failure_hours`; consuming runs, which materialize assets, `keep_consumer_hours`; what the lag sensor
+    reports, observations and the results of `checks`, `keep_observation_hours`, where Dagster's storage is PostgreSQL.
+    No other run or event is touched, and the newest observation of an asset and result of a check stay. The records by
+    which a publication is not repeated are kept `keep_publication_hours`, and longer as long as a run or a stream could
+    repeat it.
     """
-    if min(keep_hours, keep_consumer_hours, keep_observation_hours, keep_publication_hours) < 0:
+    kept_for = (keep_hours, keep_consumer_hours, keep_observation_hours, keep_publication_hours, keep_failure_hours)
+    if min(kept_for) < 0:
         raise ValidationError("keep_hours and the other times to keep must not be negative")
     judged = tuple(check.key for check in checks)
     kept = {HOUSEKEEPING_INTERNAL: keep_hours, HOUSEKEEPING_CONSUMER: keep_consumer_hours}
@@ -54,7 +59,12 @@ def build_housekeeping_schedule(
             for kind, hours in kept.items()
         }
         if own := _own_instigators(context):
-            purge_ticks(context.instance, own, before=now - timedelta(hours=keep_hours))
+            purge_ticks(
+                context.instance,
+                own,
+                before=now - timedelta(hours=keep_hours),
+                failures_before=now - timedelta(hours=keep_failure_hours),
+            )
         reported = delete_reports(context.instance, judged, before=now - timedelta(hours=keep_observation_hours))
         context.log.info(
             "deleted %s, %s",
@@ -127,17 +137,32 @@ def delete_reports(
     return history.delete_events(before=before) + history.delete_evaluations(checks, before=before)
 
 
-def purge_ticks(instance: dg.DagsterInstance, names: Collection[str], *, before: datetime) -> None:
-    """Delete the ticks before a time of the sensors and schedules of these names."""
+def purge_ticks(
+    instance: dg.DagsterInstance, names: Collection[str], *, before: datetime, failures_before: datetime | None = None
+) -> None:
+    """Delete the ticks before a time of the sensors and schedules of these names.
+
+    Those that failed are deleted before a time of their own, and stay where there is none: they are what somebody who
+    looks for the reason of a gap wants to see.
+    """
     for state in instance.all_instigator_state():
         if state.instigator_name in names:
-            instance.purge_ticks(state.instigator_origin_id, state.selector_id, before.timestamp())
+            origin, selector = state.instigator_origin_id, state.selector_id
+            instance.purge_ticks(origin, selector, before.timestamp(), _statuses("SKIPPED", "STARTED", "SUCCESS"))
+            if failures_before is not None:
+                instance.purge_ticks(origin, selector, failures_before.timestamp(), _statuses("FAILURE"))
+
+
+def _statuses(*names: str) -> list[Any]:
+    """Statuses of ticks, whose type Dagster does not export, as its storage has them."""
+    return [dg.deserialize_value(json.dumps({"__enum__": f"TickStatus.{name}"})) for name in names]
 
 
 def _own_instigators(context: dg.OpExecutionContext) -> frozenset[str]:
     try:
         repository = context.repository_def
-    except Exception:  # noqa: BLE001 - a job that is executed by itself, as in a test, belongs to no location
+    except CheckError:
+        context.log.info("no ticks are deleted: this job was executed by itself, outside of a code location")
         return frozenset()
     instigators: list[dg.SensorDefinition | dg.ScheduleDefinition] = [
         *repository.sensor_defs,

@@ -9,7 +9,7 @@ from typing import Any, Final
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
-from eventsql_orchestration.dagster.tags import SPARK_TAG
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, SPARK_TAG
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.database import parse_dsn
 
@@ -69,7 +69,11 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
                 "max_user_code_failure_retries": 5,
                 "user_code_failure_retry_delay": 5,
                 # One Spark session uses all cores of its machine.
-                "tag_concurrency_limits": [{"key": SPARK_TAG, "limit": 1}],
+                "tag_concurrency_limits": [
+                    {"key": SPARK_TAG, "limit": 1},
+                    # A backfill's runs last: live ones shall not wait until one of them ends.
+                    {"key": BACKFILL_OF_TAG, "limit": max(max_concurrent_runs // 2, 1)},
+                ],
             },
         },
         "run_monitoring": {
@@ -78,6 +82,8 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
             "cancel_timeout_seconds": 60,
             "poll_interval_seconds": 10,
         },
+        # None by themselves: the tag dagster/max_retries asks for them.
+        "run_retries": {"enabled": True},
         "sensors": {"use_threads": True, "num_workers": 8, "num_submit_workers": 4},
         "schedules": {"use_threads": True, "num_workers": 2},
         "retention": {

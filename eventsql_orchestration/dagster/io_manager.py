@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange
 from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID, Origin, input_metadata
 from eventsql_orchestration.dagster.metadata import (
+    CONSUMED_TOPIC,
     PUBLISHED_AS,
     PUBLISHED_EVENTS,
     PUBLISHED_FIRST,
@@ -55,7 +56,8 @@ class Selection:
 class EventSQLIOManager(dg.ConfigurableIOManager):
     """Publishes what assets return to their topics, and loads topics for the assets that take them.
 
-    An asset's topic is named by its metadata `topic`, by `topics` here, or by its key `topic/<name>`. It may return a
+    An asset's topic is named by its metadata `topic`, by `topics` here, or by its key `topic/<name>`; that of a
+    consumer is none that it publishes to, and is not taken for one. An asset may return a
     DataFrame of Spark or pandas, an Arrow table or RecordBatchReader (with a column `value` and, as wanted, `key`,
     `partition` and `headers`), or an iterable of publications or of mappings with `value`, `key`, `partition` and
     `metadata`; a generator within a `dg.Output`, since Dagster takes it for one of its events else. It is published
@@ -148,6 +150,11 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             return self.topics[name]
         if key.path[0] == TOPIC_PREFIX and len(key.path) == 2:
             return check_topic_name(key.path[1])
+        if CONSUMED_TOPIC in metadata:
+            raise ConfigurationError(
+                f"asset {name} consumes topic {_plain(metadata[CONSUMED_TOPIC])!r}, which holds nothing that it made: "
+                "take an asset topic/<name> that it publishes to, or name its topic in `topics` of the IO manager"
+            )
         raise ConfigurationError(
             f"asset {name} has no topic: give it metadata={{'topic': …}}, name one in `topics` of the IO manager, or "
             "call the asset topic/<name>"

@@ -18,9 +18,13 @@ TRANSFER_STALLED: Final = 120.0
 """Seconds that an event may lie in the buffer before the transfer counts as stalled: its schedule starts a run each
 minute, and one takes over from the other."""
 
+SHOWN_PARTITIONS: Final = 30
+"""How many partitions an observation tells apart at most, the furthest behind: one of 300 has 94 kB, every 15 s."""
+
 LAG_EVENTS: Final = "lag events"
 LAG_SECONDS: Final = "lag seconds"
 CAUSE: Final = "cause"
+BEHIND: Final = "partitions behind"
 CONSUMED_BY: Final = "consumed by"
 
 
@@ -50,26 +54,44 @@ class AssetLag:
         return tuple((lag.partition, self._why(lag)[0]) for lag in self.partitions if lag.cause != LagCause.NONE)
 
     def metadata(self) -> dict[str, Any]:
-        """Numbers for the whole and for each partition, the cause in words, and a link to a run that consumes."""
-        metadata: dict[str, Any] = {LAG_EVENTS: self.events, LAG_SECONDS: round(self.seconds, 3), CAUSE: self.cause()}
-        for lag in self.partitions:
+        """Numbers for the whole and for each partition, the cause in words, and a link to a run that consumes.
+
+        Of more than `SHOWN_PARTITIONS` only those that are the furthest behind are told apart.
+        """
+        metadata: dict[str, Any] = {
+            LAG_EVENTS: self.events,
+            LAG_SECONDS: round(self.seconds, 3),
+            BEHIND: len(self.causes),
+            CAUSE: self.cause(),
+        }
+        shown = self._worst()
+        for lag in shown:
             if lag.partition != NOT_PARTITIONED:
                 metadata[f"{LAG_EVENTS} [{lag.partition}]"] = lag.events
                 metadata[f"{LAG_SECONDS} [{lag.partition}]"] = round(lag.seconds, 3)
-        for lag in self.partitions:
+        for lag in shown:
             if (run_id := _run_of(lag)) is not None:
                 where = "" if lag.partition == NOT_PARTITIONED else f" [{lag.partition}]"
                 metadata[f"{CONSUMED_BY}{where}"] = dg.MetadataValue.dagster_run(run_id)
         return metadata
 
     def cause(self) -> str:
-        """Why the consumer is behind, for each partition that is."""
+        """Why the consumer is behind, for each partition that is told apart."""
         sentences = []
-        for lag in self.partitions:
+        for lag in self._worst():
             if lag.cause != LagCause.NONE:
                 where = "" if lag.partition == NOT_PARTITIONED else f"[{lag.partition}] "
                 sentences.append(where + ": ".join(self._why(lag)))
+        if sentences and (more := len(self.causes) - len(sentences)):
+            sentences.append(f"{more} more partitions are behind")
         return "; ".join(sentences) or str(LagCause.NONE)
+
+    def _worst(self) -> tuple[ConsumerLag, ...]:
+        """The partitions that are told apart, in their order."""
+        if len(self.partitions) <= SHOWN_PARTITIONS:
+            return self.partitions
+        worst = sorted(self.partitions, key=lambda lag: (lag.cause == LagCause.NONE, -lag.events, -lag.seconds))
+        return tuple(sorted(worst[:SHOWN_PARTITIONS], key=lambda lag: lag.partition))
 
     def _why(self, lag: ConsumerLag) -> tuple[str, str]:
         """A word for the cause, and the rest of the sentence."""

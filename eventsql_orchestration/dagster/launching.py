@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
-from urllib.parse import urlsplit
-
-import requests
 
 from eventsql_orchestration.dagster.backfill_asset import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG, DAGSTER_PARTITION_TAG
+from eventsql_orchestration.dagster.webserver import Webserver, one_line
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
-
-TIMEOUT: Final = 60.0
-"""Seconds that an answer may take; a webserver asks the code location for some."""
 
 _SUCCEEDED: Final = frozenset({"SUCCESS"})
 _FAILED: Final = frozenset({"FAILURE", "CANCELED"})
@@ -99,14 +93,12 @@ class RemoteDagster:
 
     def __init__(self, url: str) -> None:
         """Raises `ValidationError` for what is no URL of HTTP."""
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ValidationError(f"{url!r} is no URL of a Dagster webserver, such as http://127.0.0.1:3000")
-        self.url = without_credentials(url)
-        self._endpoint = f"{url.rstrip('/')}/graphql"
-        # The proxy that an environment names does not reach this machine's loopback.
-        local = parts.hostname in {"127.0.0.1", "localhost", "::1"}
-        self._proxies = {"no_proxy": parts.hostname} if local else None
+        self._webserver = Webserver(
+            url,
+            remedy=": start it, by `eventsql dev` for example, or name definitions with -f or -m to run the backfill "
+            "without one",
+        )
+        self.url = self._webserver.url
 
     def target(self, topic: str, consumer: str) -> Target:
         of = backfill_of(topic, consumer)
@@ -123,7 +115,7 @@ class RemoteDagster:
         raise ValidationError(f"{self.url} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
     def require_running(self) -> None:
-        for status in self._ask(_HEALTH)["instance"]["daemonHealth"]["allDaemonStatuses"]:
+        for status in self._webserver.ask(_HEALTH)["instance"]["daemonHealth"]["allDaemonStatuses"]:
             if status["daemonType"] == "QUEUED_RUN_COORDINATOR" and status["required"] and not status["healthy"]:
                 raise LocalDagsterError(
                     f"the daemon of {self.url} does not run, and runs would wait in its queue: start "
@@ -133,7 +125,7 @@ class RemoteDagster:
     def prepare(self, target: Target, keys: Sequence[str]) -> None:
         selector = {"repositoryLocationName": target.location, "repositoryName": target.repository}
         for key in keys:
-            answer = self._ask(_ADD_PARTITION, selector=selector, name=target.partitions, key=key)[
+            answer = self._webserver.ask(_ADD_PARTITION, selector=selector, name=target.partitions, key=key)[
                 "addDynamicPartition"
             ]
             if answer["__typename"] not in {"AddDynamicPartitionSuccess", "DuplicateDynamicPartitionError"}:
@@ -158,7 +150,7 @@ class RemoteDagster:
             "runConfigData": {},
             "executionMetadata": {"tags": _listed(run_tags(target, backfill_id, key))},
         }
-        answer = self._ask(_LAUNCH, parameters=parameters)["launchRun"]
+        answer = self._webserver.ask(_LAUNCH, parameters=parameters)["launchRun"]
         if answer["__typename"] != "LaunchRunSuccess":
             why = answer.get("message") or "; ".join(error["message"] for error in answer.get("errors", []))
             raise RunFailedError(f"job {target.job!r} could not be launched: {why or answer['__typename']}")
@@ -180,7 +172,7 @@ class RemoteDagster:
         """Nothing is open."""
 
     def _why(self, run_id: str) -> str:
-        run = self._ask(_FAILURE, run=run_id)["runOrError"]
+        run = self._webserver.ask(_FAILURE, run=run_id)["runOrError"]
         for entry in run.get("eventConnection", {}).get("events", []):
             if entry.get("error"):
                 error = entry["error"].get("cause") or entry["error"]
@@ -188,47 +180,16 @@ class RemoteDagster:
         return "it failed"
 
     def _runs(self, *, limit: int | None = None, **filters: Any) -> list[Any]:
-        answer = self._ask(_RUNS, filter=filters, limit=limit)["runsOrError"]
+        answer = self._webserver.ask(_RUNS, filter=filters, limit=limit)["runsOrError"]
         if "results" not in answer:
             raise LocalDagsterError(f"{self.url} does not tell its runs: {answer.get('message')}")
         return list(answer["results"])
 
     def _all(self, query: str, field: str, of: str) -> list[Any]:
-        answer = self._ask(query)[field]
+        answer = self._webserver.ask(query)[field]
         if of not in answer:
             raise LocalDagsterError(f"{self.url} could not load its code locations: {answer.get('message')}")
         return list(answer[of])
-
-    def _ask(self, query: str, **variables: Any) -> Mapping[str, Any]:
-        try:
-            response = requests.post(
-                self._endpoint, json={"query": query, "variables": variables},
-                timeout=TIMEOUT, proxies=self._proxies,
-            )  # fmt: skip
-            response.raise_for_status()
-            answer = response.json()
-        except (requests.RequestException, ValueError) as error:
-            raise LocalDagsterError(
-                f"no Dagster answers at {self.url} ({type(error).__name__}): start it, by `eventsql dev` for example, "
-                "or name definitions with -f or -m to run the backfill without one"
-            ) from error
-        if not isinstance(answer, dict):
-            raise LocalDagsterError(f"what answers at {self.url} is no webserver of Dagster")
-        if answer.get("errors") or answer.get("data") is None:
-            raise LocalDagsterError(f"{self.url} refused a query: {one_line(json.dumps(answer.get('errors')))}")
-        data: Mapping[str, Any] = answer["data"]
-        return data
-
-
-def without_credentials(url: str) -> str:
-    """A webserver's URL as it may be shown: without a user and a password, and without a slash at its end."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
-
-
-def one_line(text: str) -> str:
-    """The message of an error without what Dagster puts before it."""
-    return re.sub(r"^dagster\.\S+: |^Failure: ", "", " ".join(text.split()))[:500]
 
 
 def _listed(tags: Mapping[str, str]) -> list[dict[str, str]]:

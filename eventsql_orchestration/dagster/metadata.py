@@ -15,6 +15,9 @@ PUBLISHED_AS: Final = "published by asset"
 PUBLISHED_TO: Final = "published to"
 PUBLISHED_TRACE: Final = "trace published"
 
+CONSUMED_TOPIC: Final = "consumed topic"
+"""Of a consumer's asset. Not `topic`, which names where an asset publishes what it returns."""
+
 INPUT_TOPIC: Final = "topic"
 INPUT_CONSUMER: Final = "consumer"
 INPUT_RANGES: Final = "ranges"

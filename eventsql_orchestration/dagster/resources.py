@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 import psycopg
+import sqlalchemy
 from pydantic import Field, PrivateAttr, field_validator
 from sqlalchemy import event
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.dagster.lineage import ExecutionContext, lineage
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.database import is_pooled, parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.log.claims import Claim
@@ -174,24 +176,41 @@ class TopicResource(dg.ConfigurableResource[Any]):
         metadata: Mapping[str, str] | None = None,
         partition: int | None = None,
         context: ExecutionContext | None = None,
+        connection: Connection | sqlalchemy.Connection | None = None,
     ) -> None:
         """Publish one event: a publication as it is, or a value with `key`, `metadata` and `partition`.
 
         With `context`, the event's metadata names the run, the asset and its partition. It is committed when this
-        returns. Raises `TopicNotFoundError`, `InvalidPublicationError`, `PartitionOutOfRangeError`, `DatabaseError`.
+        returns or, with `connection`, with the transaction of that: a consumer that publishes through its own
+        connection publishes exactly once.
+
+        Raises `ValidationError` for what is neither a publication nor bytes, `TopicNotFoundError`,
+        `InvalidPublicationError`, `PartitionOutOfRangeError`, `DatabaseError`.
         """
+        if not isinstance(event, Publication | bytes):
+            raise ValidationError(f"an event is a Publication, or its value as bytes, not {_kind(event)}")
         if isinstance(event, bytes):
             event = Publication(self.topic, event, key=key, metadata=metadata or {}, partition=partition)
         elif key is not None or metadata is not None or partition is not None:
             raise ValidationError("a publication has its own key, metadata and partition: give a value, or it alone")
-        self.platform.publisher.publish(self._mine(event, lineage(context)))
+        self.platform.publisher.publish(self._mine(event, lineage(context)), connection=connection)
 
-    def publish_all(self, publications: Iterable[Publication], *, context: ExecutionContext | None = None) -> int:
+    def publish_all(
+        self,
+        publications: Iterable[Publication],
+        *,
+        context: ExecutionContext | None = None,
+        connection: Connection | sqlalchemy.Connection | None = None,
+    ) -> int:
         """Publish any number of events in order and in one commit; gives their number. Otherwise as `publish`."""
         origin = lineage(context)
-        return self.platform.publisher.publish_all(self._mine(publication, origin) for publication in publications)
+        return self.platform.publisher.publish_all(
+            (self._mine(publication, origin) for publication in publications), connection=connection
+        )
 
     def _mine(self, publication: Publication, origin: Mapping[str, str]) -> Publication:
+        if not isinstance(publication, Publication):
+            raise ValidationError(f"publish_all takes publications, not {_kind(publication)}")
         if publication.topic != self.topic:
             raise ValidationError(f"a publication for topic {publication.topic!r} was given to topic {self.topic!r}")
         if not origin:
@@ -213,3 +232,7 @@ class TopicResource(dg.ConfigurableResource[Any]):
     def lag(self) -> list[ConsumerLag]:
         """The lag of each partition of each consumer of the topic."""
         return self.platform.lag(self.topic)
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__} (encode it first)" if isinstance(value, str) else type(value).__name__

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
 import dagster as dg
-import requests
 
 from eventsql_orchestration.dagster.metadata import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
+from eventsql_orchestration.dagster.webserver import Webserver
 from eventsql_orchestration.errors import LocalDagsterError
 from eventsql_orchestration.model import NOT_PARTITIONED
 
@@ -135,13 +135,16 @@ class ServedRuns:
     """The runs that a webserver of Dagster serves at a URL."""
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+        """Raises `ValidationError` for what is no URL of HTTP."""
+        self._webserver = Webserver(url, timeout=TIMEOUT)
 
     def run(self, run_id: str) -> RunFacts | None:
         """See `Runs`."""
-        found = self._ask(_RUN, run=run_id)["runOrError"]
+        found = self._webserver.ask(_RUN, run=run_id)["runOrError"]
         if "message" in found:
-            raise LocalDagsterError(f"Dagster at {self._url} does not say what run {run_id} is: {found['message']}")
+            raise LocalDagsterError(
+                f"Dagster at {self._webserver.url} does not say what run {run_id} is: {found['message']}"
+            )
         if not found:
             return None
         tags = {tag["key"]: tag["value"] for tag in found["tags"]}
@@ -159,7 +162,7 @@ class ServedRuns:
     def _inputs(self, run_id: str) -> Iterator[RunInput]:
         cursor = None
         while True:
-            page = self._ask(_LOGS, run=run_id, cursor=cursor, limit=PAGE)["logsForRun"]
+            page = self._webserver.ask(_LOGS, run=run_id, cursor=cursor, limit=PAGE)["logsForRun"]
             if "events" not in page:
                 # The run was deleted meanwhile.
                 return
@@ -169,19 +172,6 @@ class ServedRuns:
             if not page["hasMore"]:
                 return
             cursor = page["cursor"]
-
-    def _ask(self, query: str, **variables: object) -> dict[str, Any]:
-        try:
-            answer = requests.post(
-                f"{self._url}/graphql", json={"query": query, "variables": variables}, timeout=TIMEOUT
-            )
-            answer.raise_for_status()
-            data = answer.json()["data"]
-        except (requests.RequestException, ValueError, KeyError, TypeError) as error:
-            raise LocalDagsterError(f"no webserver of Dagster answers at {self._url}: {error}") from None
-        if not isinstance(data, dict):
-            raise LocalDagsterError(f"the webserver at {self._url} does not understand what it is asked")
-        return data
 
 
 def _value(entry: Mapping[str, Any]) -> object:

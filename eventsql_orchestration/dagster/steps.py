@@ -24,6 +24,8 @@ def drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimCo
     requested_for = _requested_for(context) if shared else None
     if config.claim is not None:
         if draining.is_another_claim(config.claim, context.run.tags):
+            if _replays(context, config):
+                raise ReplayError(f"there is nothing to replay: {draining.drained.lost}")
             return
         draining.require_claim_of(consumer, config.claim)
         if _replays(context, config) and _replay(context, draining, config):

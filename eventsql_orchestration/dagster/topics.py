@@ -97,8 +97,8 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
     """The events that have entered the logs of external topics since `seen`, the offsets of an earlier look.
 
     For a sensor's `SensorResult(asset_events=…)`, with `TopicNews.seen` in its cursor. They are materializations
-    because nothing else counts for a freshness policy. The first look at a topic does not count its events, of which
-    there may be any number; a topic that is not registered is `missing`, with the reason.
+    because nothing else counts for a freshness policy. The first look at a topic only remembers how far it goes: its
+    events may be as old as the topic. A topic that is not registered is `missing`, with the reason.
     """
     reported: dict[str, int] = {}
     materializations: list[dg.AssetMaterialization] = []
@@ -111,10 +111,9 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
             missing.append(error.message)
             continue
         before, reported[name] = seen.get(name), end
-        if end not in (0, before):
+        if before is not None and end not in (0, before):
             # A topic that was deleted and created anew begins anew.
-            after = before if before is not None and before < end else None
-            materializations.append(_arrival(platform, name, after, end))
+            materializations.append(_arrival(platform, name, before if before < end else None, end))
     return TopicNews(tuple(materializations), reported, tuple(missing))
 
 

@@ -166,7 +166,7 @@ class Backfill:
 
 def resume_command(topic: str, consumer: str, backfill_id: str) -> str:
     """What runs the rest of a backfill."""
-    return f"eventsql backfill {topic} {consumer} --resume {backfill_id}"
+    return f"eventsql backfill {topic} {consumer} --resume {backfill_id} --execute"
 
 
 def check_cut(window_events: int | None, window: timedelta | None) -> None:

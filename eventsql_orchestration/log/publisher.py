@@ -137,8 +137,11 @@ class Publisher:
 
     def _publish_known(self, publications: list[Publication], placed: ShardSet | None) -> int:
         """Events that can be read more than once: where their topic is redefined meanwhile, by its new definition."""
-        one_topic = len({publication.topic for publication in publications}) == 1
-        if self._writer is not None and len(publications) >= STRAIGHT_LEAST and one_topic:
+        names = {publication.topic for publication in publications}
+        for name in names:
+            # Not in the transaction below: it has a connection, and this may need another.
+            self._registry.cached_topic(name)
+        if self._writer is not None and len(publications) >= STRAIGHT_LEAST and len(names) == 1:
             topic = self._definition(publications[0].topic, placed)
             if self._append(self._writer, topic, publications):
                 return len(publications)

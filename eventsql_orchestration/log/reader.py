@@ -56,9 +56,9 @@ class Reader:
         self._queries = Queries("log", database.schema)
 
     def _partition(self, topic: str, partition: int | None) -> int:
+        found = self._registry.cached_topic(topic)
         if partition is None:
             return NOT_PARTITIONED
-        found = self._registry.cached_topic(topic)
         if partition >= found.partitions and found.layout == 1:
             # It may have been repartitioned a moment ago.
             self._registry.forget(topic)

@@ -23,6 +23,7 @@ from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.development import LocalDagster, free_port, running_url
 from eventsql_orchestration.dagster.instance import write_instance
 from eventsql_orchestration.dagster.launching import Ended, RemoteDagster, Target
+from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
 from eventsql_orchestration.errors import LocalDagsterError, ValidationError
 from eventsql_orchestration.log.positions import AtOffset, Back, Earliest, Latest
 from tests.dagster import backfill_location as location
@@ -117,6 +118,7 @@ def test_an_empty_range_is_no_error_and_starts_nothing(run: Run, ledger: Ledger)
         ((), "--from"),
         (("--from", "earliest", "--resume", "x"), "--from"),
         (("--resume", "x", "--window-events", "3"), "leave --window-events out"),
+        (("--resume", "x", "--to", "500", "--execute"), "leave --to out"),
         (("--from", "noon"), "neither earliest, latest, an offset nor a time"),
         (("--from", "2026-05-01T12:00:00"), "no time zone"),
         (("--from", "9", "--to", "8"), "before it begins"),
@@ -166,6 +168,56 @@ def test_places_are_read_in_the_vocabulary_of_seek() -> None:
     assert isinstance(read("PT1H", None, None), Back)
 
 
+# Definitions of a file
+
+
+DEFINED = {
+    "a function with @dg.definitions": "@dg.definitions\ndef location() -> dg.Definitions:\n    return defs\n",
+    "a context": "@dg.definitions\ndef location(context: dg.ComponentLoadContext):\n    return defs\n",
+    "two names": "other = defs\n",
+    "two": "other = dg.Definitions()\n",
+    "none": "del defs\n",
+}
+
+
+def location_file(directory: Path, kind: str) -> Path:
+    file = directory / "some_definitions.py"
+    text = "import dagster as dg\nfrom tests.dagster.backfill_location import defs\n\n"
+    file.write_text(text + DEFINED[kind])
+    return file
+
+
+def test_definitions_that_a_function_makes_are_found_and_run(run: Run, ledger: Ledger, tmp_path: Path) -> None:
+    ids = ledger.publish(5)
+    file = location_file(tmp_path, "a function with @dg.definitions")
+    result = run(*LEDGER, "--from", "earliest", "--parallel", "1", "--partition", "0", "--execute", "-f", file)
+    assert result.exit_code == 0, result.stderr
+    mine = {event.id for event in ledger.platform.reader.read("orders", partition=0)}
+    assert ledger.effects() == sorted(mine & set(ids))
+    assert mine
+
+
+def test_one_object_of_two_names_is_one_and_runs_are_given_its_name(ledger: Ledger, tmp_path: Path) -> None:
+    name, found = CodeLocation(location_file(tmp_path, "two names")).load()
+    assert found is location.defs
+    assert name in {"defs", "other"}
+    launcher = LocalRuns(CodeLocation(location_file(tmp_path, "two names")), environment={})
+    try:
+        assert launcher.target("orders", "ledger").repository == name
+    finally:
+        launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("two", "2 Definitions at its top level, and one is needed: defs, other"), ("none", "no Definitions"),
+     ("a context", "cannot be loaded")],
+)  # fmt: skip
+def test_definitions_that_are_not_one_are_refused_by_what_is_there(tmp_path: Path, kind: str, says: str) -> None:
+    with pytest.raises(LocalDagsterError, match=says):
+        CodeLocation(location_file(tmp_path, kind)).load()
+
+
 # Runs in processes
 
 
@@ -197,7 +249,10 @@ def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledg
 
     with ledger.platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.orders_event SET eql_value = 'mended' WHERE eql_id = %s", (poison,))
-    resumed = run("backfill", "orders", "fragile", "--resume", "may", *MODULE)
+    planned = run("backfill", "orders", "fragile", "--resume", "may", *MODULE, "--json")
+    assert (planned.exit_code, json.loads(planned.stdout)["executed"]) == (0, False)
+    assert ledger.effects() == ids, "without --execute nothing runs"
+    resumed = run("backfill", "orders", "fragile", "--resume", "may", "--execute", *MODULE)
     assert resumed.exit_code == 0, resumed.stderr
     assert ledger.effects() == [*ids, poison]
     assert json.loads(run("backfill", "list", "--json").stdout) == []
@@ -231,9 +286,9 @@ def test_ctrl_c_leaves_a_backfill_that_is_resumed_with_nothing_twice(run: Run, s
     process.send_signal(signal.SIGINT)
     _, messages = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert b"backfill orders ledger --resume may" in messages.splitlines()[-1]
+    assert b"backfill orders ledger --resume may --execute`" in messages.splitlines()[-1]
     assert len(ledger.effects()) < len(ids)
-    resumed = run(*LEDGER, "--resume", "may", *MODULE)
+    resumed = run(*LEDGER, "--resume", "may", "--execute", *MODULE)
     assert resumed.exit_code == 0, resumed.stderr
     assert ledger.effects() == ids
 
@@ -249,7 +304,7 @@ def test_a_killed_command_leaves_a_backfill_that_is_resumed_beside_its_last_runs
     await_(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
     process.kill()
     process.wait()
-    resumed = run(*LEDGER, "--resume", "may", *MODULE)
+    resumed = run(*LEDGER, "--resume", "may", "--execute", *MODULE)
     assert resumed.exit_code == 0, resumed.stderr
     assert ledger.effects() == ids
 

@@ -202,7 +202,10 @@ def webserver(pipeline: Pipeline) -> Iterator[str]:
 def test_a_webserver_is_asked_the_same_and_linked_to(
     run: Run, pipeline: Pipeline, webserver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    # A proxy of the environment does not reach this machine's loopback.
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     _, sums_run, _ = two_steps(pipeline)
     offset = pipeline.platform.reader.end("sums")
     served, message = trace(run, "sums", offset, "--dagster-url", webserver)

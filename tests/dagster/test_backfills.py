@@ -17,6 +17,8 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
 from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.instance import instance_config
+from eventsql_orchestration.dagster.tags import SPARK_TAG
 from eventsql_orchestration.dagster.windows import (
     MARK,
     Backfill,
@@ -86,6 +88,15 @@ def failure(result: dg.ExecuteInProcessResult) -> str:
     error = step.step_failure_data.error
     assert error is not None
     return (error.cause or error).message
+
+
+def test_what_is_live_goes_before_a_backfill_in_the_queue(bench: Workbench) -> None:
+    backfill, live = location.BACKFILLS[0].job, location.BACKFILLS[0].consumer.job
+    assert int((backfill.tags or {})["dagster/priority"]) < int((live.tags or {}).get("dagster/priority", 0))
+    limits = instance_config(max_concurrent_runs=6)["run_coordinator"]["config"]["tag_concurrency_limits"]
+    (limit,) = [each["limit"] for each in limits if each["key"] in (backfill.tags or {}) and each["key"] != SPARK_TAG]
+    assert limit == 3, "half of the runs at once"
+    assert not any(each["key"] in (live.tags or {}) for each in limits)
 
 
 # Plans

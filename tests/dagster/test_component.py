@@ -15,7 +15,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 from dagster.components.testing import create_defs_folder_sandbox
 
-from eventsql_orchestration import Topic
+from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import (
     CheckAlert,
     EventSQLConsumerComponent,
@@ -24,6 +24,7 @@ from eventsql_orchestration.dagster import (
     range_asset,
     topic_key,
 )
+from eventsql_orchestration.dagster.component import usable_name
 from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, slow
@@ -44,6 +45,9 @@ def test_the_example_is_a_whole_location_that_consumes(
     for _ in range(2):
         assert location.resolve_job_def("register").execute_in_process(instance=bench.instance).success
     assert {topic.name for topic in bench.platform.registry.topics()} == {"orders", "orders_dlt"}
+    with bench.platform.database.connection() as connection:
+        # No consumer creates it: four partitions that do so at once would be in each other's way.
+        assert connection.execute("SELECT count(*) FROM ledger").fetchone() == (0,)
 
     ids = bench.publish("orders", 8)
     assert location.resolve_job_def("consume_ledger").execute_in_process(instance=bench.instance).success
@@ -62,6 +66,40 @@ def test_a_topic_that_a_consumer_publishes_to_is_its_own_and_no_external_asset()
     graph = build_definitions([sums], topics=[Topic("sums"), Topic("more")]).resolve_asset_graph()
     executable = {name: graph.get(topic_key(name)).is_executable for name in ("orders", "sums", "more")}
     assert executable == {"orders": False, "sums": True, "more": False}
+
+
+def test_the_topics_of_dead_letters_are_assets_since_a_red_check_links_to_them() -> None:
+    def keys(definitions: dg.Definitions) -> set[str]:
+        return {
+            key.path[-1] for key in definitions.resolve_asset_graph().get_all_asset_keys() if key.path[0] == "topic"
+        }
+
+    resource = EventSQLResource(dsn="postgresql://nowhere")
+    one = build_definitions([ledger], eventsql=resource)
+    other = build_definitions([slow], name="slow", platform=False, resources={"eventsql": resource})
+    assert keys(one) == {"orders", "orders_dlt"}
+    assert "orders_dlt" in keys(other)
+    assert keys(dg.Definitions.merge(one, other)) == {"orders", "orders_dlt"}
+    assert "orders_dlt" not in keys(build_definitions([ledger], dead_letters=False))
+
+
+def test_a_location_has_the_backfills_of_its_consumers_when_it_asks_for_them() -> None:
+    plain, with_them = build_definitions([ledger]), build_definitions([ledger], backfills=True)
+    added = set(with_them.get_repository_def().job_names) - set(plain.get_repository_def().job_names)
+    assert added == {"backfill_ledger", "plan_ledger_backfill"}
+    assert with_them.resolve_asset_graph().get(dg.AssetKey("ledger_backfill")).is_partitioned
+
+
+def test_registering_prepares_tables_before_a_consumer_is_there_and_may_be_repeated(bench: Workbench) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def prepare(platform: EventSQL) -> None:
+        seen.append((len(platform.registry.topics()), len(platform.registry.consumers("orders"))))
+
+    register = build_definitions([ledger], eventsql=bench.eventsql, prepare=prepare).resolve_job_def("register")
+    for _ in range(2):
+        assert register.execute_in_process(instance=bench.instance).success
+    assert (seen[0], len(seen)) == ((2, 0), 2)
 
 
 def test_an_alert_sensor_is_there_for_who_wants_to_be_told_and_a_lag_check_for_who_sets_a_limit() -> None:
@@ -122,8 +160,15 @@ def test_dg_scaffolds_a_consumer_and_checks_its_definitions(project: Path) -> No
     assert written["type"] == component
     assert written["attributes"]["topic"] == "rides"
     assert (folder / "consume.py").exists()
+
+    # A second one, in a folder whose name is none for Dagster.
+    dg_command("scaffold", "defs", component, "my-mailer", "--topic", "rides", "--partitions", "3")
+    second = yaml.safe_load((folder.with_name("my-mailer") / "defs.yaml").read_text())["attributes"]
+    assert (second["name"], second["platform"]) == ("my_mailer", False)
     dg_command("check", "defs")
-    assert "consume_billing_2" in dg_command("list", "defs", "--json")
+    listed = dg_command("list", "defs", "--json")
+    assert "consume_billing_2" in listed
+    assert "consume_my_mailer_2" in listed
 
 
 def build(**attributes: object) -> dg.Definitions:
@@ -154,9 +199,51 @@ def test_a_defs_yaml_is_a_consumer() -> None:
 
 
 @deprecated
+def test_a_defs_yaml_may_have_further_topics_and_backfills() -> None:
+    definitions = build(topics=[{"name": "more", "partitions": 2}], backfills=True)
+    graph = definitions.resolve_asset_graph()
+    assert graph.get(topic_key("more")).metadata["partitions"] == 2
+    assert definitions.resolve_job_def("backfill_billing").name == "backfill_billing"
+
+
+def test_a_folder_gives_a_name_that_dagster_takes() -> None:
+    names = {text: usable_name(text) for text in ("billing", "my-mailer", "type", "rides and fares", "—")}
+    assert names == {
+        "billing": "billing",
+        "my-mailer": "my_mailer",
+        "type": "type_consumer",
+        "rides and fares": "rides_and_fares",
+        "—": "consumer",
+    }
+
+
+@deprecated
+def test_two_components_with_the_platform_are_refused_by_the_name_of_the_field_and_both_files() -> None:
+    with create_defs_folder_sandbox() as sandbox:
+        for name in ("billing", "mailer"):
+            sandbox.scaffold_component(
+                component_cls=EventSQLConsumerComponent,
+                defs_path=name,
+                defs_yaml_contents={
+                    "type": "eventsql_orchestration.dagster.EventSQLConsumerComponent",
+                    "attributes": {"name": name, "topic": "rides", "consumer": name},
+                },
+            )
+        with pytest.raises(Exception) as refused, sandbox.build_all_defs():  # noqa: PT011 - Dagster's own error
+            pass
+    said = "\n".join(all_said(refused.value))
+    assert "platform: " in said
+    assert "billing/defs.yaml and mailer/defs.yaml" in said
+
+
+@deprecated
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("name", "my-consumer"),
+        ("name", "type"),
+        ("topics", [{"name": "No Topic"}]),
+        ("backfills", "sometimes"),
         ("topic", "No Topic"),
         ("consumer", " mailer "),
         ("partitions", 0),
@@ -173,10 +260,14 @@ def test_a_defs_yaml_is_a_consumer() -> None:
 def test_a_mistake_in_a_defs_yaml_names_the_field(field: str, value: object) -> None:
     with pytest.raises(Exception) as refused:  # noqa: PT011 - Dagster's own errors and pydantic's
         build(**{field: value})
-    # Dagster's own error names the file, and its cause says why.
+    said = all_said(refused.value)
+    assert re.search(rf"\b{field}\b", "\n".join(said)), said
+
+
+def all_said(error: BaseException | None) -> list[str]:
+    """Dagster's own error names the file, and its cause says why."""
     said: list[str] = []
-    error: BaseException | None = refused.value
     while error is not None:
         said.append(str(error))
         error = error.__cause__ or error.__context__
-    assert re.search(rf"\b{field}\b", "\n".join(said)), said
+    return said

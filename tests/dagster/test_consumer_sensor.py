@@ -107,7 +107,8 @@ def test_a_look_at_hundreds_of_partitions_takes_few_statements(
     with counted(monkeypatch) as waiting:
         tick = evaluate(bench)
     assert tick.skip_message == f"{PARTITIONS - 10} of {PARTITIONS} partitions have no events; 10 are leased"
-    assert waiting.total() <= idle.total(), "claims without a run wait for their lease, and cost no statement each"
+    # One says when all of them were made.
+    assert waiting.total() <= idle.total() + 1, "claims without a run wait for their lease, and cost no statement each"
 
 
 def test_a_tick_requests_some_runs_and_the_next_goes_on_after_them(

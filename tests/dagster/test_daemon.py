@@ -19,6 +19,7 @@ import yaml  # type: ignore[import-untyped]  # it comes with dagster, without ty
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import SPARK_TAG, write_instance
 from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE, storage_url
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database.database import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from tests.dagster import location
@@ -51,7 +52,9 @@ def test_an_instance_can_be_written_again_and_holds_no_password(home: Path, tmp_
     config = yaml.safe_load(written)
     assert config["telemetry"] == {"enabled": False}
     limits = config["run_coordinator"]["config"]["tag_concurrency_limits"]
-    assert limits == [{"key": SPARK_TAG, "limit": 1}]
+    assert limits[0] == {"key": SPARK_TAG, "limit": 1}
+    assert limits[1]["key"] == BACKFILL_OF_TAG
+    assert 0 < limits[1]["limit"] < config["run_coordinator"]["config"]["max_concurrent_runs"]
 
 
 def test_the_storage_has_its_own_schema_whatever_options_the_url_has() -> None:

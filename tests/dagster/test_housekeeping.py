@@ -217,6 +217,36 @@ def test_reports_in_another_storage_than_postgresql_are_left(shared_instance: dg
     assert delete_reports(shared_instance, [ledger_check.key], before=datetime.now(UTC) + timedelta(days=1)) is None
 
 
+def test_ticks_that_failed_are_kept_longer(
+    stored: dg.DagsterInstance, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime.now(UTC)
+    for status in ("SKIPPED", "STARTED", "SUCCESS", "FAILURE"):
+        _repeat_tick(platform, count=7, end=now, status=status)
+    state = SimpleNamespace(instigator_name="ledger", instigator_origin_id="origin", selector_id="selector")
+    monkeypatch.setattr(stored, "all_instigator_state", lambda: [state])
+
+    def left() -> dict[str, int]:
+        with platform.database.connection() as connection:
+            return dict(
+                connection.execute(f"SELECT status, count(*) FROM {STORAGE_SCHEMA}.job_ticks GROUP BY 1").fetchall()
+            )
+
+    purge_ticks(stored, {"ledger"}, before=now)
+    assert left() == {"FAILURE": 7}, "one a day"
+    purge_ticks(stored, {"ledger"}, before=now, failures_before=now - timedelta(days=4))
+    assert 3 <= left()["FAILURE"] <= 4
+
+
+def test_a_job_that_belongs_to_no_location_says_that_it_purges_no_ticks(instance: dg.DagsterInstance, dsn: str) -> None:
+    job = build_housekeeping_schedule().job
+    assert isinstance(job, dg.JobDefinition)
+    result = job.execute_in_process(instance=instance, resources={"eventsql": EventSQLResource(dsn=dsn)})
+    assert result.success
+    messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
+    assert any("no ticks are deleted" in message for message in messages)
+
+
 TABLES = ("event_logs", "asset_check_executions", "asset_event_tags", "runs", "run_tags", "job_ticks")
 """Where Dagster's history is."""
 
@@ -321,14 +351,14 @@ def _repeat_runs(platform: EventSQL, runs: Sequence[str], *, count: int, end: da
             )
 
 
-def _repeat_tick(platform: EventSQL, *, count: int, end: datetime) -> None:
+def _repeat_tick(platform: EventSQL, *, count: int, end: datetime, status: str = "SKIPPED") -> None:
     with platform.database.transaction() as connection:
         connection.execute(f"SET LOCAL search_path TO {STORAGE_SCHEMA}")
         connection.execute(
             "INSERT INTO job_ticks (job_origin_id, selector_id, status, type, timestamp, tick_body) "
-            f"SELECT 'origin', 'selector', 'SKIPPED', 'SENSOR', {_AT}, %(body)s "
+            f"SELECT 'origin', 'selector', %(status)s, 'SENSOR', {_AT}, %(body)s "
             "FROM generate_series(%(count)s, 1, -1) n",
-            {"end": end, "count": count, "body": json.dumps(TICK)},
+            {"end": end, "count": count, "status": status, "body": json.dumps(TICK)},
         )
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError as PydanticValidationError
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration import Event, Publication, Topic
-from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, topic_asset, topic_key
+from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, consumer_asset, topic_asset, topic_key
 from eventsql_orchestration.dagster.lineage import Origin
 from eventsql_orchestration.dagster.publishing import Published, publish
 from eventsql_orchestration.errors import (
@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.spark import spark_config, staging
 from eventsql_orchestration.spark.java import ensure_java
 from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
 
 DAYS = dg.StaticPartitionsDefinition(["monday", "tuesday"])
 
@@ -529,3 +530,24 @@ def test_what_cannot_be_loaded_is_refused(
 ) -> None:
     with pytest.raises(EventSQLError, match=message):
         materialize(topic_asset(RIDES), taker([], annotation, **options), selection=["taker"])
+
+
+def test_the_topic_that_a_consumer_consumes_is_not_taken_for_one_that_it_publishes_to(
+    bench: Workbench, materialize: Materialize
+) -> None:
+    ids = bench.publish("sums", 2, partition=0)
+    bench.platform.registry.register_topic(Topic("rides"))
+    bench.publish("rides", 1)
+    totals = consumer_asset(topic=Topic("rides"), consumer="totals", name="totals")(record)
+    loaded: list[list[int]] = []
+
+    def load(totals: list[Event]) -> None:
+        loaded.append([event.id for event in totals])
+
+    load.__annotations__ = {"totals": list[Event], "return": None}
+    loading = dg.asset(name="loading", ins={"totals": dg.AssetIn(input_manager_key="topics")})(load)
+
+    with pytest.raises(ConfigurationError, match="totals consumes topic 'rides', which holds nothing that it made"):
+        materialize(totals.asset, loading, selection=[loading])
+    assert materialize(totals.asset, loading, selection=[loading], manager={"topics": {"totals": "sums"}}).success
+    assert loaded == [ids]

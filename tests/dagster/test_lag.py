@@ -171,12 +171,13 @@ def test_what_comes_to_an_external_topic_is_reported_once_a_minute_for_its_fresh
     rides = [Topic("rides")]
     bench.publish("rides", 1)
     first = observe_lag(bench.platform, [eager], topics=rides, cursor=None, now=1_000.0)
-    assert [each.asset_key for each in arrivals(first)] == [topic_key("rides")]
+    assert not arrivals(first), "what was there may be old"
     bench.publish("rides", 2)
     soon = observe_lag(bench.platform, [eager], topics=rides, cursor=first.cursor, now=1_015.0)
     assert not arrivals(soon)
     later = observe_lag(bench.platform, [eager], topics=rides, cursor=soon.cursor, now=1_000.0 + TOPIC_INTERVAL)
     (news,) = arrivals(later)
+    assert news.asset_key == topic_key("rides")
     assert news.metadata["published events"].value == 2
     assert news.tags == {HOUSEKEEPING_TAG: "internal"}
     nothing = observe_lag(bench.platform, [eager], topics=rides, cursor=later.cursor, now=1_000.0 + 2 * TOPIC_INTERVAL)

@@ -320,13 +320,14 @@ def test_new_events_of_a_topic_are_told_once_with_their_offsets(bench: Workbench
     assert topic_observations(bench.platform, [RIDES, "sums"], seen=news.seen).materializations == ()
 
 
-def test_the_first_look_at_a_topic_counts_nothing(bench: Workbench) -> None:
+def test_the_first_look_at_a_topic_only_remembers_since_its_events_may_be_old(bench: Workbench) -> None:
     ids = bench.publish("rides", 3)
     news = topic_observations(bench.platform, [RIDES], seen={})
-    assert news.seen == {"rides": ids[-1]}
-    (told,) = news.materializations
-    assert "published events" not in told.metadata
-    assert told.metadata["published last offset"].value == ids[-1]
+    assert (news.seen, news.materializations) == ({"rides": ids[-1]}, ())
+    (later,) = bench.publish("rides", 1)
+    (told,) = topic_observations(bench.platform, [RIDES], seen=news.seen).materializations
+    assert told.metadata["published events"].value == 1
+    assert told.metadata["published last offset"].value == later
 
 
 def test_a_topic_that_is_missing_does_not_hide_the_others(bench: Workbench) -> None:
@@ -345,7 +346,7 @@ def test_a_topic_that_was_created_anew_begins_anew(bench: Workbench) -> None:
 
 def test_what_is_told_of_a_topic_makes_it_fresh(bench: Workbench) -> None:
     bench.publish("rides", 1)
-    for told in topic_observations(bench.platform, [RIDES], seen={}).materializations:
+    for told in topic_observations(bench.platform, [RIDES], seen={"rides": 0}).materializations:
         bench.instance.report_runless_asset_event(told)
     found = bench.instance.get_latest_materialization_event(topic_key("rides"))
     assert found is not None, "the one thing that a freshness policy looks at"

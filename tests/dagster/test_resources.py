@@ -203,6 +203,29 @@ def test_a_topic_takes_no_publication_of_another(eventsql: EventSQLResource) -> 
         topic.publish(Publication("rides", b""), key="k")
 
 
+@pytest.mark.parametrize(("value", "kind"), [("text", r"str \(encode"), (7, "int"), (None, "NoneType")])
+def test_what_is_no_event_is_refused_by_its_type(eventsql: EventSQLResource, value: Any, kind: str) -> None:
+    topic = TopicResource(eventsql=eventsql, topic="rides")
+    topic.register()
+    with pytest.raises(ValidationError, match=f"not {kind}"):
+        topic.publish(value)
+    with pytest.raises(ValidationError, match=f"not {kind}"):
+        topic.publish_all([Publication("rides", b""), value])
+    topic.platform.transfer.run_once()
+    assert topic.read() == []
+
+
+def test_what_is_published_through_a_connection_commits_with_it(eventsql: EventSQLResource, platform: EventSQL) -> None:
+    topic = TopicResource(eventsql=eventsql, topic="rides")
+    topic.register()
+    for value, committed in ((b"lost", False), (b"kept", True)):
+        with platform.database.connection() as connection, connection.transaction(force_rollback=not committed):
+            topic.publish(value, connection=connection)
+            topic.publish_all([Publication("rides", value)], connection=connection)
+    platform.transfer.run_once()
+    assert [event.value for event in topic.read()] == [b"kept", b"kept"]
+
+
 def test_a_topic_that_is_not_registered_takes_nothing(eventsql: EventSQLResource) -> None:
     with pytest.raises(TopicNotFoundError):
         TopicResource(eventsql=eventsql, topic="rides").publish(b"")

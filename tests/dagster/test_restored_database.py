@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
 from eventsql_orchestration.database import Database
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
@@ -44,10 +44,11 @@ def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbenc
     """The same Dagster over a schema that was dropped and made anew."""
     bench.eventsql.platform.close()
     with bench.platform.database.connection() as connection:
-        connection.execute("TRUNCATE effect")
         connection.execute("DROP SCHEMA eventsql CASCADE")
     with Database(dsn) as database:
         database.migrate()
+        with database.connection() as connection:
+            connection.execute("CREATE TABLE effect (position bigserial, id bigint, partition int)")
     resource = EventSQLResource(dsn=dsn)
     with EventSQL(dsn, transfer=False) as platform:
         eager.register(platform)
@@ -55,19 +56,19 @@ def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbenc
     resource.platform.close()
 
 
-@pytest.mark.parametrize("sensor", [eager.sensors[0], whole.sensors[0]], ids=["per partition", "per consumer"])
+@pytest.mark.parametrize("definition", [eager, whole], ids=["sensor per partition", "sensor per consumer"])
 def test_the_first_claim_of_a_new_schema_gets_a_run_of_its_own(
-    before: dg.RunRequest, anew: Workbench, sensor: dg.SensorDefinition
+    before: dg.RunRequest, anew: Workbench, definition: ConsumerDefinition
 ) -> None:
     ids = anew.publish("rides", 5)
-    first = request_of(anew.tick(sensor))
+    first = request_of(anew.tick(definition.sensors[0]))
     assert first.tags["eventsql/claim"] == before.tags["eventsql/claim"]
     assert first.run_key != before.run_key, "Dagster takes no key twice"
 
     # The run of the old claim has ended, and says nothing of the new one.
-    assert not isinstance(anew.tick(sensor), list)
+    assert not isinstance(anew.tick(definition.sensors[0]), list)
     assert anew.claims() == [(0, ids[-1], "claimed")]
-    assert anew.run(eager, first).success
+    assert anew.run(definition, first).success
     assert anew.effects() == ids
 
 
@@ -91,5 +92,6 @@ def test_a_run_of_before_replays_no_range_of_the_new_schema(before: dg.RunReques
         instance=anew.instance, run_config=config, tags=dict(before.tags), raise_on_error=False
     )
     assert not result.success
-    assert "restored or made anew" in str(result.failure_data_for_node("eager"))
+    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
+    assert "restored or made anew" in str(event.step_failure_data.user_failure_data)
     assert anew.effects() == ids

@@ -46,6 +46,8 @@ VALUES: dict[str, Any] = {
     "events": 1_000,
     "topics": ["orders"],
     "partitions": [10],
+    "layout": 1,
+    "layouts": [1],
 }
 
 

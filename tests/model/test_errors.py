@@ -8,10 +8,17 @@ import pickle
 import pytest
 
 from eventsql_orchestration import errors
-from eventsql_orchestration.errors import ConsumptionError, EventSQLError, MissingExtraError, TopicNotFoundError
+from eventsql_orchestration.errors import (
+    ConsumptionError,
+    EventSQLError,
+    MissingExtraError,
+    PartlyPublishedError,
+    TopicNotFoundError,
+    WrongShardError,
+)
 
 ALL = [member for _, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, EventSQLError)]
-PLAIN = [member for member in ALL if member not in (MissingExtraError, ConsumptionError)]
+PLAIN = [member for member in ALL if member not in (MissingExtraError, ConsumptionError, PartlyPublishedError)]
 
 
 @pytest.mark.parametrize("error", ALL)
@@ -35,6 +42,15 @@ def test_an_error_survives_the_way_between_processes() -> None:
     error = pickle.loads(pickle.dumps(TopicNotFoundError("no topic 'x'")))
     assert isinstance(error, TopicNotFoundError)
     assert error.message == "no topic 'x'"
+
+
+def test_errors_of_shards_survive_it_with_what_they_say_of_them() -> None:
+    error = pickle.loads(pickle.dumps(WrongShardError("not here", shard="east")))
+    assert (error.message, error.shard) == ("not here", "east")
+    partly = pickle.loads(pickle.dumps(PartlyPublishedError({"east": 3}, {"west": TopicNotFoundError("no topic")})))
+    assert partly.committed == {"east": 3}
+    assert partly.failed["west"].message == "no topic"
+    assert "published 3 events on 'east'" in partly.message
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it() -> None:

@@ -1,0 +1,140 @@
+"""Dagster's own retries: of a step, by a policy, and of a run, by a tag; neither loses nor repeats an event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Topic
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
+from eventsql_orchestration.dagster.instance import instance_config
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.log.claims import Claim, Claims
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
+from tests.dagster.test_ranges import SUMS, sums, total
+from tests.dagster.test_ranges import define as define_range
+
+RETRIES = dg.RetryPolicy(max_retries=2)
+
+steady = consumer_asset(
+    topic=Topic("rides", 2), consumer="steady", name="steady", max_wait=0.0, drain_seconds=0.0, retry_policy=RETRIES
+)(record)
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(SUMS)
+    define_range(total).register(bench.platform)
+    steady.register(bench.platform)
+
+
+def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
+    answer = bench.tick(definition.sensors[0])
+    assert isinstance(answer, list), answer
+    found: dg.RunRequest = answer[0]
+    return found
+
+
+def restarts(result: dg.ExecuteInProcessResult) -> int:
+    return sum(event.event_type == dg.DagsterEventType.STEP_RESTARTED for event in result.all_events)
+
+
+def test_a_run_that_fails_after_a_part_of_its_range_goes_on_where_it_was(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database goes away after the first batches are committed."""
+    process, cut = Claims.process, iter([True])
+
+    def cut_off(self: Claims, claim: Claim, *args: Any, **options: Any) -> Any:
+        if next(cut, False):
+            with self._database.transaction() as connection:
+                record(self.read(claim)[:2], connection)
+                self.commit(connection, claim, upto=self.read(claim)[1].id)
+            raise DatabaseUnavailableError
+        return process(self, claim, *args, **options)
+
+    monkeypatch.setattr(Claims, "process", cut_off)
+    ids = bench.publish("rides", 5)
+    result = bench.run(steady, request(bench, steady))
+    assert result.success
+    assert restarts(result) == 1
+    assert bench.effects() == ids
+    assert bench.offset(steady) == ids[-1]
+
+
+def test_an_event_that_fails_has_its_own_attempts_whatever_the_policy(bench: Workbench) -> None:
+    def stumble(events: Any, connection: Any) -> None:
+        raise ValueError("no")
+
+    broken = consumer_asset(
+        topic=steady.topic, consumer="steady", name="steady", max_wait=0.0, drain_seconds=0.0, retry_policy=RETRIES
+    )(stumble)
+    bench.publish("rides", 1)
+    result = bench.run(broken, request(bench, broken))
+    assert not result.success
+    assert restarts(result) == 0
+
+
+def test_a_range_is_tried_again_where_the_database_was_away(bench: Workbench) -> None:
+    cut = iter([True])
+
+    def unlucky(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
+        if next(cut, False):
+            raise DatabaseUnavailableError
+        return total(context, claim, eventsql)
+
+    definition = define_range(unlucky, retry_policy=RETRIES)
+    bench.publish("rides", 3)
+    result = bench.run(definition, request(bench, definition))
+    assert result.success
+    assert restarts(result) == 1
+    assert sums(bench) == [b"3"]
+
+
+def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(bench: Workbench) -> None:
+    """Retried, it would find its claim gone, and say that all is well."""
+
+    def stumble(claim: Claim) -> None:
+        raise RuntimeError("out of memory")
+
+    broken = define_range(stumble, retry_policy=RETRIES)
+    bench.publish("rides", 3)
+    result = bench.run(broken, request(bench, broken))
+    assert not result.success
+    assert restarts(result) == 0
+    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
+    assert "RuntimeError: out of memory" in str(event.step_failure_data.user_failure_data)
+
+
+@pytest.fixture
+def shipped(bench: Workbench) -> Iterator[Workbench]:
+    """An instance with the retries of the dagster.yaml that is shipped."""
+    settings = {"run_retries": instance_config()["run_retries"]}
+    with dg.instance_for_test(overrides=settings) as instance:
+        bench.instance = instance
+        yield bench
+
+
+@pytest.mark.parametrize(("tags", "retried"), [({"dagster/max_retries": "2"}, True), ({}, False)])
+def test_a_tag_asks_dagster_to_run_it_again(shipped: Workbench, tags: dict[str, str], *, retried: bool) -> None:
+    def cut_off(claim: Claim) -> None:
+        raise DatabaseUnavailableError
+
+    broken, mended = define_range(cut_off, tags=tags), define_range(total)
+    shipped.publish("rides", 3)
+    requested = request(shipped, broken)
+    result = shipped.run(broken, requested)
+    assert not result.success
+    run = shipped.instance.get_run_by_id(result.run_id)
+    assert run is not None
+    assert run.tags["dagster/will_retry"] == str(retried).lower()
+
+    # What Dagster's daemon launches then is a run with the config and the tags of the first.
+    assert shipped.run(mended, requested).success
+    assert sums(shipped) == [b"3"]
+    assert shipped.run(mended, requested).success
+    assert sums(shipped) == [b"3"]
