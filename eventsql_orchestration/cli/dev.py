@@ -273,6 +273,7 @@ def _ended(instance: dg.DagsterInstance, run_id: str) -> bool:
 
 
 def _show(topics: list[TopicRound]) -> None:
+    """All but those that nobody consumes and to which nothing came, as to topics of dead letters."""
     show_table(
         ["topic", "published", "transferred", "consumed", "consumers", "runs", "lag", "result"],
         [
@@ -287,5 +288,6 @@ def _show(topics: list[TopicRound]) -> None:
                 "; ".join(entry.faults) or "exact",
             )
             for entry in topics
+            if entry.published or entry.consumers or entry.faults
         ],
     )

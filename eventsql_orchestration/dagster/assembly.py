@@ -55,7 +55,7 @@ def build_definitions(
     The database is `eventsql`, and by default the one that `EVENTSQL_DSN` names, with the schema of `EVENTSQL_SCHEMA`.
     `resources` are further ones. A location may merge several such definitions: each but the first with a `name`, which
     its job and its sensors then carry (`register_<name>`, `lag_<name>`), and without `platform`, that is without the
-    resource `eventsql`, the transfer, housekeeping and the assets of topics other than `topics` and those of dead
+    resource `eventsql`, the transfer, housekeeping and the assets of topics other than `topics`, with their dead
     letters. What else a location has is merged with `Definitions.merge`.
     """
     checks = [build_delivered_check(consumer) for consumer in consumers]
@@ -68,15 +68,16 @@ def build_definitions(
     published = {key for consumer in consumers for key in consumer.asset.keys}
     # Several parts may consume one topic, which can be an asset of one of them.
     external = [topic for topic in (known.values() if platform else topics) if topic_key(topic.name) not in published]
-    letters = dead_letter_topics(consumers) if dead_letters else []
-    # Those of several parts are the same.
-    taking = [topic for topic in letters if topic.name not in known and topic_key(topic.name) not in published]
+    if dead_letters:
+        own = {topic.name for topic in external}
+        taking = dead_letter_topics([each for each in consumers if platform or each.topic.name in own])
+        external += [each for each in taking if each.name not in known and topic_key(each.name) not in published]
     replays = [build_backfill(consumer) for consumer in consumers] if backfills else []
     suffix = "" if name is None else f"_{name}"
     alerts = [build_alert_sensor(checks, notify, name=f"alerts{suffix}")] if notify is not None and checks else []
     return dg.Definitions(
         assets=[
-            *(topic_asset(topic) for topic in (*external, *taking)),
+            *(topic_asset(topic) for topic in external),
             *(consumer.asset for consumer in consumers),
             *(replay.asset for replay in replays),
         ],
@@ -94,9 +95,7 @@ def build_definitions(
         ],
         sensors=[
             *{sensor.name: sensor for consumer in consumers for sensor in consumer.sensors}.values(),
-            build_lag_sensor(
-                consumers, checks=checks, topics=[*external, *(taking if platform else ())], name=f"lag{suffix}"
-            ),
+            build_lag_sensor(consumers, checks=checks, topics=external, name=f"lag{suffix}"),
             *alerts,
         ],
         schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=checks)] if platform else [],

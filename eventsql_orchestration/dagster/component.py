@@ -112,8 +112,9 @@ def _consumers(file: Path) -> list[bool]:
     except (OSError, ValueError, yaml.YAMLError):
         return []
     ours = [each for each in documents if isinstance(each, dict) and _is_ours(each.get("type"))]
+    given = [each.get("attributes") for each in ours]
     # What a template says is not known here.
-    return [(each.get("attributes") or {}).get("platform", True) is True for each in ours]
+    return [isinstance(each, dict) and each.get("platform", True) is True for each in given]
 
 
 def _is_ours(kind: object) -> bool:

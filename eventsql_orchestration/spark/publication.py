@@ -18,10 +18,12 @@ from eventsql_orchestration.errors import (
     DatabaseError,
     EventSQLError,
     RedefinitionError,
+    ShardError,
     TopicNotFoundError,
 )
 from eventsql_orchestration.log import encoding
 from eventsql_orchestration.log.blocks import REFERENCE, unpack
+from eventsql_orchestration.model import Topic
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.staging import Attempt
@@ -74,12 +76,13 @@ class Publications:
         self._platform.close()
 
     def partitions(self, topic: str | None) -> dict[str, int]:
-        """The number of partitions of one topic, or of every one. Raises `TopicNotFoundError`."""
+        """The number of partitions of one topic, or of every one. Raises `TopicNotFoundError`, `ShardError`."""
         registry = self._platform.registry
         try:
             topics = registry.topics() if topic is None else [registry.topic(topic)]
         except TopicNotFoundError as error:
             raise TopicNotFoundError(f"option topic: {error}") from None
+        _refuse_shards(topics)
         return {topic.name: topic.partitions for topic in topics}
 
     def hold(self, claim_id: int) -> ClaimHold:
@@ -180,6 +183,8 @@ class Publications:
         known = {(topic, count) for attempt in attempts for topic, count in attempt.partitions.items()}
         # What is staged was placed by the number of partitions alone.
         topics, counts = [topic for topic, _ in known], [count for _, count in known]
+        # The COPY before keeps it from becoming one.
+        _refuse_shards([topic for topic in self._platform.registry.topics() if topic.name in topics])
         parameters = {"topics": topics, "partitions": counts, "layouts": [None] * len(known)}
         redefined = {name for (name,) in connection.execute(self._log("redefined_topics"), parameters)}
         there = {name for (name,) in connection.execute(self._queries("known_topics"), {"topics": sorted(redefined)})}
@@ -221,3 +226,13 @@ def _swept(attempt: Attempt) -> DatabaseError:
         f"attempt that ends more than {ORPHANED_AFTER_HOURS} hours before its query are given up, and a crash of the "
         "server loses those of the last moment; write again, in smaller batches where the query took so long"
     )
+
+
+def _refuse_shards(topics: Sequence[Topic]) -> None:
+    """Raises `ShardError` where the database is one of several shards: a key's shard is not chosen here."""
+    for topic in topics:
+        if topic.shards is not None:
+            raise ShardError(
+                f"option url: the database is shard {topic.shards.own!r} of {len(topic.shards.names)}, and a write by "
+                "Spark goes to one database whatever its keys: publish through a platform on all shards instead"
+            )

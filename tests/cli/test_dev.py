@@ -17,6 +17,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import dev
 from eventsql_orchestration.dagster.development import LocalDagster
 from eventsql_orchestration.dagster.instance import instance_directory
+from eventsql_orchestration.dagster.rounds import TopicRound
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
 
@@ -88,3 +89,13 @@ def test_a_simulation_starts_when_the_one_before_has_ended(platform: EventSQL, m
         dagster = Launching(instance)
         dev._serve(Console(quiet=True), cast("LocalDagster", dagster), instance, platform, simulation={})
     assert seen == [1, 1, 1, 2, 2]
+
+
+def test_the_summary_shows_a_topic_of_dead_letters_only_when_it_has_some(capsys: pytest.CaptureFixture[str]) -> None:
+    def entry(topic: str, *, published: int = 0, consumers: int = 0, faults: tuple[str, ...] = ()) -> TopicRound:
+        return TopicRound(topic, published, published, published * consumers, consumers, 0, 0, faults)
+
+    dev._show([entry("quiet", consumers=1), entry("quiet_dlt"), entry("rides_dlt", published=1, faults=("1 letter",))])
+    shown = capsys.readouterr().out
+    assert "quiet_dlt" not in shown
+    assert [line.split()[0] for line in shown.splitlines()[1:]] == ["quiet", "rides_dlt"]

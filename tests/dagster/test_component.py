@@ -76,11 +76,13 @@ def test_the_topics_of_dead_letters_are_assets_since_a_red_check_links_to_them()
 
     resource = EventSQLResource(dsn="postgresql://nowhere")
     one = build_definitions([ledger], eventsql=resource)
-    other = build_definitions([slow], name="slow", platform=False, resources={"eventsql": resource})
     assert keys(one) == {"orders", "orders_dlt"}
-    assert "orders_dlt" in keys(other)
-    assert keys(dg.Definitions.merge(one, other)) == {"orders", "orders_dlt"}
     assert "orders_dlt" not in keys(build_definitions([ledger], dead_letters=False))
+    # Of several parts, that which has a topic has its dead letters.
+    part = build_definitions([slow], name="slow", platform=False, resources={"eventsql": resource})
+    assert keys(dg.Definitions.merge(one, part)) == {"orders", "orders_dlt"}
+    alone = build_definitions([slow], platform=False, topics=[slow.topic], resources={"eventsql": resource})
+    assert "orders_dlt" in keys(alone)
 
 
 def test_a_location_has_the_backfills_of_its_consumers_when_it_asks_for_them() -> None:

@@ -1,5 +1,6 @@
 """The code of the documents does what they say."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,17 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import CheckAlert
 
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+DOCUMENTS = Path(__file__).parents[2] / "docs"
+OPERATIONS = DOCUMENTS / "operations.md"
+LINEAGE = DOCUMENTS / "lineage.md"
+
+
+def examples(document: Path) -> list[str]:
+    """The blocks of Python of a document."""
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 @dg.op
@@ -30,7 +39,7 @@ def pages() -> list[str]:
 @pytest.fixture
 def alerts(pages: list[str]) -> dict[str, Any]:
     """The example of alerts, whose pager is a list."""
-    (example,) = re.findall(r"^```python\n(.*?)^```", OPERATIONS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (example,) = examples(OPERATIONS)
     names: dict[str, Any] = {"page": pages.append}
     exec(compile(example, str(OPERATIONS), "exec"), names)
     return names
@@ -59,3 +68,22 @@ def test_the_example_of_alerts_pages_what_a_check_says(alerts: dict[str, Any], p
     alert = CheckAlert(dg.AssetKey("ledger"), "lag", False, red, "40 events behind", {}, 0.0)
     alerts["notify"](alert)
     assert pages == ["check lag of ledger is red (ERROR): 40 events behind"]
+
+
+def test_the_example_of_assets_that_return_events_is_a_whole_location_that_publishes(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, instance: dg.DagsterInstance
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    names: dict[str, Any] = {}
+    exec(compile(examples(LINEAGE)[0], str(LINEAGE), "exec"), names)
+    location: dg.Definitions = names["defs"]
+    assert location.resolve_job_def("register").execute_in_process(instance=instance).success
+    platform.publisher.publish_all(
+        Publication("rides", json.dumps({"order_id": key, "price_cents": 1_000}).encode(), key=key) for key in "ab"
+    )
+    platform.transfer.run_once()
+    materializing = location.resolve_implicit_global_asset_job_def()
+    assert materializing.execute_in_process(instance=instance).success
+    platform.transfer.run_once()
+    fares = sorted((event.key or "", json.loads(event.value)) for event in platform.reader.read("fares"))
+    assert fares == [(key, {"order_id": key, "fare_cents": 800}) for key in "ab"]

@@ -13,11 +13,14 @@ from eventsql_orchestration.errors import (
     InvalidPublicationError,
     PartitionOutOfRangeError,
     PartlyPublishedError,
+    ShardError,
     ShardSetError,
     WrongShardError,
 )
 from eventsql_orchestration.sharded import ShardedEventSQL
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.publication import Publications
 from tests.shards.conftest import Databases, Open
 
 KEYS = [f"key {number}" for number in range(30)]
@@ -190,3 +193,12 @@ def test_the_partitioner_of_a_caller_chooses_within_the_shard(platform: ShardedE
     platform.publisher.publish_all(events(100))
     check_in_order(read(platform), 100)
     assert {event.partition for shard in platform.shards for event in shard.reader.read("orders")} == {2}
+
+
+def test_spark_does_not_write_to_one_shard_whatever_the_key(platform: ShardedEventSQL) -> None:
+    database = platform.shards[0].database
+    with (
+        Publications(Source(database.dsn, database.schema, str(database))) as publications,
+        pytest.raises(ShardError, match="publish through a platform on all shards"),
+    ):
+        publications.partitions("orders")
