@@ -68,7 +68,11 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 	fi
 
 test: setup browser jdbc pooler java ## Run all tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	@# Two processes of tests keep two cores busy. What fails beside the other is tried once more alone, and counts then.
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS) || { \
+		echo "Once more, alone: what failed above."; \
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
+	}
 
 oldest: | uv ## Run Dagster's tests with the oldest versions that pyproject.toml allows (ARGS=tests: all tests)
 	@test -x $(VENV_OLDEST)/bin/python || $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV_OLDEST)

@@ -19,7 +19,7 @@ TRANSFER_STALLED: Final = 120.0
 minute, and one takes over from the other."""
 
 SHOWN_PARTITIONS: Final = 30
-"""How many partitions an observation tells apart at most, the furthest behind: one of 300 has 94 kB, every 15 s."""
+"""How many partitions an observation tells apart at most, the furthest behind: one of 300 would have up to 173 kB."""
 
 LAG_EVENTS: Final = "lag events"
 LAG_SECONDS: Final = "lag seconds"

@@ -263,6 +263,12 @@ def test_without_dagster_what_has_no_claim_is_said_to_be_unknown(run: Run, pipel
     assert found["notes"] == ["it had claimed nothing; what else it has read, Dagster knows"]
 
 
+def test_what_is_no_url_of_a_webserver_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:
+    pipeline.publish(1)
+    refused = run("trace", "rides", 1, "--dagster-url", "nowhere")
+    assert (refused.exit_code, "'nowhere' is no URL" in refused.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("how", ["--dagster-url", "DAGSTER_HOME"])
 def test_where_dagster_does_not_answer_the_way_is_shown_all_the_same(
     run: Run, pipeline: Pipeline, closed_port: int, monkeypatch: pytest.MonkeyPatch, how: str

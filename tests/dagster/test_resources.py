@@ -1,6 +1,7 @@
 """The resources."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import dagster as dg
@@ -8,8 +9,15 @@ import psycopg
 import pytest
 from pydantic import ValidationError as PydanticValidationError
 
-from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, TopicResource, topic_key
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import (
+    EventSQLIOManager,
+    EventSQLResource,
+    TopicResource,
+    consumer_asset,
+    topic_key,
+)
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseError,
@@ -224,6 +232,38 @@ def test_what_is_published_through_a_connection_commits_with_it(eventsql: EventS
             topic.publish_all([Publication("rides", value)], connection=connection)
     platform.transfer.run_once()
     assert [event.value for event in topic.read()] == [b"kept", b"kept"]
+
+
+def test_a_consumer_that_publishes_through_its_connection_publishes_nothing_when_it_fails(
+    eventsql: EventSQLResource, platform: EventSQL, instance: dg.DagsterInstance
+) -> None:
+    failures = [ValueError("the first time")]
+
+    @consumer_asset(topic=Topic("rides"), consumer="answers", max_attempts=1, drain_seconds=0.0)
+    def answers(
+        context: dg.AssetExecutionContext, events: Sequence[Event], connection: Connection, answered: TopicResource
+    ) -> None:
+        for event in events:
+            answered.publish(event.value * 2, connection=connection, context=context)
+        if failures:
+            raise failures.pop()
+
+    answered = TopicResource(eventsql=eventsql, topic="answered")
+    answered.register()
+    answers.register(platform)
+    platform.publisher.publish(Publication("rides", b"x"))
+    platform.transfer.run_once()
+    location = dg.Definitions(
+        assets=[answers.asset], jobs=[answers.job], resources={"eventsql": eventsql, "answered": answered}
+    )
+    runs = []
+    for _ in range(2):
+        job = location.resolve_job_def(answers.job.name)
+        runs.append(job.execute_in_process(instance=instance, raise_on_error=False).run_id)
+        platform.registry.resume("rides", "answers")
+    platform.transfer.run_once()
+    (event,) = answered.read()
+    assert (event.value, event.metadata["dagster_run_id"]) == (b"xx", runs[1])
 
 
 def test_a_topic_that_is_not_registered_takes_nothing(eventsql: EventSQLResource) -> None:
