@@ -511,9 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--partitions", type=int, default=8)
     parser.add_argument("--kills", type=int, default=None, help="by default one in 10,000 events, at least 20")
     parser.add_argument("--restarts", type=int, default=None, help="of the server; a tenth of the kills by default")
-    parser.add_argument(
-        "--repartitionings", type=int, default=None, help="as many as restarts by default"
-    )
+    parser.add_argument("--repartitionings", type=int, default=None, help="as many as restarts by default")
     parser.add_argument("--deadline", type=float, default=1_200.0, help="seconds")
     parser.add_argument("--keep", action="store_true", help="leave the server as it is when there are violations")
     given = parser.parse_args(arguments)
