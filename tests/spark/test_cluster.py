@@ -71,17 +71,18 @@ def executor_of(cluster: Cluster, worker: int) -> psutil.Process:
     return executor
 
 
+@pytest.fixture(scope="class")
+def application(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Which knows of the cluster by a deployment's configuration alone."""
+    home = tmp_path_factory.mktemp("application")
+    config = home / "spark.conf"
+    config.write_text("".join(f"{name} {value}\n" for name, value in on_cluster(cluster).items()))
+    with driver(home, config=config) as running:
+        yield running
+
+
 class TestAnApplicationOfADeployment:
     """One application for all of these, because each takes its time to start; it has both workers until it ends."""
-
-    @pytest.fixture(scope="class")
-    def application(self, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-        """Which knows of the cluster by a deployment's configuration alone."""
-        home = tmp_path_factory.mktemp("application")
-        config = home / "spark.conf"
-        config.write_text("".join(f"{name} {value}\n" for name, value in on_cluster(cluster).items()))
-        with driver(home, config=config) as running:
-            yield running
 
     def test_a_deployment_s_configuration_is_all_that_a_cluster_takes(
         self, cluster: Cluster, application: Driver, platform: EventSQL, dsn: str
