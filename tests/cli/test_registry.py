@@ -68,7 +68,17 @@ def test_an_impossible_number_of_partitions_is_wrong_usage(run: Run, platform: E
     assert platform.registry.topics() == []
 
 
-@pytest.mark.parametrize("name", ["Account", "1st", "a-b", "a b", "", "a" * 58, "täglich"])
+def test_a_topic_with_capitals_is_not_made_here_though_the_java_library_makes_them(
+    run: Run, platform: EventSQL
+) -> None:
+    refused = run("topic", "create", "Account")
+    assert refused.exit_code != 0
+    assert "topic name 'Account' is not usable" in refused.stderr
+    assert "does not exist" in run("topic", "describe", "Account").stderr
+    assert platform.registry.topics() == []
+
+
+@pytest.mark.parametrize("name", ["1st", "a-b", "a b", "", "a" * 58, "täglich"])
 def test_an_unusable_topic_name_is_wrong_usage_everywhere(run: Run, platform: EventSQL, name: str) -> None:
     for command in (["topic", "create"], ["topic", "describe"], ["topic", "delete"], ["publish"], ["tail"], ["lag"]):
         result = run(*command, name)
