@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
-from sqlalchemy import Connection
 
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
@@ -36,7 +35,7 @@ MOST_BUFFERED: Final = 20_000
 """Events that are moved while publishers wait; what is more is moved before."""
 
 
-class _TooManyBufferedError(Exception):
+class TooManyBufferedError(Exception):
     """Internal: events came faster than they were moved."""
 
 
@@ -102,7 +101,7 @@ class Repartitioner:
             self._transfer.run_once([topic])
             try:
                 changed = self._attempt(topic, partitions)
-            except (DatabaseBusyError, _TooManyBufferedError) as error:
+            except (DatabaseBusyError, TooManyBufferedError) as error:
                 if time.monotonic() > deadline:
                     raise _busy(found, error) from error
                 # Another one of these, or whoever it met, goes first.
@@ -115,7 +114,7 @@ class Repartitioner:
             return changed
 
     def _attempt(self, topic: str, partitions: int) -> Repartitioning | None:
-        """The change, in one transaction. Raises `DatabaseBusyError`, `_TooManyBufferedError`."""
+        """The change, in one transaction. Raises `DatabaseBusyError`, `TooManyBufferedError`."""
         with self._database.core() as connection:
             lock_registry(connection)
             driver = driver_connection(connection)
@@ -126,7 +125,7 @@ class Repartitioner:
             current = find_topic(connection, topic)
             if row is None or current is None or current.partitions == partitions:
                 return None
-            self._drain(connection, current)
+            drain(driver, self._database.schema, [(topic, current.partitions, current.layout)])
             after = segments.newest_id(driver, self._database.schema, topic)
             own = {"topic": topic}
             if not layouts(driver, self._database.schema, topic):
@@ -141,21 +140,27 @@ class Repartitioner:
                 driver.execute(self._layouts("add_partitions"), {**changed, "consumer": consumer})
             return Repartitioning(topic, current.partitions, partitions, after, consumers)
 
-    def _drain(self, connection: Connection, topic: Topic) -> None:
-        """Move what is in the buffer, and let nothing come into it until the transaction ends."""
-        driver = driver_connection(connection)
-        _limit(driver, BUFFER_SECONDS)
-        driver.execute(self._layouts("lock_buffer"))
-        counted = {"topic": topic.name, "limit": MOST_BUFFERED + 1}
-        row = driver.execute(self._layouts("count_buffered"), counted).fetchone()
+
+def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tuple[str, int, int]]) -> None:
+    """Move what is in the buffer, and let nothing come into it until the caller's transaction ends, which holds these.
+
+    `topics` are names with their partitions and layouts. Raises `TooManyBufferedError`, and the driver's error where a
+    publisher's transaction does not end in time.
+    """
+    log, layout_queries = Queries("log", schema), Queries("layouts", schema)
+    _limit(connection, BUFFER_SECONDS)
+    connection.execute(layout_queries("lock_buffer"))
+    for topic, partitions, layout in topics:
+        counted = {"topic": topic, "limit": MOST_BUFFERED + 1}
+        row = connection.execute(layout_queries("count_buffered"), counted).fetchone()
         assert row is not None, "an aggregate gives one row"
         if row[0] > MOST_BUFFERED:
-            raise _TooManyBufferedError
+            raise TooManyBufferedError
         if row[0]:
-            segments.ensure_ahead(driver, self._database.schema, topic.name)
-            driver.execute(
-                self._log("move" if topic.layout == 1 else "move_into_layout", topic=topic.name),
-                {"topic": topic.name, "low_water": 0, "upto": MAX_OFFSET, "partitions": topic.partitions},
+            segments.ensure_ahead(connection, schema, topic)
+            connection.execute(
+                log("move" if layout == 1 else "move_into_layout", topic=topic),
+                {"topic": topic, "low_water": 0, "upto": MAX_OFFSET, "partitions": partitions},
                 prepare=False,
             )
 
@@ -167,6 +172,6 @@ def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:
 
 def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:
     why = "transactions of consumers or publishers that do not end are in the way; try again later"
-    if isinstance(error, _TooManyBufferedError):
+    if isinstance(error, TooManyBufferedError):
         why = f"more than {MOST_BUFFERED:,} events come into the buffer while it is emptied; try when fewer do"
     return DatabaseBusyError(f"topic {topic.name!r} keeps its {topic.partitions} partitions: {why}")

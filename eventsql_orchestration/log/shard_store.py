@@ -20,11 +20,9 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
 from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.blocks import REFERENCE
 from eventsql_orchestration.log.layouts import layouts, place
-from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.log.registry import lock_registry
-from eventsql_orchestration.log.repartition import BUFFER_SECONDS, MOST_BUFFERED, PATIENCE_SECONDS
+from eventsql_orchestration.log.repartition import PATIENCE_SECONDS, TooManyBufferedError, drain
 from eventsql_orchestration.log.transfer import Transfer
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.sharding import HELD, ShardSet
@@ -73,17 +71,12 @@ class ShardState:
         return None
 
 
-class _TooManyBufferedError(Exception):
-    """Internal: more came into the buffer meanwhile than can be moved while publishers wait."""
-
-
 class ShardStore:
     """Reads and writes what one database keeps of its shards."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queries = Queries("shards", database.schema)
-        self._layouts = Queries("layouts", database.schema)
         self._log = Queries("log", database.schema)
         self._table = {"table": f'"{database.schema}".topic'}
 
@@ -142,7 +135,7 @@ class ShardStore:
             transfer.run_once()
             try:
                 return self._fence(generation, names)
-            except (DatabaseBusyError, _TooManyBufferedError) as error:
+            except (DatabaseBusyError, TooManyBufferedError) as error:
                 if time.monotonic() > deadline:
                     raise DatabaseBusyError(
                         f"{self._database} was not changed: transactions that published and do not end, or a flood of "
@@ -165,29 +158,13 @@ class ShardStore:
             topics = driver.execute(self._queries("topics")).fetchall()
             for topic, _, _ in topics:
                 driver.execute(self._log("await_topic"), {"topic": topic})
-            driver.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(BUFFER_SECONDS * 1000)}ms"])
-            driver.execute(self._layouts("lock_buffer"))
-            for topic, partitions, layout in topics:
-                self._drain(driver, topic, partitions, layout)
+            drain(driver, self._database.schema, topics)
+            for topic, _, _ in topics:
                 fence = segments.newest_id(driver, self._database.schema, topic)
                 driver.execute(self._queries("add_fence"), {"generation": generation, "topic": topic, "fence": fence})
             driver.execute(self._queries("add_generation"), {"generation": generation, "shards": sorted(names)})
             driver.execute(self._queries("redefine_all"))
         return True
-
-    def _drain(self, connection: Connection, topic: str, partitions: int, layout: int) -> None:
-        own = {"topic": topic, "limit": MOST_BUFFERED + 1, "reference": REFERENCE}
-        (buffered,) = _one(connection.execute(self._layouts("count_buffered"), own))
-        if not buffered:
-            return
-        if buffered > MOST_BUFFERED or _one(connection.execute(self._queries("has_blocks"), own))[0]:
-            raise _TooManyBufferedError
-        segments.ensure_ahead(connection, self._database.schema, topic)
-        connection.execute(
-            self._log("move" if layout == 1 else "move_into_layout", topic=topic),
-            {"topic": topic, "low_water": 0, "upto": MAX_OFFSET, "partitions": partitions},
-            prepare=False,
-        )
 
     def consumed_before(self, generation: int, topic: str, consumer: str) -> bool:
         """Whether a consumer has nothing left here from before a generation; one that is not there has not."""

@@ -30,13 +30,6 @@ UPDATE {schema}.shard SET eql_active = true;
 -- topics -- The names of all topics, and how they are defined.
 SELECT eql_name, eql_partitions, eql_layout FROM {schema}.topic ORDER BY eql_name;
 
--- has_blocks -- Whether a topic has blocks of events in the buffer, which its transfer alone moves.
-SELECT EXISTS (
-    SELECT FROM {schema}.event_buffer
-    WHERE (eql_topic, eql_id) > (%(topic)s, 0) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
-      AND eql_partition = %(reference)s
-);
-
 -- add_fence -- Note where a topic's log ends when a generation begins.
 INSERT INTO {schema}.shard_fence (eql_generation, eql_topic, eql_fence) VALUES (%(generation)s, %(topic)s, %(fence)s);
 
