@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,9 @@ def _run(directory: Path, program: str, *arguments: str) -> subprocess.Completed
         timeout=60,
         check=False,
     )  # fmt: skip
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    package = importlib.import_module("eventsql_orchestration")
+    assert {name for name in package.__all__ if not hasattr(package, name)} == set()
+    assert set(package.__all__) <= set(dir(package))
