@@ -18,8 +18,17 @@ MAX_NAME_LENGTH: Final = 200
 MAX_VALUE_BYTES: Final = 64 * 1024 * 1024
 """A row of COPY, with the key and metadata beside the value, must stay far below PostgreSQL's limit of 1 GiB."""
 
+_BETWEEN_URLS: Final = re.compile(r"\s+(?=[a-zA-Z0-9+]+://)")
+"""A URL may hold spaces itself."""
+
+
 # An escape of NUL in JSON text: its backslash is not itself escaped by another one.
 _ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def split_urls(text: str) -> tuple[str, ...]:
+    """The URLs of the databases that one text names: a single one, or those of all shards with white space between."""
+    return tuple(_BETWEEN_URLS.split(text.strip()))
 
 
 def check_name(what: str, name: object) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pydantic
 from pydantic import Field, SecretStr, field_validator
@@ -13,10 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import check_schema_name
-from eventsql_orchestration.rules import DEFAULT_SCHEMA
-
-_BETWEEN_URLS: Final = re.compile(r"\s+(?=[a-zA-Z0-9+]+://)")
-"""A URL may hold spaces itself."""
+from eventsql_orchestration.rules import DEFAULT_SCHEMA, split_urls
 
 
 class Settings(BaseSettings):
@@ -52,7 +48,7 @@ class Settings(BaseSettings):
     @property
     def dsns(self) -> tuple[str, ...]:
         """The URL of each shard; of a platform on one database its only one, and none where no database is named."""
-        return () if self.dsn is None else tuple(_BETWEEN_URLS.split(self.dsn.get_secret_value().strip()))
+        return () if self.dsn is None else split_urls(self.dsn.get_secret_value())
 
     @field_validator("db_schema")
     @classmethod

@@ -9,14 +9,14 @@ inclusive) in these options.
 
 | option of a read | meaning | default |
 |---|---|---|
-| `dsn`, `schema` | the database and the platform's schema in it | `EVENTSQL_DSN`, `EVENTSQL_SCHEMA`, eventsql.toml |
+| `dsn`, `schema` | the database, or all shards, and the schema | `EVENTSQL_DSN`, `EVENTSQL_SCHEMA`, eventsql.toml |
 | `subscribe` | the topics, separated by commas | one of the three |
 | `assign` | the partitions to read: `{"orders": [0, 2]}` | |
 | `claim` | a claim's id: what is left of its range, as its consumer's filter has it; not for a stream | |
 | `partition` | of the topics of `subscribe`, this partition alone | all of them |
-| `startingOffsets` | an offset, `earliest`, a stream's `latest`, or JSON by topic and partition | see there |
+| `startingOffsets` | an offset, `earliest`, a stream's `latest`, or JSON by topic, shard and partition | see there |
 | `startingTimestamp` | a time: milliseconds since 1970, or ISO 8601 with a zone | |
-| `startingOffsetsByTimestamp` | times by topic and partition, as JSON | |
+| `startingOffsetsByTimestamp` | times by topic, shard and partition, as JSON | |
 | `startingOffsetsByTimestampStrategy` | where no event is as new: `error` or `latest`; for a stream | `error` |
 | `endingOffsets`, `endingTimestamp`, `endingOffsetsByTimestamp` | the same for the end; not for a stream | `latest` |
 | `minPartitions` | tasks to read with at least, as far as there are events for them | |
@@ -31,7 +31,8 @@ inclusive) in these options.
 | `mode` | a value that does not fit: `PERMISSIVE` gives nulls, `FAILFAST` an error | `PERMISSIVE` |
 
 A read has the columns `key string`, `value binary`, `topic string`, `partition int`, `offset bigint`,
-`timestamp timestamp` (when the event was published) and `headers map<string,string>`. Spark does not tell a Python data
+`timestamp timestamp` (when the event was published) and `headers map<string,string>`; with the URLs of all shards, one
+after the other in `dsn`, also `shard string`, and offsets are per shard then. Spark does not tell a Python data
 source which columns a query needs: ask for a few with `.schema("key string, offset bigint")` and no other is fetched.
 
 | option of a write | meaning | default |
@@ -43,6 +44,7 @@ source which columns a query needs: ask for a few with `.schema("key string, off
 | `writerId` | one writer publishes a batch once, however often it is written | a new one; a stream's: its query |
 | `batchId` | the writer's batch; not for a stream | 0; a stream's: its own |
 | `claim` | a claim's id: its range is committed in the publishing transaction; not for a stream | none |
+| `claimShard` | the shard that the claim is of, where `dsn` has several URLs | |
 
 A write takes the columns `value` (binary or string, never null), `key string`, `topic string`, `partition int` and
 `headers map<string,string>`; `offset` and `timestamp` are ignored, since the log gives them anew, and any other is an
@@ -144,7 +146,10 @@ def eventsql_error(error: BaseException) -> errors.EventSQLError | None:
         return None
     name, message = found[-1]
     kind = getattr(errors, name, errors.EventSQLError)
-    if kind.__init__ is not errors.EventSQLError.__init__:
-        # It takes more than a message, and the message has it all.
-        kind = errors.EventSQLError
-    return kind(message)
+    return plain_kind(kind)(message)
+
+
+def plain_kind(kind: type[errors.EventSQLError]) -> type[errors.EventSQLError]:
+    """The kind of error itself, or the nearest that it is one of whose message says it all."""
+    plain = errors.EventSQLError.__init__
+    return next(each for each in kind.__mro__ if issubclass(each, errors.EventSQLError) and each.__init__ is plain)

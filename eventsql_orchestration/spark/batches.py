@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ from psycopg import sql
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, DataLossError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.shards import Shard, naming
 from eventsql_orchestration.spark.values import ValueDecoder
 
 logger = logging.getLogger(__name__)
@@ -49,9 +52,11 @@ TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
         "offset": pa.int64(),
         "timestamp": pa.timestamp("us", tz="UTC"),
         "headers": _TEXT_MAP,
+        "shard": pa.string(),
     }
 )
-"""The columns of a read, as Spark wants them in Arrow. `topic` is the same in every row and is not fetched."""
+"""The columns of a read, as Spark wants them in Arrow. `topic` and `shard` are the same in every row of a piece and are
+not fetched."""
 
 _EXPRESSIONS: Final = {
     "key": sql.SQL("eql_key"),
@@ -68,13 +73,15 @@ _EXPRESSIONS: Final = {
 class Piece:
     """A range that a task reads, the table of its events, and its first event when the read was planned.
 
-    Of its events, those are given that meet all of `rows`, which are SQL.
+    Of its events, those are given that meet all of `rows`, which are SQL. `shard` says in which of several databases
+    they are.
     """
 
     offsets: OffsetRange
     table: str
     first: int
     rows: Sequence[str] = ()
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,13 @@ def read_batches(source: Source, pieces: Iterable[Piece], wanted: Projection) ->
     `DataLossError` where retention has dropped events since the read was planned; `ValidationError` for a value that
     cannot be decoded.
     """
+    # One connection at a time, however many shards a task reads.
+    for shard, of_shard in groupby(pieces, key=attrgetter("shard")):
+        with naming(shard):
+            yield from _read_database(source if shard is None else shard.alone(source), of_shard, wanted)
+
+
+def _read_database(source: Source, pieces: Iterable[Piece], wanted: Projection) -> Iterator[pa.RecordBatch]:
     with ExitStack() as opened:
         cursor = None
         for piece in pieces:
@@ -157,6 +171,7 @@ def _read_piece(cursor: Any, source: Source, piece: Piece, wanted: Projection) -
             f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "
             f"{piece.offsets} was planned",
             fail=wanted.fail_on_data_loss,
+            shard=piece.shard,
         )
     cursor.execute(_query(source, piece, fetched))
     for batch in cursor.fetch_record_batch():
@@ -165,19 +180,23 @@ def _read_piece(cursor: Any, source: Source, piece: Piece, wanted: Projection) -
             if wanted.decoder is not None and "value" in found:
                 offsets = found["offset"].to_pylist() if wanted.decoder.fail_fast else None
                 found["value"] = wanted.decoder.decode(found["value"], topic, offsets)
+            same = {"topic": topic, "shard": None if piece.shard is None else piece.shard.name}
             arrays = [
-                _column(name, found.get(name), schema.field(name).type, topic, batch.num_rows)
+                _constant(same[name], schema.field(name).type, batch.num_rows)
+                if name in same
+                else _column(name, found[name], schema.field(name).type)
                 for name in wanted.columns
             ]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
     cursor.execute("COMMIT")
 
 
-def report_loss(what: str, *, fail: bool) -> None:
-    """Raises `DataLossError`, or logs a warning where a loss is no failure."""
+def report_loss(what: str, *, fail: bool, shard: Shard | None) -> None:
+    """Raises `DataLossError`, which the caller gives the shard's name, or logs a warning where it is no failure."""
     if fail:
         raise DataLossError(f"{what}; set failOnDataLoss to false to go on with what is left")
-    logger.warning("%s; the read goes on with what is left", what)
+    where = "" if shard is None else f"shard {shard.name!r}: "
+    logger.warning("%s%s; the read goes on with what is left", where, what)
 
 
 def _first_query(source: Source, piece: Piece) -> str:
@@ -210,9 +229,11 @@ def _log(source: Source, piece: Piece) -> sql.Identifier:
     return sql.Identifier(source.schema, piece.table)
 
 
-def _column(name: str, found: Any, kind: pa.DataType, topic: str, rows: int) -> pa.Array:
-    if name == "topic":
-        return pa.repeat(pa.scalar(topic, kind), rows)
+def _constant(value: str | None, kind: pa.DataType, rows: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, kind), rows)
+
+
+def _column(name: str, found: Any, kind: pa.DataType) -> pa.Array:
     if name == "headers":
         return _maps(found)
     return found if found.type == kind else found.cast(kind)

@@ -1,7 +1,7 @@
 """Conditions on the events of a read: filters that Spark pushes down, and the filter of a consumer.
 
-Every condition is SQL over the columns of a log, exact to the row; what is known of offsets, partitions and topics also
-narrows what is read at all.
+Every condition is SQL over the columns of a log, exact to the row; what is known of offsets, partitions, topics and
+shards also narrows what is read at all.
 """
 
 from __future__ import annotations
@@ -61,24 +61,22 @@ _TEXT_MATCHES: Final[Mapping[type[Filter], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What of a read is wanted: offsets with `after < offset <= upto`, of `topics` and `partitions` where they are
-    given, and rows that meet all of `rows`, which are SQL.
+    """What of a read is wanted: offsets with `after < offset <= upto`, of `topics`, `partitions` and `shards` where
+    they are given, and rows that meet all of `rows`, which are SQL.
     """
 
     after: int = 0
     upto: int = MAX_BIGINT
     topics: frozenset[str] | None = None
     partitions: frozenset[int] | None = None
+    shards: frozenset[str] | None = None
     rows: tuple[str, ...] = ()
 
     def with_filter(self, condition: Filter) -> Conditions | None:
         """Also those of a filter of Spark's; None for one that is left to Spark."""
         column = _column_of(condition)
-        if column == "topic":
-            wanted = _values_of(condition)
-            if wanted is None or not all(isinstance(value, str) for value in wanted):
-                return None
-            return replace(self, topics=_both(self.topics, wanted))
+        if column in ("topic", "shard"):
+            return self._of_log(column, _values_of(condition))
         row = _as_sql(condition)
         if row is None:
             return None
@@ -88,6 +86,13 @@ class Conditions:
         if column == "partition" and (wanted := _values_of(condition)) is not None:
             return replace(narrowed, partitions=_both(self.partitions, wanted))
         return narrowed
+
+    def _of_log(self, column: str, wanted: Collection[Any] | None) -> Conditions | None:
+        if wanted is None or not all(isinstance(value, str) for value in wanted):
+            return None
+        if column == "shard":
+            return replace(self, shards=_both(self.shards, wanted))
+        return replace(self, topics=_both(self.topics, wanted))
 
     def with_consumer(self, chosen: EventFilter | None) -> Conditions:
         """Also those of a consumer's filter."""

@@ -4,30 +4,51 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, overload
 
 from eventsql_orchestration.errors import ConfigurationError, InvalidPublicationError, ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
+from eventsql_orchestration.rules import split_urls
 
 MAX_BIGINT: Final = 2**63 - 1
 
 DATABASE: Final = ("dsn", "schema")
-_WRITE: Final = (*DATABASE, "topic", "headers", "writerId", "batchId", "claim")
+_WRITE: Final = (*DATABASE, "topic", "headers", "writerId", "batchId", "claim", "claimShard")
 _HEADER: Final = "header."
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The database of a read or a write.
+    """The database of a read or a write, or the databases of all shards of a set.
 
-    `dsn` is libpq's URL, with the password; `label` is the one to show.
+    `dsn` is libpq's URL, with the password, or several with spaces between them; `label` is what to show.
     """
 
     dsn: str = field(repr=False)
     schema: str
     label: str
+
+    @classmethod
+    def of(cls, urls: Iterable[str], schema: str) -> Source:
+        """Of the URLs of one database or several. Raises `ConfigurationError`, without a password in it."""
+        # Not for the tasks, which import this module too: it loads longer than a small range is read.
+        from eventsql_orchestration.database import Database  # noqa: PLC0415
+
+        databases = [Database(url, schema=schema) for url in urls]
+        return cls(" ".join(each.dsn for each in databases), schema, ", ".join(map(str, databases)))
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URL of each database, in the order in which they were given."""
+        return split_urls(self.dsn)
+
+    @property
+    def each(self) -> tuple[Source, ...]:
+        """Each of the databases by itself."""
+        urls = self.urls
+        return (self,) if len(urls) == 1 else tuple(Source.of([url], self.schema) for url in urls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +56,7 @@ class WriteOptions:
     """What to write as.
 
     `topic` is None where a column names it, `writer` where nobody named one. `headers` goes into every event's
-    metadata.
+    metadata. `claim_shard` is the shard that `claim` is of, where there are several.
     """
 
     source: Source
@@ -44,6 +65,7 @@ class WriteOptions:
     writer: str | None
     batch: int
     claim: int | None
+    claim_shard: str | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
@@ -52,7 +74,9 @@ class WriteOptions:
         if streaming:
             given.refuse("batchId", "a stream numbers its batches itself")
             given.refuse("claim", "a stream keeps its progress in its checkpoint")
-        claim = given.number("claim", 1, MAX_BIGINT)
+        claim, claim_shard = given.number("claim", 1, MAX_BIGINT), given.text("claimShard")
+        if claim is None and claim_shard is not None:
+            raise ConfigurationError("option claimShard cannot be used here: no claim is given")
         writer = given.text("writerId")
         if writer is None and claim is not None:
             writer = f"claim-{claim}"
@@ -63,6 +87,7 @@ class WriteOptions:
             writer=writer,
             batch=given.number("batchId", 0, MAX_BIGINT, default=0),
             claim=claim,
+            claim_shard=claim_shard,
         )
 
 
@@ -81,15 +106,24 @@ class Given:
                 raise ConfigurationError(f"option {name} is not known: is {names[near[0]]} meant?")
 
     def source(self) -> Source:
-        # Not for the tasks, which import this module too: these load longer than a small range is read.
-        from eventsql_orchestration.database import Database  # noqa: PLC0415
+        """The databases that are named. Raises `ConfigurationError`."""
+        # Not for the tasks, as in `Source.of`.
         from eventsql_orchestration.settings import Settings  # noqa: PLC0415
 
-        settings = Settings.load(dsn=self.text("dsn"), schema=self.text("schema"))
-        if settings.dsn is None:
+        dsn = self.text("dsn")
+        settings = Settings.load(dsn=dsn, schema=self.text("schema"))
+        if not settings.dsns:
             raise ConfigurationError("option dsn is missing: it names the database, and so does EVENTSQL_DSN")
-        database = Database(settings.dsn.get_secret_value(), schema=settings.db_schema)
-        return Source(database.dsn, database.schema, str(database))
+        try:
+            return Source.of(settings.dsns, settings.db_schema)
+        except ConfigurationError as error:
+            named = "option dsn" if dsn is not None else "EVENTSQL_DSN or eventsql.toml"
+            raise ConfigurationError(f"{named}: {error}") from None
+
+    def databases(self) -> int:
+        """How many databases are named: more than one are shards."""
+        dsn = self.text("dsn")
+        return len(split_urls(dsn)) if dsn is not None else len(self.source().urls)
 
     def text(self, name: str) -> str | None:
         value = self._options.get(name.lower())

@@ -1,16 +1,16 @@
-"""What the driver asks of the logs while it plans a read."""
+"""What the driver asks of the logs of one database while it plans a read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from psycopg.errors import InsufficientPrivilege
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import (
     ClaimLostError,
     EventSQLError,
@@ -22,28 +22,47 @@ from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.positions import AtTime, resolve
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import NOT_PARTITIONED, EventFilter, OffsetRange, Topic, check_partition
-from eventsql_orchestration.spark.batches import Piece, report_loss
-from eventsql_orchestration.spark.read_options import FIRST, Bound, Edge, ReadOptions
-from eventsql_orchestration.spark.splits import (
-    EVENTS_PER_TASK,
-    PROBES,
-    SAMPLE,
-    Occupied,
-    Stretch,
-    equal_parts,
-    even_tasks,
-)
+from eventsql_orchestration.sharding import ShardSet
+from eventsql_orchestration.spark.batches import report_loss
+from eventsql_orchestration.spark.edges import FIRST, Edge
+from eventsql_orchestration.spark.read_options import ReadOptions
+from eventsql_orchestration.spark.shards import ALONE, Shard, naming
+from eventsql_orchestration.spark.splits import SAMPLE, Bounds, Occupied, Stretch, equal_parts
 
-_LEAST_PROBES: Final = 4
-"""Parts of each of many ranges that are planned together."""
+_Arguments = ParamSpec("_Arguments")
+_Given = TypeVar("_Given")
+
+
+def _on_its_shard(
+    method: Callable[Concatenate[Logs, _Arguments], _Given],
+) -> Callable[Concatenate[Logs, _Arguments], _Given]:
+    """Errors of a method of `Logs` say on which shard it was."""
+
+    @wraps(method)
+    def named(logs: Logs, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Given:
+        with naming(logs.shard):
+            return method(logs, *args, **kwargs)
+
+    return named
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What has an offset of its own in a read: a topic, or one of its partitions."""
+    """What has an offset of its own: a topic, or one of its partitions, on a shard where there are several."""
 
     topic: str
     partition: int = NOT_PARTITIONED
+    shard: str | None = None
+
+    @property
+    def log(self) -> tuple[str | None, str]:
+        """The shard and the topic, whose partitions share one log."""
+        return self.shard, self.topic
+
+    @property
+    def whole(self) -> str:
+        """The name of its log, for a message."""
+        return f"topic {self.topic!r}" + ("" if self.shard is None else f" of shard {self.shard!r}")
 
     def __str__(self) -> str:
         return f"topic {self.topic!r}" + ("" if self.partition == NOT_PARTITIONED else f" partition {self.partition}")
@@ -72,37 +91,40 @@ class Claimed:
 
 
 class Logs:
-    """The logs of the topics of a read. Close it, or use it as a context manager."""
+    """The logs of the topics of a read in one database. Close it, or use it as a context manager."""
 
-    def __init__(self, options: ReadOptions) -> None:
-        """Raises `TopicNotFoundError` or `PartitionOutOfRangeError`."""
+    def __init__(self, options: ReadOptions, database: Database, shard: Shard | None = None) -> None:
+        """Where it is one of several databases, `options` are those of this `shard`.
+
+        Raises `TopicNotFoundError` or `PartitionOutOfRangeError`.
+        """
         self._options = options
-        self._schema = options.source.schema
-        self._database = Database(
-            options.source.dsn, schema=self._schema, migrate=False, application_name="eventsql-spark"
-        )
+        self.shard = shard
+        self.database = database
+        self._schema = database.schema
         self._queries = Queries("spark_read", self._schema)
         self._log_queries = Queries("log", self._schema)
-        self._registry = Registry(self._database)
-        try:
-            self.lanes = self._found_lanes()
-        except BaseException:
-            self.close()
-            raise
+        self.registry = Registry(database)
+        self._own: ShardSet | None = None
+        self.lanes = self._found_lanes()
 
     @property
-    def database(self) -> Database:
-        return self._database
+    def name(self) -> str | None:
+        """The shard's, where there are several databases."""
+        return None if self.shard is None else self.shard.name
 
     @property
-    def registry(self) -> Registry:
-        return self._registry
+    def mark(self) -> str:
+        """Under which name a checkpoint has the offsets of this database: the shard's, where it is one."""
+        return ALONE if self._own is None else self._own.own
 
+    @_on_its_shard
     def refresh(self) -> None:
         """Find the partitions that topics have got since."""
         if any(self._follows(topic) for topic in self._options.topics):
             self.lanes = self._found_lanes()
 
+    @_on_its_shard
     def check_edges(self) -> None:
         """Raises `ValidationError` where partitions have bounds of their own, and one of them has none."""
         for edge in (self._options.starting, self._options.ending):
@@ -115,7 +137,9 @@ class Logs:
                     )
 
     def _found_lanes(self) -> list[Lane]:
-        return [lane for name in self._options.topics for lane in self._lanes_of(self._registry.topic(name))]
+        topics = [self.registry.topic(name) for name in self._options.topics]
+        self._own = next((topic.shards for topic in topics), None)
+        return [lane for topic in topics for lane in self._lanes_of(topic)]
 
     def _edges(self, topic: str) -> Iterator[tuple[str, Iterable[int]]]:
         """The options that give bounds to single partitions of a topic, and these partitions."""
@@ -134,9 +158,9 @@ class Logs:
         for option, given in self._edges(topic.name):
             wanted |= dict.fromkeys(given, option)
         if asked is None and not wanted:
-            return [Lane(topic.name)]
+            return [self._lane(topic.name)]
         # Events keep the partition that they were published to, also where the topic has fewer by now.
-        every = [topic.partitions, *(each.partitions for each in Layouts(self._database).of(topic.name))]
+        every = [topic.partitions, *(each.partitions for each in Layouts(self.database).of(topic.name))]
         for partition, option in sorted(wanted.items()):
             try:
                 check_partition(topic.name, partition, max(every))
@@ -144,28 +168,28 @@ class Logs:
                 raise PartitionOutOfRangeError(f"option {option}: {error}") from None
         if asked is None:
             wanted |= dict.fromkeys(range(max(every)), "")
-        return [Lane(topic.name, partition) for partition in sorted(wanted)]
+        return [self._lane(topic.name, partition) for partition in sorted(wanted)]
 
-    def __enter__(self) -> Logs:
-        return self
+    def _lane(self, topic: str, partition: int = NOT_PARTITIONED) -> Lane:
+        return Lane(topic, partition, self.name)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    @_on_its_shard
+    def extents(self) -> dict[tuple[str | None, str], Extent]:
+        """How far each log reaches."""
+        return {self._lane(topic).log: self._extent(topic) for topic in self._options.topics}
 
-    def close(self) -> None:
-        self._database.close()
-
-    def extent(self, topic: str) -> Extent:
-        with self._database.connection() as connection:
+    def _extent(self, topic: str) -> Extent:
+        with self.database.connection() as connection:
             floor = self._floor(connection, topic)
             (end,) = connection.execute(self._log_queries("end", topic=topic), prepare=False).fetchone() or (0,)
             newest = max(end, segments.newest_id(connection, self._schema, topic))
         settled = end if newest == end else max(end, self._settled(topic))
         return Extent(floor, end, newest, settled)
 
+    @_on_its_shard
     def floor(self, topic: str) -> int:
         """The first offset that retention has left, 0 where it never dropped anything."""
-        with self._database.connection() as connection:
+        with self.database.connection() as connection:
             return self._floor(connection, topic)
 
     def _floor(self, connection: Connection, topic: str) -> int:
@@ -179,7 +203,7 @@ class Logs:
         has dropped them.
         """
         try:
-            with self._database.transaction() as connection:
+            with self.database.transaction() as connection:
                 # Its writer has ended, and another cannot begin.
                 held = connection.execute(self._log_queries("lock_topic"), {"topic": topic}).fetchone()
                 return segments.newest_id(connection, self._schema, topic) if held else 0
@@ -189,8 +213,13 @@ class Logs:
                 return 0
             raise
 
-    def start(self, edge: Edge, lane: Lane, extent: Extent) -> int:
-        """The first offset to read. Raises `ValidationError` for one that is out of range."""
+    @_on_its_shard
+    def start(self, lane: Lane, extent: Extent) -> int:
+        """The first offset to read, after the log's end for a time since when there is no event.
+
+        Raises `ValidationError` for an offset that is out of range.
+        """
+        edge = self._options.starting
         match edge.at(lane.topic, lane.partition):
             case "earliest":
                 return max(FIRST, extent.floor)
@@ -199,13 +228,15 @@ class Logs:
             case int(offset):
                 offset = max(FIRST, self._within(edge, lane, offset, extent))
                 if offset < extent.floor:
-                    self.lost(lane, offset, extent.floor)
+                    self._lost(lane, offset, extent.floor)
                 return max(offset, extent.floor)
-            case time:
-                return self._at(edge, lane, time, extent)
+            case datetime() as time:
+                return self._first_since(lane, time)
 
-    def end(self, edge: Edge, lane: Lane, extent: Extent) -> int:
+    @_on_its_shard
+    def end(self, lane: Lane, extent: Extent) -> int:
         """The first offset not to read any more. Raises `ValidationError` for one that is out of range."""
+        edge = self._options.ending
         match edge.at(lane.topic, lane.partition):
             case int(offset):
                 return max(FIRST, self._within(edge, lane, offset, extent))
@@ -221,31 +252,26 @@ class Logs:
             )
         return offset
 
-    def _at(self, edge: Edge, lane: Lane, time: Bound, extent: Extent) -> int:
-        assert isinstance(time, datetime), "the other bounds are an offset and a word"
-        first = self._first_since(lane, time)
-        if first > extent.end and not self._options.start_late:
-            raise ValidationError(
-                f"option {edge.option}: topic {lane.topic!r} has no event since {time.isoformat()}; a stream with "
-                "startingOffsetsByTimestampStrategy=latest begins at the log's end instead"
-            )
-        return first
-
     def _first_since(self, lane: Lane, time: datetime) -> int:
-        with self._database.connection() as connection:
+        with self.database.connection() as connection:
             found = resolve(connection, self._schema, lane.topic, AtTime(time), {lane.partition: 0})
         return found[lane.partition].offset + 1
 
+    @_on_its_shard
     def lost(self, lane: Lane, first: int, floor: int) -> None:
         """Say that offsets are not in the log any more: `DataLossError`, or a warning, as failOnDataLoss has it."""
+        self._lost(lane, first, floor)
+
+    def _lost(self, lane: Lane, first: int, floor: int) -> None:
         report_loss(
             f"offsets {first} to {floor - 1} of {lane} are not in the log any more: retention has dropped them",
             fail=self._options.fail_on_data_loss,
+            shard=self.shard,
         )
 
     def claimed(self, claim: int) -> Claimed:
         """Raises `ClaimLostError` for a claim that is not live."""
-        with self._database.connection() as connection:
+        with self.database.connection() as connection:
             row = connection.execute(self._queries("claim"), {"claim": claim}).fetchone()
         if row is None:
             raise ClaimLostError(f"option claim: there is no claim {claim}, or its consumer is gone")
@@ -257,72 +283,49 @@ class Logs:
         offsets = OffsetRange(topic, partition, min(max(after, position), upto), upto)
         return Claimed(offsets, EventFilter.from_json(chosen))
 
+    @_on_its_shard
     def waiting(self, lane: Lane, after: int, upto: int, most: int) -> int:
         """How many events a range holds, at most `most`."""
         ((events,),) = self._rows("count_upto", lane, after=after, upto=upto, most=most)
         return int(events)
 
+    @_on_its_shard
     def offset_of_nth(self, lane: Lane, after: int, upto: int, nth: int) -> int | None:
         """The offset of the `nth` event of a range, None where it holds fewer."""
         rows = self._rows("offset_of_nth", lane, after=after, upto=upto, skip=nth - 1)
         return rows[0][0] if rows else None
 
-    def tasks(
-        self, ranges: Sequence[OffsetRange], rows: Mapping[str, Sequence[str]] | None = None
-    ) -> list[tuple[Piece, ...]]:
-        """What each task reads: together exactly the ranges, but for what holds no event.
-
-        `rows` gives the conditions on the events of a topic.
-        """
-        probes = max(_LEAST_PROBES, PROBES // max(1, len(ranges)))
-        occupied = [self._occupied(offsets, probes) for offsets in ranges]
-        cut = even_tasks(occupied, self._number_of_tasks(sum(each.events for each in occupied)))
-        parts: dict[int, list[tuple[int, int]]] = {}
-        for task in cut:
-            for index, bounds in task:
-                parts.setdefault(index, []).append(bounds)
-        firsts = {
-            (index, bounds): first
-            for index, all_bounds in parts.items()
-            for bounds, first in zip(all_bounds, self._firsts(ranges[index], all_bounds), strict=True)
-        }
-        tasks = [
-            tuple(
-                Piece(
-                    OffsetRange(ranges[index].topic, ranges[index].partition, *bounds),
-                    event_table(ranges[index].topic),
-                    first,
-                    (rows or {}).get(ranges[index].topic, ()),
-                )
-                for index, bounds in task
-                if (first := firsts[index, bounds]) is not None
-            )
-            for task in cut
-        ]
-        return [task for task in tasks if task]
-
-    def _number_of_tasks(self, events: int) -> int:
-        options = self._options
-        if options.tasks is not None:
-            return options.tasks
-        return max(options.least_tasks or 1, -(-events // (options.max_events_per_task or EVENTS_PER_TASK)))
-
-    def _occupied(self, offsets: OffsetRange, probes: int) -> Occupied:
+    @_on_its_shard
+    def occupied(self, offsets: OffsetRange, probes: int) -> Occupied:
+        """Where a range holds events, and about how many, looked up in so many parts of it."""
         parts = equal_parts(offsets.after, offsets.upto, probes)
         lows, highs = [low for low, _ in parts], [high for _, high in parts]
         lane = Lane(offsets.topic, offsets.partition)
         rows = self._rows("occupied", lane, after=lows, upto=highs, sample=SAMPLE) if parts else []
         return Occupied(offsets.after, offsets.upto, [Stretch.estimate(*row) for row in rows])
 
-    def _firsts(self, offsets: OffsetRange, parts: Sequence[tuple[int, int]]) -> list[int | None]:
+    @_on_its_shard
+    def firsts(self, offsets: OffsetRange, parts: Sequence[Bounds]) -> list[int | None]:
+        """The first event in each of the parts of a range, None in one that holds no event."""
         lane = Lane(offsets.topic, offsets.partition)
         lows, highs = [low for low, _ in parts], [high for _, high in parts]
         return [first for (first,) in self._rows("firsts", lane, after=lows, upto=highs)]
 
+    @_on_its_shard
+    def fence(self, generation: int, topic: str) -> int | None:
+        """Where a topic's log ended here when a generation of shards began: no key that moved has an event after it.
+
+        None where that generation has not begun here.
+        """
+        values = {"generation": generation, "topic": topic}
+        with self.database.connection() as connection:
+            row = connection.execute(self._queries("fence"), values).fetchone()
+        return None if row is None else int(row[0])
+
     def _rows(self, name: str, lane: Lane, **values: object) -> list[tuple[Any, ...]]:
         if lane.partition != NOT_PARTITIONED:
             name += "_in_partition"
-        with self._database.connection() as connection:
+        with self.database.connection() as connection:
             query = self._queries(name, topic=lane.topic)
             # Planned for its values: a generic plan does not see how little of a log they name.
             return connection.execute(query, {"partition": lane.partition, **values}, prepare=False).fetchall()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
 from eventsql_orchestration.rules import check_name
+from eventsql_orchestration.spark.edges import Edge, is_whole, json_object, parse_edge
 from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, Given, Source
 
-FIRST: Final = 1
-"""The first offset that any topic can have."""
-
 _MAX_TASKS: Final = 100_000
-_MAX_MILLISECONDS: Final = 10**14
 
 _STARTS: Final = ("startingOffsets", "startingTimestamp", "startingOffsetsByTimestamp")
 _ENDS: Final = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp")
@@ -42,33 +37,6 @@ _READ: Final = (
     "valueSchema",
     "mode",
 )
-
-Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
-"""An offset, a time, or an end of the log."""
-
-_KAFKA_NUMBERS: Final[Mapping[int, Bound]] = {-2: "earliest", -1: "latest"}
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """Where a read begins or ends, and the option that says so.
-
-    `topics` has what is given for single topics, or for the single partitions of one. `given` is false where no option
-    says anything.
-    """
-
-    option: str
-    whole: Bound
-    topics: Mapping[str, Bound | Mapping[int, Bound]] = field(default_factory=dict)
-    given: bool = True
-
-    def by_partition(self, topic: str) -> Mapping[int, Bound] | None:
-        given = self.topics.get(topic)
-        return given if isinstance(given, Mapping) else None
-
-    def at(self, topic: str, partition: int) -> Bound:
-        given = self.topics.get(topic, self.whole)
-        return given[partition] if isinstance(given, Mapping) else given
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +67,8 @@ class ReadOptions:
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> ReadOptions:
         """Raises `ConfigurationError` or `ValidationError`."""
         given = Given(options, _READ)
+        source = given.source()
+        several = len(source.urls) > 1
         if streaming:
             for name in _ENDS:
                 given.refuse(name, "a stream has no end")
@@ -109,17 +79,19 @@ class ReadOptions:
             given.refuse("consumer", "it is for streams, a batch consumes nothing")
             given.refuse("startingOffsetsByTimestampStrategy", "it is for streams")
         claim = given.number("claim", 1, MAX_BIGINT)
+        if several:
+            given.refuse("claim", "it is of one shard, and dsn names several: name that one's URL alone")
         topics = _topics(given, claimed=claim is not None)
-        starting = _edge(given, _STARTS, topics, default="latest" if streaming else "earliest")
-        ending = _edge(given, _ENDS, topics, default="latest")
-        if not streaming and "latest" in _bounds(starting):
+        starting = parse_edge(given, _STARTS, topics, default="latest" if streaming else "earliest", several=several)
+        ending = parse_edge(given, _ENDS, topics, default="latest", several=several)
+        if not streaming and "latest" in starting.bounds:
             raise ValidationError(f"option {starting.option}: 'latest' is for streams, a batch would read nothing")
-        if "earliest" in _bounds(ending):
+        if "earliest" in ending.bounds:
             raise ValidationError(f"option {ending.option}: 'earliest' is before every event, nothing would be read")
         given.exclusive("minPartitions", "numPartitions")
         given.exclusive("maxRecordsPerPartition", "numPartitions")
         return cls(
-            source=given.source(),
+            source=source,
             topics=topics,
             claim=claim,
             starting=starting,
@@ -136,18 +108,26 @@ class ReadOptions:
             fail_fast=given.word("mode", ("permissive", "failfast")) == "failfast",
         )
 
+    def on(self, shard: str) -> ReadOptions:
+        """What to read of one shard."""
+        return replace(self, starting=self.starting.on(shard), ending=self.ending.on(shard))
+
 
 @dataclass(frozen=True, slots=True)
 class SchemaOptions:
-    """What the columns of a read depend on. `value` is the DDL of the structs that values are decoded to."""
+    """What the columns of a read depend on.
+
+    `value` is the DDL of the structs that values are decoded to, `shards` says whether the events of several are read.
+    """
 
     headers: bool
     value: str | None
+    shards: bool
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> SchemaOptions:
         given = Given(options, _READ)
-        return cls(given.flag("includeHeaders"), given.text("valueSchema"))
+        return cls(given.flag("includeHeaders"), given.text("valueSchema"), given.databases() > 1)
 
 
 def _consumer(given: Given) -> str | None:
@@ -179,8 +159,8 @@ def _topics(given: Given, *, claimed: bool) -> dict[str, tuple[int, ...] | None]
 
 def _assigned(text: str) -> dict[str, tuple[int, ...] | None]:
     topics: dict[str, tuple[int, ...] | None] = {}
-    for topic, partitions in _json_object("assign", text, '{"orders": [0, 2]}').items():
-        if not isinstance(partitions, list) or not partitions or not all(map(_is_whole, partitions)):
+    for topic, partitions in json_object("assign", text, '{"orders": [0, 2]}').items():
+        if not isinstance(partitions, list) or not partitions or not all(map(is_whole, partitions)):
             raise ValidationError(f"option assign: topic {topic!r} needs a list of partitions, such as [0, 2]")
         whole = partitions == [NOT_PARTITIONED]
         topics[_topic("assign", topic)] = None if whole else tuple(sorted(set(partitions)))
@@ -194,96 +174,3 @@ def _topic(option: str, name: str) -> str:
         return check_topic_name(name)
     except ValidationError as error:
         raise type(error)(f"option {option}: {error}") from None
-
-
-def _edge(given: Given, names: tuple[str, str, str], topics: Collection[str], *, default: Bound) -> Edge:
-    for name in names[1:]:
-        given.exclusive(names[0], name)
-    given.exclusive(names[1], names[2])
-    by_offset, by_time, by_times = names
-    if (text := given.text(by_offset)) is not None:
-        if text.lstrip().startswith("{"):
-            return Edge(by_offset, default, _by_topic(by_offset, text, topics, _offset))
-        return Edge(by_offset, _offset(by_offset, text))
-    if (text := given.text(by_time)) is not None:
-        return Edge(by_time, _time(by_time, text))
-    if (text := given.text(by_times)) is not None:
-        return Edge(by_times, default, _by_topic(by_times, text, topics, _time))
-    return Edge(by_offset, default, given=False)
-
-
-def _by_topic(option: str, text: str, topics: Collection[str], parse: Any) -> dict[str, Bound | Mapping[int, Bound]]:
-    found: dict[str, Bound | Mapping[int, Bound]] = {}
-    for topic, bound in _json_object(option, text, '{"orders": 23}').items():
-        if topic not in topics:
-            raise ValidationError(f"option {option}: topic {topic!r} is not read, {', '.join(topics)} is")
-        if not isinstance(bound, dict):
-            found[topic] = parse(option, bound)
-            continue
-        if not all(name.isdecimal() for name in bound):
-            raise ValidationError(f"option {option}: the partitions of topic {topic!r} are whole numbers")
-        found[topic] = {int(partition): parse(option, each) for partition, each in bound.items()}
-    if missing := sorted(set(topics) - found.keys()):
-        raise ValidationError(f"option {option}: topic {', '.join(missing)} is missing")
-    return found
-
-
-def _json_object(option: str, text: str, example: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValidationError(f"option {option} is not a JSON object: take one such as {example}")
-    return value
-
-
-def _offset(option: str, value: object) -> Bound:
-    if isinstance(value, str) and value.lower() in ("earliest", "latest"):
-        return "earliest" if value.lower() == "earliest" else "latest"
-    offset = _whole(value)
-    if offset is None:
-        raise ValidationError(f"option {option}: {value!r} is not a number: take an offset, earliest or latest")
-    if not isinstance(value, str) and offset in _KAFKA_NUMBERS:
-        return _KAFKA_NUMBERS[offset]
-    if not 0 <= offset <= MAX_BIGINT:
-        raise ValidationError(f"option {option}: {offset} is out of range: offsets begin with {FIRST}")
-    return offset
-
-
-def _time(option: str, value: object) -> Bound:
-    milliseconds = _whole(value)
-    if milliseconds is not None:
-        if not 0 <= milliseconds <= _MAX_MILLISECONDS:
-            raise ValidationError(f"option {option}: {milliseconds} is out of range for milliseconds since 1970")
-        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=milliseconds)
-    try:
-        time: datetime | None = datetime.fromisoformat(str(value))
-    except ValueError:
-        time = None
-    if time is None or time.tzinfo is None:
-        raise ValidationError(
-            f"option {option}: {value!r} is no time: take milliseconds since 1970, or 2026-01-31T12:00:00+00:00"
-        )
-    return time.astimezone(UTC)
-
-
-def _whole(value: object) -> int | None:
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _bounds(edge: Edge) -> list[Bound]:
-    """Every bound that an edge has."""
-    found: list[Bound] = [] if edge.topics else [edge.whole]
-    for given in edge.topics.values():
-        found += given.values() if isinstance(given, Mapping) else [given]
-    return found

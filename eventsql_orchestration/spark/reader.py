@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -31,7 +31,9 @@ from eventsql_orchestration.spark.read_options import ReadOptions, SchemaOptions
 from eventsql_orchestration.spark.values import ValueDecoder, check_type
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.spark.planning import Extent, Lane, Logs
+    from eventsql_orchestration.spark.logs import AllLogs
+    from eventsql_orchestration.spark.planning import Logs
+    from eventsql_orchestration.spark.tasks import Wanted
 
 COLUMNS: Final[dict[str, DataType]] = {
     "key": StringType(),
@@ -42,11 +44,15 @@ COLUMNS: Final[dict[str, DataType]] = {
     "timestamp": TimestampType(),
     "headers": MapType(StringType(), StringType()),
 }
+"""Of one database."""
+
+_SHARD: Final[dict[str, DataType]] = {"shard": StringType()}
 
 
-def read_schema(*, headers: bool) -> StructType:
-    """The columns of a read, all nullable."""
-    return StructType([StructField(name, kind) for name, kind in COLUMNS.items() if headers or name != "headers"])
+def read_schema(*, headers: bool, shards: bool = False) -> StructType:
+    """The columns of a read, all nullable; `shard` is one where there are several databases."""
+    columns = {**COLUMNS, **_SHARD} if shards else COLUMNS
+    return StructType([StructField(name, kind) for name, kind in columns.items() if headers or name != "headers"])
 
 
 def declared_schema(options: SchemaOptions) -> StructType | str:
@@ -54,7 +60,7 @@ def declared_schema(options: SchemaOptions) -> StructType | str:
 
     Raises `ValidationError` for a `valueSchema` that reaches beyond itself.
     """
-    schema = read_schema(headers=options.headers)
+    schema = read_schema(headers=options.headers, shards=options.shards)
     if options.value is None:
         return schema
     ddl, depth = options.value.strip(), 0
@@ -70,14 +76,19 @@ def declared_schema(options: SchemaOptions) -> StructType | str:
     )
 
 
-def check_schema(schema: StructType) -> None:
-    """Raises `ValidationError` that names the first column asked for that no read gives."""
+def check_schema(schema: StructType, *, shards: bool = False) -> None:
+    """Raises `ValidationError` that names the first column asked for that no read gives.
+
+    `shards` says whether several are read.
+    """
+    columns = {field.name: field.dataType for field in read_schema(headers=True, shards=shards)}
     if not schema.fields:
-        raise ValidationError(f"schema: ask for at least one of the columns {', '.join(COLUMNS)}")
+        raise ValidationError(f"schema: ask for at least one of the columns {', '.join(columns)}")
     for column in schema.fields:
-        expected = COLUMNS.get(column.name)
+        expected = columns.get(column.name)
         if expected is None:
-            raise ValidationError(f"schema: there is no column {column.name!r}, there are {', '.join(COLUMNS)}")
+            where = " where dsn names one database" if column.name in _SHARD else ""
+            raise ValidationError(f"schema: there is no column {column.name!r}{where}, there are {', '.join(columns)}")
         decoded = column.name == "value" and isinstance(column.dataType, StructType)
         if column.dataType != expected and not decoded:
             also = " (or a struct, which values are decoded to)" if column.name == "value" else ""
@@ -101,17 +112,24 @@ class Reading:
     """What a batch and a stream have in common; pickled into the tasks."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
-        check_schema(schema)
+        check_schema(schema, shards=len(options.source.urls) > 1)
         self._options = options
         self._projection = Projection(
             schema.fieldNames(), _decoder(schema, fail_fast=options.fail_fast), options.fail_on_data_loss
         )
 
-    def logs(self) -> Logs:
-        # Not for the tasks, which import this module too: the database floor loads longer than a small range.
-        from eventsql_orchestration.spark.planning import Logs  # noqa: PLC0415
+    def logs(self, shards: Collection[str] | None = None) -> AllLogs:
+        """The logs of what is read; of `shards` alone where these are given."""
+        # Not for the tasks, which import this module too: the database floor loads longer than a small range is read.
+        from eventsql_orchestration.spark.logs import AllLogs  # noqa: PLC0415
 
-        return Logs(self._options)
+        return AllLogs(self._options, shards)
+
+    def splits(self, wanted: Sequence[Wanted]) -> list[Split]:
+        """What is wanted in even tasks."""
+        from eventsql_orchestration.spark.tasks import even_splits  # noqa: PLC0415 - as in `logs`
+
+        return [Split(pieces) for pieces in even_splits(self._options, wanted)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         # Spark makes up a partition of its own where there is none.
@@ -139,27 +157,37 @@ class BatchReader(Reading, DataSourceReader):
         self._conditions = Conditions()
 
     def partitions(self) -> Sequence[InputPartition]:
-        conditions = self._conditions
-        with self.logs() as logs:
-            if self._options.claim is not None:
-                claimed = logs.claimed(self._options.claim)
-                conditions, ranges = conditions.with_consumer(claimed.filter), [claimed.offsets]
-            else:
-                logs.check_edges()
-                extents = {topic: logs.extent(topic) for topic in self._options.topics}
-                ranges = [self._range(logs, lane, extents[lane.topic]) for lane in logs.lanes]
-            wanted = [narrow for each in ranges for narrow in _narrowed(each, conditions, logs)]
-            rows = {offsets.topic: conditions.rows for offsets in wanted}
-            return [Split(pieces) for pieces in logs.tasks(wanted, rows)]
+        from eventsql_orchestration.spark.tasks import Wanted  # noqa: PLC0415 - as in `Reading.logs`
 
-    def _range(self, logs: Logs, lane: Lane, extent: Extent) -> OffsetRange:
-        options = self._options
-        start, end = logs.start(options.starting, lane, extent), logs.end(options.ending, lane, extent)
-        if end < start and options.starting.given and options.ending.given:
-            raise ValidationError(
-                f"option {options.ending.option}: {end} lies before {options.starting.option}, {start}, of {lane}"
+        conditions = self._conditions
+        with self.logs(conditions.shards) as every:
+            if self._options.claim is not None:
+                (logs,) = every
+                claimed = logs.claimed(self._options.claim)
+                conditions, ranges = conditions.with_consumer(claimed.filter), [(logs, claimed.offsets)]
+            else:
+                ranges = self._ranges(every)
+            return self.splits(
+                [
+                    Wanted(logs, narrow, conditions.rows)
+                    for logs, offsets in ranges
+                    for narrow in _narrowed(offsets, conditions, logs)
+                ]
             )
-        return OffsetRange(lane.topic, lane.partition, start - 1, max(end, start) - 1)
+
+    def _ranges(self, every: AllLogs) -> list[tuple[Logs, OffsetRange]]:
+        every.check_edges()
+        options, extents = self._options, every.extents()
+        ranges = []
+        for lane, start in every.starts(extents).items():
+            logs = every.of(lane)
+            end = logs.end(lane, extents[lane.log])
+            if end < start and options.starting.given and options.ending.given:
+                raise ValidationError(
+                    f"option {options.ending.option}: {end} lies before {options.starting.option}, {start}, of {lane}"
+                )
+            ranges.append((logs, OffsetRange(lane.topic, lane.partition, start - 1, max(end, start) - 1)))
+        return ranges
 
 
 class FilteringReader(BatchReader):

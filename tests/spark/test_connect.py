@@ -10,9 +10,12 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration import EventSQL, Publication, Topic
+from tests.shards.conftest import Databases, databases
 from tests.spark.connect import connect_server, environment
 from tests.spark.processes import Driver
+
+__all__ = ["databases"]
 
 REMOTE = Path(__file__).with_name("remote.py")
 
@@ -107,6 +110,20 @@ def test_a_view_in_sql(client: Driver, orders: str, dsn: str) -> None:
         "SELECT count(*) FROM recent WHERE offset > 950",
     ]
     assert json.loads(client.do("sql", statements=statements)) == [[50]]
+
+
+def test_reads_all_shards(client: Driver, databases: Databases) -> None:
+    urls = databases(2)
+    with EventSQL(*urls, transfer=False) as shards:
+        shards.registry.register_topic(Topic("orders"))
+        shards.publisher.publish_all(Publication("orders", b"%d" % number, key=str(number)) for number in range(20))
+        shards.transfer.run_once()
+        wanted = sorted([shard.shard, event.key] for shard in shards.shards for event in shard.reader.read("orders"))
+    rows = json.loads(
+        client.do("read", columns=["shard", "key"], options={"dsn": " ".join(urls), "subscribe": "orders"})
+    )
+    assert sorted(rows) == wanted
+    assert len(wanted) == 20
 
 
 def test_a_repeated_write_is_published_once(client: Driver, platform: EventSQL, dsn: str) -> None:

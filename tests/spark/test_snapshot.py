@@ -88,7 +88,7 @@ def test_topics_and_partitions_may_have_bounds_of_their_own(dsn: str, orders: st
 
 
 def _partition_holds(reader: BatchReader, offset: int, partition: int) -> bool:
-    with reader.logs() as logs, logs.database.connection() as connection:
+    with reader.logs() as every, next(iter(every)).database.connection() as connection:
         row = connection.execute(f"SELECT eql_partition FROM eventsql.orders_event WHERE eql_id = {offset}").fetchone()
         return row is not None and row[0] == partition
 

@@ -13,6 +13,7 @@ from pyspark.sql import functions as f
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.spark import FORMAT, eventsql_error
+from eventsql_orchestration.spark.source import EventSQLDataSource
 
 Read = Callable[..., DataFrame]
 
@@ -95,15 +96,22 @@ def test_decoded_fields_can_be_asked_for_by_schema(documents: str, read: Read) -
     ],
 )
 def test_a_value_that_does_not_fit_is_named_in_mode_failfast(
-    documents: str, read: Read, offset: int, message: str
+    dsn: str, documents: str, read: Read, offset: int, message: str
 ) -> None:
-    window = {"startingOffsets": offset, "endingOffsets": offset + 1}
+    window = {"startingOffsets": str(offset), "endingOffsets": str(offset + 1)}
+    schema = read(documents, schema="value STRUCT<id: BIGINT, stops: ARRAY<STRUCT<place: STRING, number: INT>>>").schema
+    reader = EventSQLDataSource({"dsn": dsn, "subscribe": documents, "mode": "FAILFAST", **window}).reader(schema)
+    (split,) = reader.partitions()
+    with pytest.raises(ValidationError, match=message):
+        list(reader.read(split))
+
+
+def test_a_value_that_does_not_fit_fails_a_query_in_mode_failfast(documents: str, read: Read) -> None:
     with pytest.raises(PySparkException) as failure:
-        read(documents, valueSchema=SCHEMA, mode="FAILFAST", **window).select("value").collect()
+        read(documents, valueSchema=SCHEMA, mode="FAILFAST", startingOffsets=7).select("value").collect()
     error = eventsql_error(failure.value)
     assert isinstance(error, ValidationError)
-    with pytest.raises(ValidationError, match=message):
-        raise error
+    assert "event 7 of topic 'documents' has another 'id'" in error.message
 
 
 def test_a_stream_decodes_values_too(spark: SparkSession, dsn: str, documents: str) -> None:

@@ -87,6 +87,17 @@ SELECT (
 FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) WITH ORDINALITY AS wanted (after, upto, number)
 ORDER BY wanted.number;
 
+-- fence -- Where a topic's log ended here when a generation of shards began; 0 for a topic that is newer. No row where
+-- it has not begun.
+SELECT coalesce(
+    (
+        SELECT eql_fence FROM {schema}.shard_fence
+        WHERE eql_generation = %(generation)s AND eql_topic = %(topic)s
+    ),
+    0
+)
+FROM {schema}.shard_layout WHERE eql_generation = %(generation)s;
+
 -- claim -- A claim's consumer and range, whether it is live, its partition's offset, and the consumer's filter.
 SELECT claim.eql_topic, claim.eql_consumer, claim.eql_partition, claim.eql_after, claim.eql_upto,
        claim.eql_state = 'claimed', coalesce(consumer.eql_last_event_id, 0), consumer.eql_filter

@@ -1,0 +1,190 @@
+"""Where a read begins and ends: what the options say of topics, their partitions and their shards, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Literal, TypeAlias
+
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.spark.options import MAX_BIGINT, Given
+
+FIRST: Final = 1
+"""The first offset that any topic can have."""
+
+_MAX_MILLISECONDS: Final = 10**14
+
+Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
+"""An offset, a time, or an end of the log."""
+
+TopicBound: TypeAlias = Bound | Mapping[int, Bound]
+"""The bound of a topic, or those of its single partitions."""
+
+_Parse: TypeAlias = Callable[[str, object], Bound]
+
+_KAFKA_NUMBERS: Final[Mapping[int, Bound]] = {-2: "earliest", -1: "latest"}
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Where a read begins or ends, and the option that says so.
+
+    `topics` has what is given for single topics, `shards` what is given for a topic on single shards. `given` is false
+    where no option says anything.
+    """
+
+    option: str
+    whole: Bound
+    topics: Mapping[str, TopicBound] = field(default_factory=dict)
+    shards: Mapping[str, Mapping[str, TopicBound]] = field(default_factory=dict)
+    given: bool = True
+
+    def on(self, shard: str | None) -> Edge:
+        """What is given for one shard; all of it where there is no such."""
+        if shard is None:
+            return self
+        own = {topic: given[shard] for topic, given in self.shards.items() if shard in given}
+        return replace(self, topics={**self.topics, **own}, shards={})
+
+    def check_shards(self, names: Collection[str]) -> None:
+        """Raises `ValidationError` where a shard's bound is missing, or a shard is named that there is not."""
+        for topic, given in self.shards.items():
+            if unknown := sorted(given.keys() - set(names)):
+                raise ValidationError(
+                    f"option {self.option}: topic {topic!r}: there is no shard {', '.join(unknown)}, there are "
+                    f"{', '.join(names)}"
+                )
+            if missing := [name for name in names if name not in given]:
+                raise ValidationError(f"option {self.option}: topic {topic!r} lacks shard {', '.join(missing)}")
+
+    @property
+    def bounds(self) -> list[Bound]:
+        """Every bound that is given."""
+        topics = [*self.topics.values(), *(bound for given in self.shards.values() for bound in given.values())]
+        found: list[Bound] = [] if topics else [self.whole]
+        for each in topics:
+            found += each.values() if isinstance(each, Mapping) else [each]
+        return found
+
+    def by_partition(self, topic: str) -> Mapping[int, Bound] | None:
+        given = self.topics.get(topic)
+        return given if isinstance(given, Mapping) else None
+
+    def at(self, topic: str, partition: int) -> Bound:
+        given = self.topics.get(topic, self.whole)
+        return given[partition] if isinstance(given, Mapping) else given
+
+
+def parse_edge(
+    given: Given, names: tuple[str, str, str], topics: Collection[str], *, default: Bound, several: bool
+) -> Edge:
+    """The edge that one of three options gives: by offsets, by a time, by times.
+
+    Offsets differ from shard to shard: where there are `several`, each has to be given its own. Raises
+    `ValidationError`, or `ConfigurationError` where two of the options are given.
+    """
+    for name in names[1:]:
+        given.exclusive(names[0], name)
+    given.exclusive(names[1], names[2])
+    by_offset, by_time, by_times = names
+    if (text := given.text(by_offset)) is not None:
+        if text.lstrip().startswith("{"):
+            return _by_topic(by_offset, text, topics, _offset, default=default, several=several)
+        return Edge(by_offset, _everywhere(by_offset, _offset(by_offset, text), several=several))
+    if (text := given.text(by_time)) is not None:
+        return Edge(by_time, _time(by_time, text))
+    if (text := given.text(by_times)) is not None:
+        return _by_topic(by_times, text, topics, _time, default=default, several=several)
+    return Edge(by_offset, default, given=False)
+
+
+def _everywhere(option: str, bound: Bound, *, several: bool) -> Bound:
+    """A bound for every shard there is."""
+    if several and isinstance(bound, int):
+        raise ValidationError(
+            f"option {option}: offset {bound} is of one shard, and dsn names several: give each its own, such as "
+            '{"orders": {"shard-1": 23, "shard-2": "earliest"}}'
+        )
+    return bound
+
+
+def _by_topic(option: str, text: str, topics: Collection[str], parse: _Parse, *, default: Bound, several: bool) -> Edge:
+    whole: dict[str, TopicBound] = {}
+    shards: dict[str, Mapping[str, TopicBound]] = {}
+    for topic, bound in json_object(option, text, '{"orders": 23}').items():
+        if topic not in topics:
+            raise ValidationError(f"option {option}: topic {topic!r} is not read, {', '.join(topics)} is")
+        if several and isinstance(bound, dict):
+            shards[topic] = {shard: _topic_bound(option, topic, each, parse) for shard, each in bound.items()}
+        elif several:
+            whole[topic] = _everywhere(option, parse(option, bound), several=True)
+        else:
+            whole[topic] = _topic_bound(option, topic, bound, parse)
+    if missing := sorted(set(topics) - whole.keys() - shards.keys()):
+        raise ValidationError(f"option {option}: topic {', '.join(missing)} is missing")
+    return Edge(option, default, whole, shards)
+
+
+def _topic_bound(option: str, topic: str, given: object, parse: _Parse) -> TopicBound:
+    if not isinstance(given, dict):
+        return parse(option, given)
+    if not all(name.isdecimal() for name in given):
+        raise ValidationError(f"option {option}: the partitions of topic {topic!r} are whole numbers")
+    return {int(partition): parse(option, each) for partition, each in given.items()}
+
+
+def json_object(option: str, text: str, example: str) -> dict[str, Any]:
+    """The object that an option holds. Raises `ValidationError`."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValidationError(f"option {option} is not a JSON object: take one such as {example}")
+    return value
+
+
+def _offset(option: str, value: object) -> Bound:
+    if isinstance(value, str) and value.lower() in ("earliest", "latest"):
+        return "earliest" if value.lower() == "earliest" else "latest"
+    offset = _whole(value)
+    if offset is None:
+        raise ValidationError(f"option {option}: {value!r} is not a number: take an offset, earliest or latest")
+    if not isinstance(value, str) and offset in _KAFKA_NUMBERS:
+        return _KAFKA_NUMBERS[offset]
+    if not 0 <= offset <= MAX_BIGINT:
+        raise ValidationError(f"option {option}: {offset} is out of range: offsets begin with {FIRST}")
+    return offset
+
+
+def _time(option: str, value: object) -> Bound:
+    milliseconds = _whole(value)
+    if milliseconds is not None:
+        if not 0 <= milliseconds <= _MAX_MILLISECONDS:
+            raise ValidationError(f"option {option}: {milliseconds} is out of range for milliseconds since 1970")
+        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=milliseconds)
+    try:
+        time: datetime | None = datetime.fromisoformat(str(value))
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise ValidationError(
+            f"option {option}: {value!r} is no time: take milliseconds since 1970, or 2026-01-31T12:00:00+00:00"
+        )
+    return time.astimezone(UTC)
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value of JSON is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)

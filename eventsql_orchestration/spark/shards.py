@@ -1,0 +1,44 @@
+"""A shard as a read knows it, and its name in the errors of what is done there.
+
+Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ShardUnavailableError
+from eventsql_orchestration.spark import plain_kind
+from eventsql_orchestration.spark.options import Source
+
+ALONE: Final = "0"
+"""What a stream's checkpoint calls a database that is no shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of several databases: its name, and the place of its URL among those of the source."""
+
+    name: str
+    place: int
+
+    def alone(self, source: Source) -> Source:
+        """Its database by itself."""
+        return Source(source.urls[self.place], source.schema, "its database")
+
+
+@contextmanager
+def naming(shard: Shard | None) -> Iterator[None]:
+    """Errors of the block say on which shard it was, where there are several."""
+    try:
+        yield
+    except EventSQLError as error:
+        if shard is None:
+            raise
+        if isinstance(error, DatabaseUnavailableError):
+            raise ShardUnavailableError(f"shard {shard.name!r} is down: {error}", shard=shard.name) from error
+        kind = plain_kind(type(error))
+        raise kind(f"shard {shard.name!r}: {error}") from error

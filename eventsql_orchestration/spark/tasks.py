@@ -1,0 +1,68 @@
+"""Cutting what is read, of one database or of all shards, into tasks that are even."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.model import OffsetRange
+from eventsql_orchestration.spark.batches import Piece
+from eventsql_orchestration.spark.planning import Logs
+from eventsql_orchestration.spark.read_options import ReadOptions
+from eventsql_orchestration.spark.splits import EVENTS_PER_TASK, PROBES, Bounds, even_tasks
+
+_LEAST_PROBES: Final = 4
+"""Parts of each of many ranges that are planned together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A range to read, the logs of its database, and the conditions that its events must meet, which are SQL."""
+
+    logs: Logs
+    offsets: OffsetRange
+    rows: Sequence[str] = ()
+
+
+def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Piece, ...]]:
+    """What each task reads: together exactly the ranges, but for what holds no event."""
+    probes = max(_LEAST_PROBES, PROBES // max(1, len(wanted)))
+    occupied = [each.logs.occupied(each.offsets, probes) for each in wanted]
+    cut = even_tasks(occupied, _number_of_tasks(options, sum(each.events for each in occupied)))
+    parts: dict[int, list[Bounds]] = {}
+    for task in cut:
+        for index, bounds in task:
+            parts.setdefault(index, []).append(bounds)
+    firsts = {
+        (index, bounds): first
+        for index, all_bounds in parts.items()
+        for bounds, first in zip(all_bounds, wanted[index].logs.firsts(wanted[index].offsets, all_bounds), strict=True)
+    }
+    tasks = [
+        tuple(
+            _piece(wanted[index], bounds, first)
+            for index, bounds in task
+            if (first := firsts[index, bounds]) is not None
+        )
+        for task in cut
+    ]
+    return [task for task in tasks if task]
+
+
+def _piece(wanted: Wanted, bounds: Bounds, first: int) -> Piece:
+    offsets = wanted.offsets
+    return Piece(
+        OffsetRange(offsets.topic, offsets.partition, *bounds),
+        event_table(offsets.topic),
+        first,
+        wanted.rows,
+        wanted.logs.shard,
+    )
+
+
+def _number_of_tasks(options: ReadOptions, events: int) -> int:
+    if options.tasks is not None:
+        return options.tasks
+    return max(options.least_tasks or 1, -(-events // (options.max_events_per_task or EVENTS_PER_TASK)))
