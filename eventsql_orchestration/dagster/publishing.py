@@ -9,82 +9,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-import dagster as dg
+from psycopg import sql
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.lineage import ExecutionContext, Origin, step_of
-from eventsql_orchestration.dagster.metadata import (
-    PUBLISHED_AS,
-    PUBLISHED_EVENTS,
-    PUBLISHED_FIRST,
-    PUBLISHED_LAST,
-    PUBLISHED_RUN,
-    PUBLISHED_TO,
-    PUBLISHED_TOPIC,
-    PUBLISHED_TRACE,
-    trace_command,
-)
+from eventsql_orchestration.dagster.published import Published, Span
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.parts import Parts
+from eventsql_orchestration.log.shard_store import ShardStore
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_LINKS: Final = (PUBLISHED_RUN, PUBLISHED_AS, PUBLISHED_TO, PUBLISHED_TRACE)
-
-PUBLISHED: Final = frozenset({PUBLISHED_TOPIC, PUBLISHED_EVENTS, PUBLISHED_FIRST, PUBLISHED_LAST, *_LINKS})
-
 TRANSFER_TIMEOUT: Final = 5.0
 """Seconds to wait for another transfer to give the published events their offsets, which only metadata asks for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What was published to a topic; the offsets of its first and last event are None where they are not known yet.
-
-    `run_id` and `asset` are those that the events name, and `repeated` whether they had been published before.
-    """
-
-    topic: str
-    events: int
-    first: int | None
-    last: int | None
-    run_id: str
-    asset: str | None = None
-    repeated: bool = False
-
-    def metadata(self) -> dict[str, Any]:
-        """For a materialization. Other events may lie between the first and the last."""
-        metadata: dict[str, Any] = {
-            PUBLISHED_TOPIC: self.topic,
-            PUBLISHED_EVENTS: self.events,
-            PUBLISHED_RUN: dg.MetadataValue.dagster_run(self.run_id),
-            PUBLISHED_TO: dg.MetadataValue.asset(topic_key(self.topic)),
-        }
-        if self.asset is not None:
-            metadata[PUBLISHED_AS] = self.asset
-        if self.first is not None and self.last is not None:
-            metadata[PUBLISHED_FIRST] = self.first
-            metadata[PUBLISHED_LAST] = self.last
-            metadata[PUBLISHED_TRACE] = trace_command(self.topic, self.last)
-        return metadata
-
-    def __str__(self) -> str:
-        if self.repeated:
-            return (
-                f"{self.events} events for topic {self.topic} were published before, by run {self.run_id}: none is "
-                "published again"
-            )
-        return f"published {self.events} events to topic {self.topic}"
 
 
 def publish_events(
@@ -145,14 +92,15 @@ def publish(
     """
     from eventsql_orchestration.dagster.frames import is_spark_frame  # noqa: PLC0415 - pyarrow takes 0.2 s to load
 
-    platform = eventsql.platform
-    platform.registry.topic(topic)
+    eventsql.platform.registry.topic(topic)
+    if claim is not None:
+        origin = replace(origin, shard=claim.shard)
     writer = origin.writer(topic, claim=None if claim is None else claim.id, output=output)
-    publications = _Publications(platform, topic)
+    publications = _Publications(eventsql, topic, None if claim is None else claim.shard)
     # Whoever has a claim must hear what became of it, published before or not.
-    repeated = claim is None and publications.find(writer, batch) is not None
+    repeated = claim is None and publications.is_finished(writer, batch)
     if not repeated:
-        write = _Write(eventsql, topic, origin.metadata(), writer, batch, None if claim is None else claim.id)
+        write = _Write(eventsql, topic, origin.metadata(), writer, batch, claim)
         if is_spark_frame(type(value)):
             _write_frame(value, write)
         else:
@@ -169,7 +117,7 @@ class _Write:
     headers: Mapping[str, str]
     writer: str
     batch: int
-    claim: int | None
+    claim: Claim | None
 
     def options(self) -> dict[str, str]:
         """For the data source of Spark."""
@@ -180,7 +128,11 @@ class _Write:
             "batchId": str(self.batch),
             "headers": json.dumps(dict(self.headers)),
         }
-        return options if self.claim is None else {**options, "claim": str(self.claim)}
+        if self.claim is not None:
+            options["claim"] = str(self.claim.id)
+            if self.claim.shard is not None:
+                options["claimShard"] = self.claim.shard
+        return options
 
 
 def _write_frame(frame: Any, write: _Write) -> None:
@@ -198,14 +150,12 @@ def _stage_and_publish(value: object, write: _Write) -> bool:
     # These load Arrow's drivers.
     from eventsql_orchestration.dagster.frames import event_batches  # noqa: PLC0415
     from eventsql_orchestration.spark.publication import Publications  # noqa: PLC0415
-    from eventsql_orchestration.spark.staging import Encoder, stage  # noqa: PLC0415
+    from eventsql_orchestration.spark.staging import stage  # noqa: PLC0415
 
     batches = event_batches(value, write.topic)
-    source = write.eventsql.source()
-    with Publications(source) as publications:
-        hold = None if write.claim is None else publications.hold(write.claim)
-        encoder = Encoder(publications.partitions(write.topic), write.topic, write.headers)
-        attempt = stage(source, encoder, batches)
+    with Publications(write.eventsql.source()) as publications:
+        hold = None if write.claim is None else publications.hold(write.claim.id, write.claim.shard)
+        attempt = stage(publications.places(write.topic, write.headers), batches)
         try:
             return publications.publish(write.writer, write.batch, [attempt], hold)
         except BaseException:
@@ -213,80 +163,99 @@ def _stage_and_publish(value: object, write: _Write) -> bool:
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Portion:
+    """How many events of a publication a shard got, and when."""
+
+    shard: EventSQL
+    events: int
+    at: datetime
+
+
 class _Publications:
     """Finds a publication to a topic again, and its events in the log."""
 
-    def __init__(self, platform: EventSQL, topic: str) -> None:
-        self._platform = platform
+    def __init__(self, eventsql: EventSQLResource, topic: str, shard: str | None) -> None:
+        """`shard` is that of the claim, which has the record of the publication; else the first of all has it."""
         self._topic = topic
-        self._queries = Queries("lineage", platform.database.schema)
-        self._seek = Queries("seek", platform.database.schema)
+        self._shards = eventsql.shards
+        self._alone = len(self._shards) == 1
+        if shard is None and not self._alone:
+            states = (ShardStore(each.database).state() for each in self._shards if each.shard is not None)
+            shard = next(states).first
+        self._decider = eventsql.shard(shard)
 
     def find(self, writer: str, batch: int) -> tuple[int, datetime] | None:
         """How many events a writer published with a batch, and when; None where it did not yet."""
-        with self._platform.database.connection() as connection:
-            row = (
-                connection.cursor(row_factory=tuple_row)
-                .execute(self._queries("publication"), {"writer": writer, "batch": batch})
-                .fetchone()
-            )
+        row = _one(self._decider, Queries("lineage", _schema(self._decider))("publication"), writer=writer, batch=batch)
         return None if row is None else (row[0], row[1])
+
+    def is_finished(self, writer: str, batch: int) -> bool:
+        """Whether there is nothing left to publish."""
+        if self.find(writer, batch) is None:
+            return False
+        left = () if self._alone else Parts(self._decider.database).announced()
+        return not any((each.writer, each.batch) == (writer, batch) for each in left)
 
     def outcome(self, writer: str, batch: int, origin: Origin, *, repeated: bool) -> Published:
         """What has become of a publication, with the offsets that the transfer gives its events."""
         found = self.find(writer, batch)
         if found is None or not found[0]:
-            return Published(self._topic, 0, None, None, origin.run_id, origin.asset, repeated)
+            return Published(self._topic, 0, origin.run_id, origin.asset, repeated)
         events, at = found
+        portions = self._portions(writer, batch, events, at)
         deadline = time.monotonic() + TRANSFER_TIMEOUT
         while True:
-            self._platform.transfer.run_once([self._topic])
-            count, first, last, run = self._offsets(events, at, origin)
-            if count >= events:
-                return Published(self._topic, events, first, last, run or origin.run_id, origin.asset, repeated)
+            spans, run = [], None
+            for portion in portions:
+                portion.shard.transfer.run_once([self._topic])
+                count, first, last, found_run = self._offsets(portion, origin)
+                run = run or found_run
+                if count >= portion.events and first is not None and last is not None:
+                    spans.append(Span(portion.shard.shard, first, last))
+            published = Published(self._topic, events, run or origin.run_id, origin.asset, repeated)
+            if len(spans) == len(portions):
+                return replace(published, spans=tuple(spans))
             if time.monotonic() >= deadline:
-                return Published(self._topic, events, None, None, run or origin.run_id, origin.asset, repeated)
+                return published
             time.sleep(0.1)
 
-    def _offsets(self, events: int, at: datetime, origin: Origin) -> tuple[int, int | None, int | None, str | None]:
-        with self._platform.database.connection() as connection:
-            cursor = connection.cursor(row_factory=tuple_row)
-            # Events enter the log after they were published.
-            before = cursor.execute(self._seek("before_time", topic=self._topic), {"time": at}).fetchone()
-            found = cursor.execute(
-                self._queries("published", topic=self._topic),
-                {
-                    "after": 0 if before is None else before[0],
-                    "at": at,
-                    "asset": origin.asset,
-                    "partition": origin.partition,
-                    "events": events,
-                },
-            ).fetchone()
-        assert found is not None
+    def _portions(self, writer: str, batch: int, events: int, at: datetime) -> list[_Portion]:
+        if self._alone:
+            return [_Portion(self._decider, events, at)]
+        portions = []
+        for shard in self._shards:
+            if shard is not self._decider:
+                query = Queries("parts", _schema(shard))("part")
+                row = _one(shard, query, decider=self._decider.shard, writer=writer, batch=batch)
+                if row is not None:
+                    portions.append(_Portion(shard, row[0], row[1]))
+        left = events - sum(portion.events for portion in portions)
+        return [_Portion(self._decider, left, at), *portions] if left else portions
+
+    def _offsets(self, portion: _Portion, origin: Origin) -> tuple[int, int | None, int | None, str | None]:
+        shard, schema = portion.shard, _schema(portion.shard)
+        # Events enter the log after they were published.
+        before = _one(shard, Queries("seek", schema)("before_time", topic=self._topic), time=portion.at)
+        found = _one(
+            shard,
+            Queries("lineage", schema)("published", topic=self._topic),
+            after=0 if before is None else before[0],
+            at=portion.at,
+            asset=origin.asset,
+            partition=origin.partition,
+            events=portion.events,
+        )
+        assert found is not None, "an aggregate gives one row"
         count, first, last, run = found
         return count, first, last, run
 
 
-def add_up(published: Iterable[Mapping[str, Any]], topic: str) -> dict[str, Any]:
-    """The metadata of several publications to a topic as those of one."""
-    mine = [metadata for metadata in published if metadata.get(PUBLISHED_TOPIC) == topic]
-    if not mine:
-        return {}
-    firsts = [metadata[PUBLISHED_FIRST] for metadata in mine if PUBLISHED_FIRST in metadata]
-    lasts = [metadata[PUBLISHED_LAST] for metadata in mine if PUBLISHED_LAST in metadata]
-    offsets = {PUBLISHED_FIRST: min(firsts), PUBLISHED_LAST: max(lasts)} if firsts and lasts else {}
-    return {
-        PUBLISHED_TOPIC: topic,
-        PUBLISHED_EVENTS: sum(int(metadata.get(PUBLISHED_EVENTS, 0)) for metadata in mine),
-        **offsets,
-        # Those of the last: all are of one run and one topic.
-        **{name: metadata[name] for metadata in mine for name in _LINKS if name in metadata},
-    }
+def _schema(platform: EventSQL) -> str:
+    return platform.database.schema
 
 
-def leave_out(metadata: Mapping[str, Any], topics: Collection[str]) -> dict[str, Any]:
-    """Metadata without what it says of a publication to one of `topics`."""
-    if metadata.get(PUBLISHED_TOPIC) not in topics:
-        return dict(metadata)
-    return {name: value for name, value in metadata.items() if name not in PUBLISHED}
+def _one(platform: EventSQL, statement: sql.SQL, **values: object) -> tuple[Any, ...] | None:
+    with platform.database.connection() as connection:
+        row: tuple[Any, ...] | None = connection.cursor(row_factory=tuple_row).execute(statement, values).fetchone()
+    return row

@@ -199,6 +199,32 @@ Index(
     postgresql_where=text("eql_buffer_id IS NOT NULL"),
 )
 
+# Publications over several shards: on the one that decides, those that are announced and not finished; on each other
+# one, its part of the events, whose blocks are kept until they are published.
+spark_decision = Table(
+    "spark_decision",
+    metadata,
+    Column("eql_id", UUID, primary_key=True),
+    Column("eql_writer", Text, nullable=False),
+    Column("eql_batch", BigInteger, nullable=False),
+    Column("eql_shards", ARRAY(Text), nullable=False),
+    Column("eql_decided", Boolean, nullable=False, server_default=text("false")),
+    _time("eql_created_at", now=True),
+)
+spark_part = Table(
+    "spark_part",
+    metadata,
+    Column("eql_id", UUID, primary_key=True),
+    Column("eql_shard", Text, nullable=False),
+    Column("eql_writer", Text, nullable=False),
+    Column("eql_batch", BigInteger, nullable=False),
+    Column("eql_attempts", ARRAY(UUID), nullable=False),
+    Column("eql_events", BigInteger, nullable=False),
+    _time("eql_created_at", now=True),
+    _time("eql_published_at"),
+)
+Index("spark_part_published", spark_part.c.eql_published_at)
+
 # The three ways to use the log.
 queue_message = Table(
     "queue_message",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +21,7 @@ from eventsql_orchestration.database import Connection, Database, Queries, drive
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.layouts import layouts, place
+from eventsql_orchestration.log.parts import OpenPartsError
 from eventsql_orchestration.log.registry import lock_registry
 from eventsql_orchestration.log.repartition import PATIENCE_SECONDS, TooManyBufferedError, drain
 from eventsql_orchestration.log.transfer import Transfer
@@ -52,6 +53,14 @@ class ShardState:
     @property
     def generation(self) -> int:
         return len(self.generations)
+
+    @property
+    def first(self) -> str | None:
+        """The shard that is first among those of the first generation, whatever is added; None where it is no shard.
+
+        It keeps what a set of shards records once.
+        """
+        return min(self.generations[0]) if self.generations else None
 
     @property
     def shards(self) -> ShardSet | None:
@@ -121,26 +130,34 @@ class ShardStore:
     # The fence
 
     def fence(
-        self, generation: int, names: Sequence[str], transfer: Transfer, *, patience: float = PATIENCE_SECONDS
+        self,
+        generation: int,
+        names: Sequence[str],
+        transfer: Transfer,
+        *,
+        finish: Callable[[], object] = lambda: None,
+        patience: float = PATIENCE_SECONDS,
     ) -> bool:
         """Begin a generation here: from now on, no publisher writes by the one before. False where it had begun.
 
-        Publishers and transfers go on, and are kept waiting for half a second at most. Waits up to `patience` seconds
-        for transactions of publishers; `DatabaseBusyError`, and nothing changed, when they do not end. Raises
-        `ShardSetError` where another generation has begun.
+        `finish` is to bring here what is published over several shards already: its events come before the fence, or
+        there is none. Publishers and transfers go on, and are kept waiting for half a second at most. Waits up to
+        `patience` seconds for transactions of publishers, and for such events; `DatabaseBusyError`, and nothing
+        changed, when they do not end, or come. Raises `ShardSetError` where another generation has begun.
         """
         deadline = time.monotonic() + patience
         while True:
             # As much as can be before publishers have to wait.
+            finish()
             transfer.run_once()
             try:
                 return self._fence(generation, names)
             except (DatabaseBusyError, TooManyBufferedError) as error:
                 if time.monotonic() > deadline:
-                    raise DatabaseBusyError(
-                        f"{self._database} was not changed: transactions that published and do not end, or a flood of "
-                        "events, are in the way; run it again"
-                    ) from error
+                    why = "transactions that published and do not end, or a flood of events, are in the way"
+                    if isinstance(error, OpenPartsError):
+                        why = str(error)
+                    raise DatabaseBusyError(f"{self._database} was not changed: {why}; run it again") from error
                 time.sleep(random.uniform(0.05, 0.25))  # noqa: S311 - another one of these goes first
 
     def _fence(self, generation: int, names: Sequence[str]) -> bool:

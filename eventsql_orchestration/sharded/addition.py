@@ -3,7 +3,8 @@
 1. *Prepared*: the new database gets its name, the topics and the consumers, and takes no events. Nobody else notices.
 2. *Fenced*, one shard after the other: a transaction that keeps its publishers waiting notes where each log ends and
    the new generation. Whoever published by the old one finds out in his next transaction. Keys that move wait from
-   then on; all others go on.
+   then on; all others go on. What is published over several shards at once comes to lie before the fence of each
+   (decisions.py): there is no fence while a part of it is open.
 3. *Active*, when all are fenced: one row in the new database decides. The keys that moved go on, there.
 4. *Held back*: each consumer gets the new shard's events once it has consumed what lies before the fences.
 
@@ -24,11 +25,16 @@ from eventsql_orchestration.log.shard_store import ShardState, ShardStore
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Retention, Topic
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.rules import check_name
+from eventsql_orchestration.sharded.decisions import Decisions
 
 logger = logging.getLogger(__name__)
 
 FIRST: Final = "shard-1"
 """The name that a database gets which had no other shards beside it until now."""
+
+ABANDONED_SECONDS: Final = 5.0
+"""After so long, a publication over several shards that is announced and not decided is given up for a fence. It could
+not take place after that in any case: its events were placed by the generation before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +112,14 @@ class ShardAddition:
         if only_prepare:
             return self.plan()
         names = [*plan.names, plan.name]
-        for platform in sorted(self._old, key=lambda each: self._state(each).name or ""):
-            if self._store(platform).fence(plan.generation, names, platform.transfer):
-                self._on_step(f"shard {self._state(platform).name!r} is fenced")
+        named = {self._state(platform).name or "": platform for platform in self._old}
+        decisions = Decisions(lambda: named)
+        for name, platform in sorted(named.items()):
+            if self._store(platform).fence(
+                plan.generation, names, platform.transfer,
+                finish=lambda: decisions.finish(abandoned_after=ABANDONED_SECONDS),
+            ):  # fmt: skip
+                self._on_step(f"shard {name!r} is fenced")
         # What was registered meanwhile, by those who did not know of it.
         self._define()
         self._store(self._new).activate()

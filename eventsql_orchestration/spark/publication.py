@@ -1,73 +1,62 @@
-"""Publishing staged blocks of events: one transaction for each batch of a writer, and that once."""
+"""Publishing staged blocks of events, once for each batch of a writer: in one transaction, or in one on each shard.
+
+Over several shards, one transaction decides: that of the shard whose claim is committed, or else of the one that was
+there first, whatever was added since. It records (writer, batch), and from its commit on the events of all shards are
+published. Before it, those of each other shard are prepared, so that no crash and no sweep takes them away, and a
+transaction there has placed them and holds what they were placed by. It commits after the one that decides; where it
+cannot, whoever comes publishes what was prepared (`sharded/decisions.py`).
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 import uuid
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 
-from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import (
-    ClaimLostError,
     ConfigurationError,
     DatabaseError,
+    DatabaseUnavailableError,
     EventSQLError,
+    PublicationUnfinishedError,
     RedefinitionError,
-    ShardError,
-    TopicNotFoundError,
+    ShardSetError,
 )
-from eventsql_orchestration.log import encoding
-from eventsql_orchestration.log.blocks import REFERENCE, unpack
-from eventsql_orchestration.model import Topic
+from eventsql_orchestration.log.parts import Part
+from eventsql_orchestration.log.shard_store import ShardStore
 from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.spark.ledger import Batch, ClaimHold, Ledger, Portion
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.staging import Attempt
+from eventsql_orchestration.spark.places import places
+from eventsql_orchestration.spark.staging import Attempt, Place
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.sharded.decisions import Decisions
 
 logger = logging.getLogger(__name__)
 
-ORPHANED_AFTER_HOURS: Final = 24
-"""How long a staged event is kept for a publication that may still come."""
+FINISH_SECONDS: Final = 10.0
+"""How long a publication that is decided is waited for where a shard does not take its part."""
 
-LEAST_BY_BLOCKS: Final = 10_000
-"""Events that a publication must have to be published as the blocks that were staged. The events of a smaller one go to
-the buffer, where any transfer moves them, many publications' at a time; each block takes a transaction of its own."""
+FORGET_SECONDS: Final = 86_400.0
+"""How long it is known which events of a publication each shard got, after it was finished."""
 
-MOST_COPIED: Final = 16 * 1024 * 1024
-"""Bytes of the blocks of such a publication at most, which are held in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimHold:
-    """A claim as it was when a write was planned: what a later owner makes of it is not ours to commit."""
-
-    id: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """Where a staged block is, how many events of which topic it holds, and in how many bytes."""
-
-    attempt: uuid.UUID
-    position: int
-    topic: str
-    events: int
-    size: int
+_POLL: Final = 0.25
 
 
 class Publications:
     """Publishes what was staged. One object for one commit; close it, or use it as a context manager."""
 
     def __init__(self, source: Source) -> None:
-        self._platform = EventSQL(source.dsn, schema=source.schema, migrate=False, transfer=False)
-        self._queries = Queries("spark", source.schema)
-        self._log = Queries("log", source.schema)
-        self._blocks = Queries("blocks", source.schema)
+        self._source = source
+        self._platform = EventSQL(*source.urls, schema=source.schema, migrate=False, transfer=False)
+        self._sharded = len(source.urls) > 1
+        self._opened: dict[str | None, Ledger] = {}
 
     def __enter__(self) -> Publications:
         return self
@@ -75,20 +64,71 @@ class Publications:
     def __exit__(self, *_: object) -> None:
         self._platform.close()
 
-    def partitions(self, topic: str | None) -> dict[str, int]:
-        """The number of partitions of one topic, or of every one. Raises `TopicNotFoundError`, `ShardError`."""
-        registry = self._platform.registry
-        try:
-            topics = registry.topics() if topic is None else [registry.topic(topic)]
-        except TopicNotFoundError as error:
-            raise TopicNotFoundError(f"option topic: {error}") from None
-        _refuse_shards(topics)
-        return {topic.name: topic.partitions for topic in topics}
+    @property
+    def _ledgers(self) -> Mapping[str | None, Ledger]:
+        """By the names of the shards; by None where there is one database."""
+        if not self._opened:
+            if self._sharded:
+                # One that is down may have no name yet.
+                shards = self._platform.open().shards
+                self._opened = {each.shard: Ledger(each) for each in shards if each.shard is not None}
+            else:
+                self._opened = {None: Ledger(self._platform)}
+        return self._opened
 
-    def hold(self, claim_id: int) -> ClaimHold:
-        """A claim as it is now, for a commit to come. Raises `ClaimLostError` for an unknown id."""
-        claim, _ = self._platform.claims.get(claim_id)
-        return ClaimHold(claim.id, claim.epoch)
+    @property
+    def _decisions(self) -> Decisions:
+        # Whoever has one database does not load what many need.
+        from eventsql_orchestration.sharded.decisions import Decisions  # noqa: PLC0415
+
+        return Decisions(lambda: {str(name): ledger.platform for name, ledger in self._ledgers.items()})
+
+    def _first(self) -> str | None:
+        """The shard that was there first, whatever was added since; None where there is one database."""
+        if not self._sharded:
+            return None
+        failed: EventSQLError | None = None
+        for ledger in self._ledgers.values():
+            try:
+                return ShardStore(ledger.platform.database).state().first
+            except DatabaseUnavailableError as error:
+                failed = error
+        assert failed is not None, "there are shards"
+        raise failed
+
+    def _ledger(self, shard: str | None, option: str) -> Ledger:
+        try:
+            return self._ledgers[shard]
+        except KeyError:
+            names = ", ".join(map(str, self._ledgers))
+            raise ShardSetError(f"{option}: there is no shard {shard!r} among those that are up, {names}") from None
+
+    # Planning
+
+    def places(self, topic: str | None, headers: Mapping[str, str]) -> tuple[Place, ...]:
+        """Where events of one topic, or of any, are staged, as it is now: in one database, or on each shard.
+
+        Raises `TopicNotFoundError`; `ShardError` where shards are missing, and `ShardPendingError` where one that is
+        being added takes no events for too long.
+        """
+        platforms = {name: ledger.platform for name, ledger in self._ledgers.items()}
+        return places(self._source, platforms, topic, headers)
+
+    def hold(self, claim_id: int, shard: str | None = None) -> ClaimHold:
+        """A claim as it is now, for a commit to come; `shard` is the one that it is of, where there are several.
+
+        Raises `ClaimLostError` for an unknown id, `ShardSetError` for an unknown shard.
+        """
+        if shard is None and self._sharded:
+            raise ConfigurationError(
+                f"option claimShard is missing: each shard numbers its claims, name that of claim {claim_id}"
+            )
+        if shard is not None and not self._sharded:
+            raise ConfigurationError("option claimShard cannot be used here: there is one database")
+        claim, _ = self._ledger(shard, "option claimShard").platform.claims.get(claim_id)
+        return ClaimHold(claim.id, claim.epoch, shard)
+
+    # Publishing
 
     def publish(
         self,
@@ -104,135 +144,168 @@ class Publications:
         With `claim`, its range is committed in the same transaction. False when there was nothing left to do. With
         `replayed`, a batch that was published before must be the same again: `ConfigurationError` when it has another
         number of events, which would be lost. Raises `ClaimLostError`, `TopicNotFoundError`, `RedefinitionError` or
-        `DatabaseError`; then nothing was published.
+        `DatabaseError`; then nothing was published. Over several shards also `PublicationUnfinishedError`: it is
+        published, and some of its events are not where they are read yet.
         """
-        with self._platform.database.transaction() as connection:
-            events = sum((Counter(attempt.events) for attempt in attempts), Counter[str]())
-            # Waits for another transaction that publishes the same, and then knows what became of it.
-            first = connection.execute(
-                self._queries("record_publication"), {"writer": writer, "batch": batch, "events": events.total()}
-            ).rowcount
-            if replayed and not first:
-                self._check_replay(connection, writer, batch, events.total())
-            if first and events:
-                self._publish(connection, attempts)
-                self._check_topics(connection, attempts)
-            if claim is not None:
-                self._commit(connection, claim, f"batch {batch} of writer {writer!r}", first=bool(first))
-            # Those of the publication are published, or were copied into the buffer.
-            self._delete(connection, attempts)
+        given = Batch(writer, batch, tuple(attempts), claim, replayed)
+        decider = claim.shard if claim is not None else self._first()
+        deciding = self._ledger(decider, "the shard that decides")
+        portions = given.portions()
+        if portions.keys() <= {decider}:
+            first = self._publish_alone(deciding, given, portions.get(decider, Portion()))
+        else:
+            first = self._publish_over(str(decider), deciding, given, portions)
+        if self._sharded and not first:
+            self._await_finished(deciding, given)
+            with suppress(EventSQLError):
+                self.discard(attempts)
         self._sweep()
-        return bool(first)
+        return first
 
-    def _check_replay(self, connection: Connection, writer: str, batch: int, events: int) -> None:
-        row = connection.execute(self._queries("published"), {"writer": writer, "batch": batch}).fetchone()
-        assert row is not None, "the record is there: it was in the way of another"
-        if row[0] != events:
-            raise ConfigurationError(
-                f"batch {batch} of writer {writer!r} was published before with {row[0]} events, and has {events} now: "
-                "this checkpoint is not the one that it was published with; give writerId a new value, and begin "
-                "where the deleted checkpoint ended"
-            )
+    def _publish_alone(self, ledger: Ledger, batch: Batch, portion: Portion) -> bool:
+        """Publish in one database, in one transaction."""
+        with ledger.platform.database.transaction() as connection:
+            first = ledger.record(connection, batch)
+            if first:
+                self._publish_own(ledger, connection, batch, portion)
+            else:
+                ledger.check_repeated(connection, batch)
+            # Those of the publication are published, or were copied into the buffer.
+            ledger.delete(connection, portion.attempts)
+        return first
 
-    def _publish(self, connection: Connection, attempts: Sequence[Attempt]) -> None:
-        staged = self._staged(connection, attempts)
-        events, size = sum(block.events for block in staged), sum(block.size for block in staged)
-        if events < LEAST_BY_BLOCKS and size < MOST_COPIED:
-            self._copy(connection, staged, attempts)
-            return
-        placed = connection.execute(
-            self._blocks("place"), {"attempts": [attempt.id for attempt in attempts], "reference": REFERENCE}
-        ).rowcount
-        if placed != len(staged):
-            raise _swept(attempts[0])
-
-    def _staged(self, connection: Connection, attempts: Sequence[Attempt]) -> list[_Staged]:
-        """The blocks of all attempts, in their order. Raises `DatabaseError` unless they are all there."""
-        rows = connection.execute(self._queries("staged_blocks"), {"attempts": [attempt.id for attempt in attempts]})
-        blocks: dict[uuid.UUID, list[_Staged]] = {}
-        for row in rows:
-            block = _Staged(*row)
-            blocks.setdefault(block.attempt, []).append(block)
-        for attempt in attempts:
-            events: Counter[str] = Counter()
-            for block in blocks.get(attempt.id, ()):
-                if block.position != events.total():
-                    raise _swept(attempt)
-                events[block.topic] += block.events
-            if events != Counter(attempt.events):
-                raise _swept(attempt)
-        return [block for attempt in attempts for block in blocks.get(attempt.id, ())]
-
-    def _copy(self, connection: Connection, staged: Sequence[_Staged], attempts: Sequence[Attempt]) -> None:
-        """Write the events of blocks to the buffer."""
-        rows = connection.execute(
-            self._queries("staged_content"), {"attempts": [attempt.id for attempt in attempts]}, binary=True
-        )
-        contents = {(attempt, position): packed for attempt, position, packed in rows}
-        if len(contents) != len(staged):
-            raise _swept(attempts[0])
-        packed = [(block.topic, contents[block.attempt, block.position]) for block in staged]
-        with connection.cursor().copy(self._log("publish_all")) as copy:
-            copy.write(encoding.HEADER)
-            for topic, block in packed:
-                copy.write(unpack(block, encoding.buffer_prefix(topic)))
-            copy.write(encoding.TRAILER)
-
-    def _check_topics(self, connection: Connection, attempts: Sequence[Attempt]) -> None:
-        """Raises unless the topics are those that the events were staged for; the COPY before keeps them so."""
-        known = {(topic, count) for attempt in attempts for topic, count in attempt.partitions.items()}
-        # What is staged was placed by the number of partitions alone.
-        topics, counts = [topic for topic, _ in known], [count for _, count in known]
-        # The COPY before keeps it from becoming one.
-        _refuse_shards([topic for topic in self._platform.registry.topics() if topic.name in topics])
-        parameters = {"topics": topics, "partitions": counts, "layouts": [None] * len(known)}
-        redefined = {name for (name,) in connection.execute(self._log("redefined_topics"), parameters)}
-        there = {name for (name,) in connection.execute(self._queries("known_topics"), {"topics": sorted(redefined)})}
-        for topic in sorted(redefined):
-            if topic not in there:
-                raise TopicNotFoundError(f"topic {topic!r} was deleted while events for it were written")
-            raise RedefinitionError(
-                f"topic {topic!r} was redefined while events for it were written: nothing was published, write again"
-            )
-
-    def _commit(self, connection: Connection, hold: ClaimHold, what: str, *, first: bool) -> None:
-        claim, state = self._platform.claims.get(hold.id)
-        if first:
-            # The offset must be where the claim begins: a consumer that knows nothing of leases may have moved it.
-            self._platform.claims.commit(connection, replace(claim, epoch=hold.epoch))
-        elif state != "committed":
-            raise ClaimLostError(f"{what} was published before, but not with {claim}: give writerId a new value")
+    def _publish_own(self, ledger: Ledger, connection: psycopg.Connection, batch: Batch, portion: Portion) -> None:
+        if portion.events:
+            ledger.publish(connection, portion)
+        if batch.claim is not None:
+            ledger.commit(connection, batch.claim)
 
     def discard(self, attempts: Sequence[Attempt]) -> None:
-        """Give up what these attempts staged, as far as it is not published."""
-        with self._platform.database.connection() as connection:
-            self._delete(connection, attempts)
-
-    def _delete(self, connection: Connection, attempts: Sequence[Attempt]) -> None:
-        connection.execute(self._queries("delete_attempts"), {"attempts": [attempt.id for attempt in attempts]})
+        """Give up what these attempts staged, as far as it is not published, and will not be."""
+        for shard, portion in Batch("", 0, tuple(attempts)).portions().items():
+            ledger = self._ledger(shard, "what was staged")
+            with ledger.platform.database.connection() as connection:
+                ledger.delete(connection, portion.attempts)
 
     def _sweep(self) -> None:
         try:
-            with self._platform.database.connection() as connection:
-                connection.execute(self._queries("delete_orphans"), {"hours": ORPHANED_AFTER_HOURS})
+            for ledger in self._ledgers.values():
+                ledger.sweep()
+            if self._sharded:
+                self._decisions.finish()
+                for ledger in self._ledgers.values():
+                    ledger.parts.forget(FORGET_SECONDS)
         except (EventSQLError, psycopg.Error) as error:
             # The events are published, and Spark must not hear otherwise; the next publication sweeps again.
             logger.warning("staged events of dead attempts are left for the next publication: %s", error)
 
+    # Over several shards
 
-def _swept(attempt: Attempt) -> DatabaseError:
-    return DatabaseError(
-        f"attempt {attempt.id} staged {sum(attempt.events.values())} events, and they are not all there: those of an "
-        f"attempt that ends more than {ORPHANED_AFTER_HOURS} hours before its query are given up, and a crash of the "
-        "server loses those of the last moment; write again, in smaller batches where the query took so long"
+    def _publish_over(
+        self, decider: str, deciding: Ledger, batch: Batch, portions: Mapping[str | None, Portion]
+    ) -> bool:
+        if self._is_repeated(deciding, batch):
+            return False
+        # What is decided comes before this.
+        self._decisions.finish()
+        publication, others = uuid.uuid4(), [str(shard) for shard in portions if shard != decider]
+        part = Part(publication, decider, batch.writer, batch.number)
+        try:
+            deciding.parts.announce(publication, batch.writer, batch.number, others)
+            for shard in others:
+                ledger, portion = self._ledger(shard, "what was staged"), portions[shard]
+                with ledger.platform.database.transaction() as connection:
+                    ledger.find(connection, portion)
+                    ledger.parts.prepare(connection, part, portion.attempts, portion.events)
+            self._decide(part, deciding, batch, portions)
+        except Exception as error:
+            if not self._is_decided(part, deciding, batch, others):
+                if isinstance(error, _PublishedBeforeError) and self._is_repeated(deciding, batch):
+                    return False
+                raise
+            logger.warning("%s is decided, and to be finished after: %s", batch, error)
+            self._await_finished(deciding, batch)
+        else:
+            # Otherwise the next who comes finds nothing to do, and does this.
+            with suppress(DatabaseError, psycopg.Error):
+                deciding.parts.finish(publication)
+        return True
+
+    def _is_repeated(self, deciding: Ledger, batch: Batch) -> bool:
+        """Whether the batch was published before. Raises where it was another one."""
+        if not deciding.recorded(batch):
+            return False
+        with deciding.platform.database.connection() as connection:
+            deciding.check_repeated(connection, batch)
+        return True
+
+    def _decide(self, part: Part, deciding: Ledger, batch: Batch, portions: Mapping[str | None, Portion]) -> None:
+        """Place the events of all shards, commit on the one that decides, and then on the others.
+
+        Whatever raises before the first commit rolls all of them back, whatever does after it those that are left.
+        """
+        with ExitStack() as others:
+            for shard, portion in portions.items():
+                if shard == part.decider:
+                    continue
+                ledger = self._ledgers[shard]
+                connection = others.enter_context(ledger.platform.database.transaction())
+                if not ledger.parts.publish(connection, part.id):
+                    raise _given_up(batch)
+                ledger.check_topics(connection, portion)
+            own = portions.get(part.decider, Portion())
+            with deciding.platform.database.transaction() as connection:
+                if not deciding.record(connection, batch):
+                    raise _PublishedBeforeError
+                if not deciding.parts.decide(connection, part.id):
+                    raise _given_up(batch)
+                self._publish_own(deciding, connection, batch, own)
+                deciding.delete(connection, own.attempts)
+
+    def _is_decided(self, part: Part, deciding: Ledger, batch: Batch, others: Sequence[str]) -> bool:
+        """Whether a publication that failed takes place; gives it up where that can still be said."""
+        try:
+            if not deciding.parts.give_up(part.id, patience=FINISH_SECONDS):
+                decided = deciding.parts.is_decided(part.id)
+                # Where it is finished or given up by somebody else, the record tells.
+                return deciding.recorded(batch) if decided is None else decided
+        except EventSQLError as error:
+            logger.warning("whether %s takes place is found out by the next publication: %s", batch, error)
+            return False
+        for shard in others:
+            # Its blocks are discarded with those of every write that fails; else both are swept.
+            with suppress(EventSQLError):
+                self._ledgers[shard].parts.give_part_up(part.id, patience=_POLL)
+        return False
+
+    def _await_finished(self, deciding: Ledger, batch: Batch) -> None:
+        """Publish what is left of a batch that is decided. Raises `PublicationUnfinishedError`."""
+        deadline = time.monotonic() + FINISH_SECONDS
+        while True:
+            reasons = {each.id: each.reason for each in self._decisions.finish(patience=1.0)}
+            try:
+                left = [
+                    reasons.get(each.id, "it is being finished")
+                    for each in deciding.parts.announced()
+                    if each.decided and (each.writer, each.batch) == (batch.writer, batch.number)
+                ]
+            except DatabaseUnavailableError as error:
+                left = [str(error)]
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                raise PublicationUnfinishedError(
+                    f"{batch} is published, and some of its events are not where they are read yet: {'; '.join(left)}; "
+                    "the same write again, or `eventsql transfer` with the URLs of all shards, finishes it"
+                )
+            time.sleep(_POLL)
+
+
+class _PublishedBeforeError(Exception):
+    """Internal: another publication of the same batch was faster."""
+
+
+def _given_up(batch: Batch) -> RedefinitionError:
+    return RedefinitionError(
+        f"{batch} was given up, because a shard is being added or it took too long: nothing was published, write again"
     )
-
-
-def _refuse_shards(topics: Sequence[Topic]) -> None:
-    """Raises `ShardError` where the database is one of several shards: a key's shard is not chosen here."""
-    for topic in topics:
-        if topic.shards is not None:
-            raise ShardError(
-                f"option url: the database is shard {topic.shards.own!r} of {len(topic.shards.names)}, and a write by "
-                "Spark goes to one database whatever its keys: publish through a platform on all shards instead"
-            )

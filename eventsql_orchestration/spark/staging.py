@@ -1,26 +1,22 @@
 """Staging: a task's rows become blocks in `spark_staged_event` under an attempt of their own, which nobody reads before
 the publication that names it.
 
-Rows are encoded and compressed here, where many tasks work at once; the publication, which is one transaction of one
-process, says only that they are published, and the transfer copies them into the log (`log/blocks.py`).
+Rows are encoded and compressed here, where many tasks work at once, and on shards each goes to that of its key; the
+publication, which is one transaction of one process on each, says only that they are published, and the transfer copies
+them into the log (`log/blocks.py`).
 
 Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import struct
 import uuid
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
-from sys import byteorder
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
@@ -28,26 +24,13 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
 from psycopg.types.json import Json
 
-from eventsql_orchestration.errors import (
-    InvalidPublicationError,
-    PartitionOutOfRangeError,
-    TopicNotFoundError,
-)
-from eventsql_orchestration.log.blocks import Block, join, new_mark, prefix
-from eventsql_orchestration.log.partitioner import partition_of_key
-from eventsql_orchestration.model import (
-    MAX_KEY_BYTES,
-    NOT_PARTITIONED,
-    check_partition,
-)
-from eventsql_orchestration.rules import MAX_VALUE_BYTES
+from eventsql_orchestration.log.blocks import Block, join, new_mark
+from eventsql_orchestration.sharding import owner_among
 from eventsql_orchestration.spark.batches import translate
+from eventsql_orchestration.spark.encoder import BLOCK_BYTES, Encoder, keys_of
 from eventsql_orchestration.spark.options import Source
 
 TABLE: Final = "spark_staged_event"
-
-BLOCK_BYTES: Final = 4 * 1024 * 1024
-"""What a block should hold before it is compressed: bounds what a transfer keeps in memory, and how long it takes."""
 
 _LEAST_EVENTS: Final = 1_000
 """What a block should hold at least, where a batch has few events for each of many topics."""
@@ -55,250 +38,166 @@ _LEAST_EVENTS: Final = 1_000
 _MOST_KEPT: Final = 4 * BLOCK_BYTES
 """How much an attempt keeps for that before it stages smaller blocks."""
 
-_NO_METADATA: Final = "{}"
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What an attempt has staged on one shard: the number of events per topic, and the topics as it knew them.
+
+    `shard` is None where there is one database. `layouts` may lack a topic whose layout does not matter.
+    """
+
+    shard: str | None
+    events: Mapping[str, int]
+    partitions: Mapping[str, int] = field(default_factory=dict)
+    layouts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one attempt of a task has staged: the number of events per topic, and of partitions that it knew of."""
+    """What one attempt of a task has staged, on each shard that got some of it."""
 
     id: uuid.UUID
-    events: Mapping[str, int] = field(default_factory=dict)
-    partitions: Mapping[str, int] = field(default_factory=dict)
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def events(self) -> int:
+        return sum(sum(share.events.values()) for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
-class Encoder:
-    """Makes blocks of a batch. `partitions` gives the number of partitions of every topic there is.
+class Place:
+    """Where events are staged: a database, with its topics as they were when the write was planned.
 
-    `topic` and `headers` are the options of that name.
+    `shard` is its name where it is one of several.
     """
 
-    partitions: Mapping[str, int]
-    topic: str | None
-    headers: Mapping[str, str]
-
-    def blocks(self, batch: pa.RecordBatch, mark: bytes) -> Iterator[Block]:
-        """The rows of `batch`, those of a topic in their order, some `BLOCK_BYTES` at a time.
-
-        Raises `InvalidPublicationError`, `TopicNotFoundError` or `PartitionOutOfRangeError` that names the column.
-        """
-        for topic, rows in self._by_topic(batch):
-            count = max(1, min(rows.num_rows, -(-rows.nbytes // BLOCK_BYTES)))
-            ends = [rows.num_rows * number // count for number in range(count + 1)]
-            for start, end in pairwise(ends):
-                if end > start:
-                    yield self._encode(topic, rows.slice(start, end - start), mark)
-
-    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
-        if self.topic is not None:
-            yield self.topic, batch
-            return
-        column = batch.column("topic")
-        if column.null_count:
-            raise InvalidPublicationError("column 'topic' is null: every row needs a topic")
-        numbers: dict[str, list[int]] = {}
-        for number, topic in enumerate(_text("topic", column).to_pylist()):
-            numbers.setdefault(topic, []).append(number)
-        for topic in numbers:
-            if topic not in self.partitions:
-                raise TopicNotFoundError(
-                    f"column 'topic': topic {topic!r} does not exist: create it with `eventsql topic create {topic}`"
-                )
-        for topic, rows in numbers.items():
-            yield topic, batch if len(numbers) == 1 else batch.take(pa.array(rows, pa.int64()))
-
-    def _encode(self, topic: str, batch: pa.RecordBatch, mark: bytes) -> Block:
-        given = dict(zip(batch.schema.names, batch.columns, strict=True))
-        rows = batch.num_rows
-        value = _values(given["value"])
-        key = _keys(given.get("key"), rows)
-        partitions = self._partitions(topic, key, given.get("partition"))
-        metadata = self._metadata(given.get("headers"), rows)
-        # The columns in the order of `encoding.LOG_COLUMNS`; a field is its length and its bytes.
-        encoded = pc.binary_join_element_wise(
-            pa.scalar(prefix(mark), pa.binary()),
-            _lengths(key, null=-1),
-            key.cast(pa.binary()).fill_null(b""),
-            _lengths(value),
-            value,
-            _lengths(metadata),
-            metadata,
-            pa.scalar(struct.pack(">i", 2), pa.binary()),
-            _big_endian(_numbers("h", partitions)),
-            b"",
-        )
-        counts = pc.value_counts(partitions)
-        per_partition = zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)
-        return Block(topic, mark, _content(encoded), dict(per_partition))
-
-    def _partitions(self, topic: str, keys: Any, column: Any) -> Any:
-        """The partition of each row, as 16-bit numbers."""
-        count = self.partitions[topic]
-        if column is None:
-            column = pa.nulls(len(keys), pa.int64())
-        try:
-            for bound in pc.min_max(column).values():
-                if bound.is_valid:
-                    check_partition(topic, bound.as_py(), count)
-        except PartitionOutOfRangeError as error:
-            raise PartitionOutOfRangeError(f"column 'partition': {error}") from None
-        column = column.cast(pa.int16())
-        if not column.null_count:
-            return column
-        if count == NOT_PARTITIONED:
-            return column.fill_null(NOT_PARTITIONED)
-        # Keys repeat, and a digest costs more than looking it up.
-        known: dict[str, int] = {}
-        partitions = column.to_pylist()
-        for row, key in enumerate(keys.to_pylist()):
-            if partitions[row] is not None:
-                continue
-            if key is None:
-                partitions[row] = random.randrange(count)  # noqa: S311 - spreads load, guards nothing
-            else:
-                partition = known.get(key, -1)
-                if partition < 0:
-                    partition = known[key] = partition_of_key(key, count)
-                partitions[row] = partition
-        return pa.array(partitions, pa.int16())
-
-    def _metadata(self, column: Any, rows: int) -> Any:
-        if column is None:
-            text = _json(self.headers) if self.headers else _NO_METADATA
-            return pa.repeat(pa.scalar(text.encode(), pa.binary()), rows)
-        texts: dict[tuple[tuple[str, str], ...], bytes] = {}
-        encoded: list[bytes] = []
-        for entries in _text("headers", column).to_pylist():
-            headers = tuple(entries or ())
-            known = texts.get(headers)
-            if known is None:
-                for name, value in headers:
-                    if value is None:
-                        raise InvalidPublicationError(f"column 'headers': {name!r} is null, metadata is text")
-                    if "\x00" in name or "\x00" in value:
-                        raise InvalidPublicationError(
-                            f"column 'headers': {name!r} holds a NUL character, which PostgreSQL text cannot store"
-                        )
-                known = texts[headers] = _json({**dict(headers), **self.headers}).encode()
-            encoded.append(known)
-        return pa.array(encoded, pa.binary())
+    source: Source
+    encoder: Encoder
+    layouts: Mapping[str, int] = field(default_factory=dict)
+    shard: str | None = None
 
 
-def _json(metadata: Mapping[str, str]) -> str:
-    return json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
-
-
-def _lengths(column: Any, *, null: int = 0) -> Any:
-    return _big_endian(_numbers("i", pc.binary_length(column).fill_null(null).cast(pa.int32())))
-
-
-def _numbers(code: str, column: Any) -> array[int]:
-    numbers = array(code)
-    width = numbers.itemsize
-    numbers.frombytes(memoryview(column.buffers()[1])[column.offset * width : (column.offset + len(column)) * width])
-    return numbers
-
-
-def _big_endian(numbers: array[int]) -> Any:
-    if byteorder == "little":
-        numbers.byteswap()
-    width = pa.binary(numbers.itemsize)
-    return pa.Array.from_buffers(width, len(numbers), [None, pa.py_buffer(numbers.tobytes())]).cast(pa.binary())
-
-
-def _content(column: Any) -> bytes:
-    """All bytes of a binary column, one row after the other."""
-    _, offsets, content = column.buffers()
-    (first, last) = (struct.unpack_from("=i", offsets, 4 * (column.offset + row))[0] for row in (0, len(column)))
-    return memoryview(content)[first:last].tobytes()
-
-
-def _values(column: Any) -> Any:
-    if column.null_count:
-        raise InvalidPublicationError("column 'value' is null: every event needs a value")
-    value = column.cast(pa.binary())
-    longest = pc.max(pc.binary_length(value)).as_py() or 0
-    if longest > MAX_VALUE_BYTES:
-        raise InvalidPublicationError(
-            f"column 'value': one has {longest} bytes, {MAX_VALUE_BYTES} are allowed: publish a reference to it instead"
-        )
-    return value
-
-
-def _keys(column: Any, rows: int) -> Any:
-    if column is None:
-        return pa.nulls(rows, pa.string())
-    column = _text("key", column)
-    longest = pc.max(pc.binary_length(column)).as_py() or 0
-    if longest > MAX_KEY_BYTES:
-        raise InvalidPublicationError(f"column 'key': one has {longest} bytes, {MAX_KEY_BYTES} are allowed")
-    if pc.any(pc.match_substring(column, "\x00")).as_py():
-        raise InvalidPublicationError("column 'key': one holds a NUL character, which PostgreSQL text cannot store")
-    return column
-
-
-def _text(name: str, column: Any) -> Any:
-    try:
-        # Spark lets any bytes pass for a string.
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        raise InvalidPublicationError(f"column {name!r}: one is not valid UTF-8 text") from None
-    return column
-
-
-def stage(source: Source, encoder: Encoder, batches: Iterable[pa.RecordBatch]) -> Attempt:
-    """Stage the rows of one attempt, each block in a transaction of its own.
+class _Staging:
+    """What one attempt stages in one place, each block in a transaction of its own.
 
     The query that feeds it may be slow, and an open transaction would keep dead rows from being removed anywhere in the
     database.
+    """
+
+    def __init__(self, place: Place, attempt: uuid.UUID) -> None:
+        self._place = place
+        self._attempt = attempt
+        self._table = sql.Identifier(place.source.schema, TABLE)
+        self._events: Counter[str] = Counter()
+        with self._errors():
+            self._connection = psycopg.connect(place.source.dsn, autocommit=True)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error as error:
+            raise translate(error, self._place.source, "the events could not be staged") from error
+
+    def add(self, block: Block) -> None:
+        packed = block.pack()
+        with self._errors(), self._connection.transaction():
+            # What came before a commit that waits for the disk is there with it; a lost block stops the publication.
+            self._connection.execute("SET LOCAL synchronous_commit TO off")
+            self._connection.execute(
+                sql.SQL(
+                    "INSERT INTO {} (eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata) "
+                    "VALUES (%s, %s, %s, -1, %b, %s)"
+                ).format(self._table),
+                (self._attempt, self._events.total(), block.topic, packed, Json(block.metadata())),
+            )
+        self._events[block.topic] += block.events
+
+    def share(self) -> Share:
+        place, topics = self._place, self._events
+        return Share(
+            place.shard,
+            dict(topics),
+            {topic: place.encoder.partitions[topic] for topic in topics},
+            {topic: place.layouts[topic] for topic in topics if topic in place.layouts},
+        )
+
+    def give_up(self) -> None:
+        with suppress(psycopg.Error):
+            self._connection.execute(
+                sql.SQL("DELETE FROM {} WHERE eql_attempt = %s").format(self._table), (self._attempt,)
+            )
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def stage(places: Sequence[Place], batches: Iterable[pa.RecordBatch]) -> Attempt:
+    """Stage the rows of one attempt: of several places, each row in that of its key.
 
     Leaves nothing behind when it raises: what `Encoder.blocks` does, `DatabaseUnavailableError`, `DatabaseError`.
     """
     attempt = uuid.uuid4()
-    events: Counter[str] = Counter()
-    table = sql.Identifier(source.schema, TABLE)
-    try:
-        with psycopg.connect(source.dsn, autocommit=True) as connection:
-            try:
-                for block in _joined(encoder, batches):
-                    packed = block.pack()
-                    with connection.transaction():
-                        # What came before the publication's commit is on disk with it, and a lost block stops it.
-                        connection.execute("SET LOCAL synchronous_commit TO off")
-                        connection.execute(
-                            sql.SQL(
-                                "INSERT INTO {} (eql_attempt, eql_position, eql_topic, eql_partition, eql_value, "
-                                "eql_metadata) VALUES (%s, %s, %s, -1, %b, %s)"
-                            ).format(table),
-                            (attempt, events.total(), block.topic, packed, Json(block.metadata())),
-                        )
-                    events[block.topic] += block.events
-            except BaseException:
-                with suppress(psycopg.Error):
-                    connection.execute(sql.SQL("DELETE FROM {} WHERE eql_attempt = %s").format(table), (attempt,))
-                raise
-    except psycopg.Error as error:
-        raise translate(error, source, "the events could not be staged") from error
-    return Attempt(attempt, dict(events), {topic: encoder.partitions[topic] for topic in events})
+    stagings: dict[int, _Staging] = {}
+    with ExitStack() as stack:
+        try:
+            for number, block in _joined(places, batches):
+                if number not in stagings:
+                    stagings[number] = _Staging(places[number], attempt)
+                    stack.callback(stagings[number].close)
+                stagings[number].add(block)
+        except BaseException:
+            for staging in stagings.values():
+                staging.give_up()
+            raise
+    return Attempt(attempt, tuple(staging.share() for staging in stagings.values()))
 
 
-def _joined(encoder: Encoder, batches: Iterable[pa.RecordBatch]) -> Iterator[Block]:
-    """The blocks of all batches; what is little of a topic is kept until more has come."""
+def _joined(places: Sequence[Place], batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, Block]]:
+    """The blocks of all batches, with the numbers of their places; what is little of a topic waits for more."""
     mark = new_mark()
-    kept: dict[str, Block] = {}
+    # Another one for each attempt: so they all get their part.
+    keyless = random.randrange(len(places))  # noqa: S311 - spreads load, guards nothing
+    kept: dict[tuple[int, str], Block] = {}
     size = 0
     for batch in batches:
-        for block in encoder.blocks(batch, mark):
-            before = kept.pop(block.topic, None)
-            size -= 0 if before is None else len(before.rows)
-            whole = block if before is None else join(before, block)
-            if whole.events >= _LEAST_EVENTS or len(whole.rows) >= BLOCK_BYTES // 2:
-                yield whole
-            else:
-                kept[whole.topic] = whole
-                size += len(whole.rows)
+        for number, rows in _by_place(places, batch, keyless):
+            for block in places[number].encoder.blocks(rows, mark):
+                before = kept.pop((number, block.topic), None)
+                size -= 0 if before is None else len(before.rows)
+                whole = block if before is None else join(before, block)
+                if whole.events >= _LEAST_EVENTS or len(whole.rows) >= BLOCK_BYTES // 2:
+                    yield number, whole
+                else:
+                    kept[number, whole.topic] = whole
+                    size += len(whole.rows)
         if size > _MOST_KEPT:
-            yield from kept.values()
+            yield from _numbered(kept)
             kept, size = {}, 0
-    yield from kept.values()
+    yield from _numbered(kept)
+
+
+def _numbered(kept: Mapping[tuple[int, str], Block]) -> Iterator[tuple[int, Block]]:
+    for (number, _), block in kept.items():
+        yield number, block
+
+
+def _by_place(places: Sequence[Place], batch: pa.RecordBatch, keyless: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows of a batch by the number of their place, those of one in their order.
+
+    A key's is the shard that it belongs to, `keyless` that of rows without one.
+    """
+    if len(places) == 1:
+        yield 0, batch
+        return
+    keys = keys_of(batch.column("key") if "key" in batch.schema.names else None, batch.num_rows)
+    coded = keys.dictionary_encode()
+    numbers = {str(place.shard): number for number, place in enumerate(places)}
+    owner = owner_among(tuple(sorted(numbers)))
+    owners = pa.array([numbers[owner(key)] for key in coded.dictionary.to_pylist()], pa.int16())
+    chosen = owners.take(coded.indices).fill_null(keyless)
+    for number in range(len(places)):
+        mine = pc.equal(chosen, number)
+        count = pc.sum(mine).as_py() or 0
+        if count:
+            yield number, batch if count == batch.num_rows else batch.filter(mine)

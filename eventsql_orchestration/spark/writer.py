@@ -16,7 +16,7 @@ from pyspark.sql.types import StructType
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.spark.options import WriteOptions
-from eventsql_orchestration.spark.staging import Attempt, Encoder, stage
+from eventsql_orchestration.spark.staging import Attempt, stage
 
 if TYPE_CHECKING:
     from eventsql_orchestration.spark.publication import Publications
@@ -29,7 +29,7 @@ _COLUMNS: Final = {
     "headers": ("map<string,string>",),
 }
 
-_GIVEN_BY_THE_LOG: Final = ("offset", "timestamp")
+_GIVEN_BY_THE_LOG: Final = ("offset", "timestamp", "shard")
 
 _QUERY_ID: Final = "sql.streaming.queryId"
 
@@ -75,9 +75,8 @@ class _Writing:
         check_schema(schema, topic=options.topic)
         self._options = options
         with self._publications() as publications:
-            partitions = publications.partitions(options.topic)
-            self._claim = None if options.claim is None else publications.hold(options.claim)
-        self._encoder = Encoder(partitions, options.topic, options.headers)
+            self._places = publications.places(options.topic, options.headers)
+            self._claim = None if options.claim is None else publications.hold(options.claim, options.claim_shard)
 
     def _publications(self) -> Publications:
         # Not for the tasks, which import this module too: the database floor loads longer than they stage a few events.
@@ -88,7 +87,7 @@ class _Writing:
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         context = TaskContext.get()
         query = None if context is None else context.getLocalProperty(_QUERY_ID)
-        return Staged(stage(self._options.source, self._encoder, iterator), query)
+        return Staged(stage(self._places, iterator), query)
 
     def _publish(self, writer: str, batch: int, messages: Sequence[Staged], *, replayed: bool = False) -> None:
         attempts = [message.attempt for message in messages]

@@ -17,8 +17,9 @@ from eventsql_orchestration.dagster import (
     range_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.publishing import add_up, leave_out
+from eventsql_orchestration.dagster.published import add_up, leave_out
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from tests.dagster.conftest import Workbench
@@ -55,9 +56,8 @@ def count(
 ) -> dict[str, Any]:
     """How many events each partition of a range has, as events."""
     events = eventsql.read_range(spark.spark_session, claim, columns="partition int")
-    frame = (
-        events.groupBy("partition").count().selectExpr("cast(partition as string) key", "cast(count as string) value")
-    )
+    sums = events.groupBy("partition").count()
+    frame = sums.selectExpr("concat('k', partition) key", "cast(count as string) value")
     return publish_dataframe(context, frame, eventsql=eventsql, topic="counts", claim=claim)
 
 
@@ -83,7 +83,7 @@ def test_a_range_is_read_summed_up_and_published_exactly_once(
     assert result.success
 
     published = bench.platform.reader.read("counts")
-    assert sorted((event.key, event.value) for event in published) == [("0", b"30"), ("1", b"20")]
+    assert sorted((event.key, event.value) for event in published) == [("k0", b"30"), ("k1", b"20")]
     for event in published:
         assert dict(event.metadata) == {"dagster_run_id": result.run_id, "dagster_asset_key": "counts"}
     assert bench.offset(counts) == last
@@ -101,6 +101,42 @@ def test_a_range_is_read_summed_up_and_published_exactly_once(
 
     assert bench.run(counts, requested, spark=spark).success
     assert bench.platform.reader.count("counts") == 2
+
+
+def test_over_shards_the_range_of_one_is_read_and_what_it_sums_up_to_is_published_to_all_exactly_once(
+    shards: dict[str, Workbench], metadata: Metadata, spark: LazyPySparkResource
+) -> None:
+    platform = shards["shard-1"].eventsql.platform
+    platform.registry.register_topic(COUNTS)
+    counts.register(platform)
+    ends = {}
+    for number, (name, bench) in enumerate(shards.items(), start=1):
+        bench.publish("rides", number, partition=0)
+        ends[name] = bench.publish("rides", 10 * number, partition=1)[-1]
+    bench = shards["shard-1"]
+    requests = bench.tick(counts.sensors[0])
+    results = {each.tags["eventsql/shard"]: bench.run(counts, each, spark=spark) for each in requests}
+    assert all(result.success for result in results.values())
+    assert all(bench.run(counts, each, spark=spark).success for each in requests), "and publish nothing again"
+
+    platform.transfer.run_once()
+    published = {
+        (event.metadata["eventsql_shard"], event.key, event.value, name)
+        for name, each in shards.items()
+        for event in each.platform.reader.read("counts")
+    }
+    assert [shard_of_key(key, list(shards)) for key in ("k0", "k1")] == ["shard-2", "shard-1"]
+    assert published == {
+        ("shard-1", "k0", b"1", "shard-2"),
+        ("shard-1", "k1", b"10", "shard-1"),
+        ("shard-2", "k0", b"2", "shard-2"),
+        ("shard-2", "k1", b"20", "shard-1"),
+    }
+    assert {name: each.offset(counts) for name, each in shards.items()} == ends
+    assert metadata(results["shard-2"], counts.key)["shard"] == "shard-2"
+    told = metadata(results["shard-2"], topic_key("counts"))
+    assert told["published events"] == 2
+    assert {each["shard"] for each in told["published ranges"]} == {"shard-1", "shard-2"}
 
 
 def test_a_claim_that_was_lost_publishes_nothing(bench: Workbench, spark: LazyPySparkResource) -> None:

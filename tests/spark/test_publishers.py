@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import FORMAT
+from tests.shards.conftest import database_of
 
 PARTITIONS = 7
 KEYS = ["", "a", "ké", "键", "a" * 300, *(f"key-{number}" for number in range(60))]
@@ -106,3 +110,26 @@ def test_a_key_has_one_partition_whoever_publishes_it(
     found = {event.key: event.partition for event in platform.reader.read("orders")}
     # The rule of EventSQL, written down once more: it must never change.
     assert found == {key: int(hashlib.sha256(key.encode()).hexdigest(), 16) % PARTITIONS for key in KEYS}
+
+
+def test_a_key_has_one_shard_and_one_partition_there_whoever_publishes_it(
+    spark: SparkSession, server: EmbeddedPostgres
+) -> None:
+    with ExitStack() as stack:
+        dsns = [stack.enter_context(database_of(server)) for _ in range(3)]
+        platform = stack.enter_context(EventSQL(*dsns, transfer=False))
+        platform.registry.register_topic(Topic("orders", partitions=PARTITIONS))
+        options = {"dsn": " ".join(dsns), "topic": "orders", "writerId": "conformance"}
+        for _ in range(2):
+            rows(spark).write.format(FORMAT).options(**options).mode("append").save()
+        platform.publisher.publish_all(publications())
+        platform.transfer.run_once()
+        found: dict[str | None, list[tuple[str | None, int]]] = {}
+        for shard in platform.shards:
+            for event in shard.reader.read("orders"):
+                found.setdefault(event.key, []).append((shard.shard, event.partition))
+        names = ["shard-1", "shard-2", "shard-3"]
+    assert found == {
+        key: [(shard_of_key(key, names), int(hashlib.sha256(key.encode()).hexdigest(), 16) % PARTITIONS)] * 2
+        for key in KEYS
+    }

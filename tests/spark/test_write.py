@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -43,11 +43,14 @@ from eventsql_orchestration.log import encoding
 from eventsql_orchestration.log.blocks import new_mark, unpack
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.partitioner import default_partition, partition_of_key
+from eventsql_orchestration.log.staged import ORPHANED_AFTER_HOURS
 from eventsql_orchestration.spark import FORMAT, eventsql_error, range_options
+from eventsql_orchestration.spark.encoder import BLOCK_BYTES, Encoder
+from eventsql_orchestration.spark.ledger import Ledger, Portion
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.publication import ORPHANED_AFTER_HOURS, Publications
+from eventsql_orchestration.spark.publication import Publications
 from eventsql_orchestration.spark.source import EventSQLDataSource
-from eventsql_orchestration.spark.staging import BLOCK_BYTES, Attempt, Encoder, stage
+from eventsql_orchestration.spark.staging import Attempt, Place, Share, stage
 
 Read = Callable[..., DataFrame]
 Write = Callable[..., None]
@@ -152,8 +155,8 @@ def test_keys_choose_the_partition_that_the_publisher_chooses(
 
 
 def test_events_without_a_key_are_spread(platform: EventSQL, source: Source) -> None:
-    attempt = stage(source, Encoder({"orders": 4}, "orders", {}), [pa.record_batch({"value": [b""] * 400})])
-    assert attempt.events == {"orders": 400}
+    attempt = stage([Place(source, Encoder({"orders": 4}, "orders", {}))], [pa.record_batch({"value": [b""] * 400})])
+    assert attempt.shares == (Share(None, {"orders": 400}, {"orders": 4}),)
     with Publications(source) as publications:
         publications.publish("writer", 0, [attempt])
     platform.transfer.run_once()
@@ -229,7 +232,7 @@ def test_writers_without_a_name_are_different_ones(spark: SparkSession, platform
 
 
 def test_of_publications_at_the_same_time_one_takes_place(platform: EventSQL, source: Source) -> None:
-    attempts = [stage(source, Encoder({"orders": 4}, "orders", {}), [events(5)]) for _ in range(8)]
+    attempts = [stage([Place(source, Encoder({"orders": 4}, "orders", {}))], [events(5)]) for _ in range(8)]
 
     def publish(attempt: Attempt) -> bool:
         with Publications(source) as publications:
@@ -277,7 +280,7 @@ def events(count: int, *, topic: str | None = None) -> pa.RecordBatch:
 
 def test_attempts_that_no_publication_names_are_swept_after_a_day(platform: EventSQL, source: Source) -> None:
     encoder = Encoder({"orders": 4}, "orders", {})
-    old, fresh, published = (stage(source, encoder, [events(3)]) for _ in range(3))
+    old, fresh, published = (stage([Place(source, encoder)], [events(3)]) for _ in range(3))
     with platform.database.connection() as connection:
         connection.execute(
             "UPDATE eventsql.spark_staged_event SET eql_created_at = eql_created_at - %s WHERE eql_attempt = %s",
@@ -292,7 +295,7 @@ def test_attempts_that_no_publication_names_are_swept_after_a_day(platform: Even
 
 def test_a_publication_that_lacks_staged_events_fails_whole(platform: EventSQL, source: Source) -> None:
     encoder = Encoder({"orders": 4}, "orders", {})
-    whole, lost = stage(source, encoder, [events(3)]), Attempt(uuid.uuid4(), {"orders": 2})
+    whole, lost = stage([Place(source, encoder)], [events(3)]), Attempt(uuid.uuid4(), (Share(None, {"orders": 2}),))
     with Publications(source) as publications:
         with pytest.raises(DatabaseError, match="staged 2 events, and they are not all there"):
             publications.publish("writer", 0, [whole, lost])
@@ -303,7 +306,7 @@ def test_a_publication_that_lacks_staged_events_fails_whole(platform: EventSQL, 
 
 
 def test_a_topic_that_is_deleted_meanwhile_stops_the_publication(platform: EventSQL, source: Source) -> None:
-    attempt = stage(source, Encoder({"orders": 4, "fares": 3}, None, {}), [events(2, topic="fares")])
+    attempt = stage([Place(source, Encoder({"orders": 4, "fares": 3}, None, {}))], [events(2, topic="fares")])
     platform.registry.unregister_topic("fares", force=True)
     with Publications(source) as publications, pytest.raises(TopicNotFoundError, match="'fares' was deleted"):
         publications.publish("writer", 0, [attempt])
@@ -311,7 +314,7 @@ def test_a_topic_that_is_deleted_meanwhile_stops_the_publication(platform: Event
 
 
 def test_a_topic_that_is_redefined_meanwhile_stops_the_publication(platform: EventSQL, source: Source) -> None:
-    attempt = stage(source, Encoder({"fares": 3}, "fares", {}), [events(200)])
+    attempt = stage([Place(source, Encoder({"fares": 3}, "fares", {}))], [events(200)])
     platform.registry.register_topic(Topic("fares", partitions=7))
     with Publications(source) as publications:
         with pytest.raises(RedefinitionError, match="'fares' was redefined"):
@@ -321,13 +324,15 @@ def test_a_topic_that_is_redefined_meanwhile_stops_the_publication(platform: Eve
     assert values_in(platform, "fares") == []
 
 
-def test_a_publication_under_way_keeps_its_topics_as_they_are(platform: EventSQL, source: Source) -> None:
-    attempt = stage(source, Encoder({"fares": 3}, "fares", {}), [events(200)])
+def test_a_publication_under_way_keeps_its_topics_as_they_are(
+    platform: EventSQL, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = stage([Place(source, Encoder({"fares": 3}, "fares", {}))], [events(200)])
     with Publications(source) as publications:
-        check, redefined = publications._check_topics, threading.Event()
+        check, redefined = Ledger.check_topics, threading.Event()
 
-        def redefine_after_the_check(connection: Connection, attempts: Sequence[Attempt]) -> None:
-            check(connection, attempts)
+        def redefine_after_the_check(ledger: Ledger, connection: Connection, portion: Portion) -> None:
+            check(ledger, connection, portion)
             other.start()
             with platform.database.connection() as watching:
                 await_a_waiting_lock(watching)
@@ -339,7 +344,7 @@ def test_a_publication_under_way_keeps_its_topics_as_they_are(platform: EventSQL
                 redefined.set()
 
         other = threading.Thread(target=redefine)
-        publications._check_topics = redefine_after_the_check  # type: ignore[method-assign]
+        monkeypatch.setattr(Ledger, "check_topics", redefine_after_the_check)
         assert publications.publish("writer", 0, [attempt])
         other.join()
     platform.transfer.run_once()
@@ -434,9 +439,10 @@ def test_a_batch_that_was_published_without_the_claim_is_not_taken_for_its(
 ) -> None:
     encoder = Encoder({"fares": 3}, "fares", {})
     with Publications(source) as publications:
-        publications.publish("nightly", 0, [stage(source, encoder, [events(3)])])
+        publications.publish("nightly", 0, [stage([Place(source, encoder)], [events(3)])])
         with pytest.raises(ClaimLostError, match="give writerId a new value"):
-            publications.publish("nightly", 0, [stage(source, encoder, [events(3)])], publications.hold(claim.id))
+            again = stage([Place(source, encoder)], [events(3)])
+            publications.publish("nightly", 0, [again], publications.hold(claim.id))
     assert offset_of(platform) == 0
     assert len(values_in(platform, "fares")) == 3
 
@@ -532,7 +538,7 @@ def test_a_bad_row_names_its_column_and_leaves_nothing(
         columns = {"headers": pa.array([list(entries.items()) for entries in headers], text_map)}
     bad = {"value": pa.array([b"1", b"2"]), "topic": pa.array(["orders", "orders"]), **columns}
     with pytest.raises(error, match=message):
-        stage(source, Encoder({"orders": 4}, None, {}), [events(5, topic="orders"), pa.record_batch(bad)])
+        stage([Place(source, Encoder({"orders": 4}, None, {}))], [events(5, topic="orders"), pa.record_batch(bad)])
     assert staged_in(platform) == 0
 
 

@@ -30,7 +30,13 @@ SELECT eql_value, events,
        CASE WHEN %(zoned)s THEN statement_timestamp() ELSE statement_timestamp()::timestamp AT TIME ZONE 'UTC' END
 FROM block CROSS JOIN reference;
 
--- drop_of_topic -- The published blocks of a topic whose buffer is about to be emptied.
+-- drop_of_topic -- The blocks of a topic whose buffer is about to be emptied: those that are published, and those that are
+-- decided to be, as a part of a publication over several shards.
 DELETE FROM {schema}.spark_staged_event block
-USING {schema}.event_buffer buffered
-WHERE buffered.eql_topic = %(topic)s AND buffered.eql_id = block.eql_buffer_id;
+WHERE eql_topic = %(topic)s AND (
+    eql_buffer_id IS NOT NULL
+    OR EXISTS (
+        SELECT FROM {schema}.spark_part part
+        WHERE part.eql_published_at IS NULL AND block.eql_attempt = ANY (part.eql_attempts)
+    )
+);

@@ -19,8 +19,13 @@ ORDER BY eql_attempt, eql_position;
 -- staged_content -- The blocks of attempts.
 SELECT eql_attempt, eql_position, eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s);
 
--- delete_attempts -- The blocks of attempts that are not published, and will not be.
-DELETE FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL;
+-- delete_attempts -- The blocks of attempts that are not published, and will not be, as a part of a publication may.
+DELETE FROM {schema}.spark_staged_event block
+WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
+  AND NOT EXISTS (
+      SELECT FROM {schema}.spark_part part
+      WHERE part.eql_published_at IS NULL AND block.eql_attempt = ANY (part.eql_attempts)
+  );
 
 -- delete_orphans -- The staged blocks of attempts that nobody published or gave up.
 -- Reads the table without its values, one row for some megabytes of events.
@@ -29,13 +34,16 @@ DELETE FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s) A
 DELETE FROM {schema}.spark_staged_event
 WHERE (eql_attempt, eql_position) IN (
     SELECT eql_attempt, eql_position
-    FROM {schema}.spark_staged_event
+    FROM {schema}.spark_staged_event orphan
     WHERE eql_buffer_id IS NULL AND eql_attempt IN (
         SELECT eql_attempt
         FROM {schema}.spark_staged_event
         WHERE eql_buffer_id IS NULL
         GROUP BY eql_attempt
         HAVING max(eql_created_at) < now() - make_interval(hours => %(hours)s)
+    ) AND NOT EXISTS (
+        SELECT FROM {schema}.spark_part part
+        WHERE part.eql_published_at IS NULL AND orphan.eql_attempt = ANY (part.eql_attempts)
     )
     FOR UPDATE SKIP LOCKED
 );

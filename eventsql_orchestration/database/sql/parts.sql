@@ -1,0 +1,50 @@
+-- intend -- Announce a publication over several shards, on the one that will decide it. Before any part of it is prepared.
+INSERT INTO {schema}.spark_decision (eql_id, eql_writer, eql_batch, eql_shards)
+VALUES (%(id)s, %(writer)s, %(batch)s, %(shards)s);
+
+-- prepare -- Note the part of a publication that lies here. From the commit on, its blocks are on disk, and kept.
+INSERT INTO {schema}.spark_part (eql_id, eql_shard, eql_writer, eql_batch, eql_attempts, eql_events)
+VALUES (%(id)s, %(decider)s, %(writer)s, %(batch)s, %(attempts)s, %(events)s);
+
+-- decide -- Make an announced publication take place; no row where somebody has given it up.
+UPDATE {schema}.spark_decision SET eql_decided = true WHERE eql_id = %(id)s AND NOT eql_decided;
+
+-- is_decided -- Whether a publication is to take place; no row where it is finished, or was given up.
+SELECT eql_decided FROM {schema}.spark_decision WHERE eql_id = %(id)s;
+
+-- give_up -- See to it that a publication never takes place; no row where it does.
+DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND NOT eql_decided;
+
+-- finish -- Forget a decision whose parts are all published.
+DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND eql_decided;
+
+-- publish_part -- Take a part, for this transaction, which publishes its attempts; no row where that is done, or it was
+-- given up. Its time is that of its events.
+UPDATE {schema}.spark_part SET eql_published_at = now()
+WHERE eql_id = %(id)s AND eql_published_at IS NULL
+RETURNING eql_attempts;
+
+-- give_part_up -- Forget a part of a publication that does not take place.
+DELETE FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NULL;
+
+-- decisions -- The publications that were announced here and are not finished, oldest first, with their age in seconds.
+SELECT eql_id, eql_writer, eql_batch, eql_shards, eql_decided, extract(epoch FROM now() - eql_created_at)::float8
+FROM {schema}.spark_decision
+ORDER BY eql_created_at, eql_id;
+
+-- open_parts -- The parts here that are not published, oldest first, with the shards that decide about them.
+SELECT eql_id, eql_shard, eql_writer, eql_batch
+FROM {schema}.spark_part
+WHERE eql_published_at IS NULL
+ORDER BY eql_created_at, eql_id;
+
+-- has_open_parts -- Whether there are any.
+SELECT EXISTS (SELECT FROM {schema}.spark_part WHERE eql_published_at IS NULL);
+
+-- forget_parts -- Delete what is known of parts that were published so long ago.
+DELETE FROM {schema}.spark_part WHERE eql_published_at < now() - make_interval(secs => %(seconds)s);
+
+-- part -- How many events of a writer's batch were published here as a part of it, and when.
+SELECT eql_events, eql_published_at
+FROM {schema}.spark_part
+WHERE eql_shard = %(decider)s AND eql_writer = %(writer)s AND eql_batch = %(batch)s AND eql_published_at IS NOT NULL;

@@ -1,0 +1,129 @@
+"""Finishing what was published over several shards: each part of a publication that is decided, and no other.
+
+A publication is announced on the shard that decides it before any part of it is prepared, and its announcement stays
+until all parts are published. So what a part becomes can be read there: decided, it is published; announced, it may
+still be; gone, it was given up, or this part is published. Whoever gives a publication up deletes its announcement,
+unless it is decided: then nobody can decide it any more.
+
+A part that is decided is published before anything changes by which its events were placed: neither a shard is added
+nor a topic repartitioned while parts are open (`log/parts.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import psycopg
+
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.log.parts import Announcement, Part, Parts
+from eventsql_orchestration.platform import EventSQL
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_SECONDS: Final = 600.0
+"""After so long, a publication that was announced and not decided is given up: the two are seconds apart."""
+
+_PATIENCE: Final = 0.1
+"""Seconds to wait for whoever publishes or decides a part just now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A publication over several shards that is not finished, and why.
+
+    `decided` says whether it takes place, which is not known (None) while the shard that decides cannot be asked.
+    """
+
+    id: uuid.UUID
+    writer: str
+    batch: int
+    decided: bool | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} of writer {self.writer!r} is not finished: {self.reason}"
+
+
+class Decisions:
+    """Finishes publications over several shards, for whoever comes."""
+
+    def __init__(self, shards: Callable[[], Mapping[str, EventSQL]]) -> None:
+        """`shards` gives those that can be reached, by name."""
+        self._shards = shards
+
+    def finish(self, *, patience: float = _PATIENCE, abandoned_after: float = ABANDONED_SECONDS) -> list[Unfinished]:
+        """Publish every part that is decided; give up what was announced `abandoned_after` seconds ago and is not.
+
+        Gives what could not be finished: because a shard is missing, or because somebody else is at it, for whom it
+        waits `patience` seconds. Raises nothing for a shard that fails.
+        """
+        shards = {name: Parts(platform.database) for name, platform in self._shards().items()}
+        left: dict[uuid.UUID, Unfinished] = {}
+        for name, parts in shards.items():
+            try:
+                announced = parts.announced()
+            except (EventSQLError, psycopg.Error) as error:
+                logger.info("shard %s is not asked for publications to finish: %s", name, error)
+                continue
+            for each in announced:
+                reason = self._settle(each, name, shards, patience, abandoned_after)
+                if reason is not None:
+                    left[each.id] = Unfinished(each.id, each.writer, each.batch, each.decided, reason)
+        for name, parts in shards.items():
+            try:
+                for part in parts.open():
+                    if part.id not in left and (reason := _look(part, parts, shards, patience)) is not None:
+                        left[part.id] = Unfinished(part.id, part.writer, part.batch, None, reason)
+            except (EventSQLError, psycopg.Error) as error:
+                logger.info("shard %s is not asked for parts of publications: %s", name, error)
+        return list(left.values())
+
+    def _settle(
+        self, publication: Announcement, decider: str, shards: Mapping[str, Parts], patience: float, age: float
+    ) -> str | None:
+        """Finish a publication or give it up; gives why it is neither."""
+        try:
+            if not publication.decided:
+                if publication.age < age or not shards[decider].give_up(publication.id, patience=patience):
+                    return "it is being published"
+                logger.info("batch %d of writer %r was given up", publication.batch, publication.writer)
+                return None
+            # On each that takes it, whatever becomes of the others.
+            reasons = [_publish(publication.id, name, shards.get(name), patience) for name in publication.shards]
+            if any(reasons):
+                return "; ".join(filter(None, reasons))
+            shards[decider].finish(publication.id)
+        except (EventSQLError, psycopg.Error) as error:
+            return str(error)
+        return None
+
+
+def _publish(publication: uuid.UUID, name: str, parts: Parts | None, patience: float) -> str | None:
+    """Publish the part of a shard; gives why it is not."""
+    if parts is None:
+        return f"shard {name!r} cannot be reached"
+    try:
+        parts.publish_decided(publication, patience=patience)
+    except (EventSQLError, psycopg.Error) as error:
+        return f"shard {name!r}: {error}"
+    return None
+
+
+def _look(part: Part, parts: Parts, shards: Mapping[str, Parts], patience: float) -> str | None:
+    """Forget a part whose publication was given up; gives why another is left."""
+    decider = shards.get(part.decider)
+    if decider is None:
+        return f"shard {part.decider!r}, which knows whether it takes place, cannot be reached"
+    try:
+        if decider.is_decided(part.id) is not None:
+            return "it is being published"
+        # Nothing, where it is published: its announcement went after that.
+        parts.give_part_up(part.id, patience=patience)
+    except (EventSQLError, psycopg.Error) as error:
+        return str(error)
+    return None

@@ -1,0 +1,184 @@
+"""What a publication does in one database, within a transaction there: its record, its events, its claim."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConfigurationError,
+    RedefinitionError,
+    TopicNotFoundError,
+)
+from eventsql_orchestration.log.parts import Parts
+from eventsql_orchestration.log.staged import ORPHANED_AFTER_HOURS, StagedBlock, StagedBlocks, swept
+from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.spark.staging import Attempt, Share
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimHold:
+    """A claim as it was when a write was planned: what a later owner makes of it is not ours to commit.
+
+    `shard` is the one that it is of, where there are several.
+    """
+
+    id: int
+    epoch: int
+    shard: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch that a writer publishes: the attempts that staged it, in its order, and the claim that it commits.
+
+    `replayed` says that the batch must be the one that was published before, where one was.
+    """
+
+    writer: str
+    number: int
+    attempts: tuple[Attempt, ...]
+    claim: ClaimHold | None = None
+    replayed: bool = False
+
+    @property
+    def events(self) -> int:
+        return sum(attempt.events for attempt in self.attempts)
+
+    def portions(self) -> dict[str | None, Portion]:
+        """What there is of it on each shard that has some."""
+        portions: dict[str | None, list[tuple[uuid.UUID, Share]]] = {}
+        for attempt in self.attempts:
+            for share in attempt.shares:
+                portions.setdefault(share.shard, []).append((attempt.id, share))
+        return {shard: Portion(tuple(shares)) for shard, shares in portions.items()}
+
+    def __str__(self) -> str:
+        return f"batch {self.number} of writer {self.writer!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What the attempts of a batch have staged on one shard."""
+
+    shares: tuple[tuple[uuid.UUID, Share], ...] = ()
+
+    @property
+    def attempts(self) -> list[uuid.UUID]:
+        return [attempt for attempt, _ in self.shares]
+
+    @property
+    def events(self) -> int:
+        return sum(sum(share.events.values()) for _, share in self.shares)
+
+
+class Ledger:
+    """Publishes in one database."""
+
+    def __init__(self, platform: EventSQL) -> None:
+        self.platform = platform
+        self.parts = Parts(platform.database)
+        self._blocks = StagedBlocks(platform.database.schema)
+        self._queries = Queries("spark", platform.database.schema)
+        self._log = Queries("log", platform.database.schema)
+
+    # The record
+
+    def record(self, connection: Connection, batch: Batch) -> bool:
+        """Become the one publication of the writer's batch; False where there was one.
+
+        Waits for another transaction that publishes the same, and then knows what became of it.
+        """
+        values = {"writer": batch.writer, "batch": batch.number, "events": batch.events}
+        return connection.execute(self._queries("record_publication"), values).rowcount == 1
+
+    def recorded(self, batch: Batch) -> bool:
+        """Whether the batch was published."""
+        with self.platform.database.connection() as connection:
+            return self._events(connection, batch) is not None
+
+    def _events(self, connection: Connection, batch: Batch) -> int | None:
+        values = {"writer": batch.writer, "batch": batch.number}
+        row = connection.execute(self._queries("published"), values).fetchone()
+        return None if row is None else int(row[0])
+
+    def check_repeated(self, connection: Connection, batch: Batch) -> None:
+        """Make sure that a batch that was published is the one that is to be published now, as far as it must be."""
+        if batch.replayed and (events := self._events(connection, batch)) != batch.events:
+            raise ConfigurationError(
+                f"{batch} was published before with {events} events, and has {batch.events} now: this checkpoint is "
+                "not the one that it was published with; give writerId a new value, and begin where the deleted "
+                "checkpoint ended"
+            )
+        if batch.claim is not None:
+            claim, state = self.platform.claims.get(batch.claim.id)
+            if state != "committed":
+                raise ClaimLostError(f"{batch} was published before, but not with {claim}: give writerId a new value")
+
+    # The events
+
+    def find(self, connection: Connection, portion: Portion) -> list[StagedBlock]:
+        """The blocks of a portion, in its order. Raises `DatabaseError` unless they are all there."""
+        found = self._blocks.find(connection, portion.attempts)
+        blocks: dict[uuid.UUID, list[StagedBlock]] = {}
+        for block in found:
+            blocks.setdefault(block.attempt, []).append(block)
+        for attempt, share in portion.shares:
+            events: Counter[str] = Counter()
+            for block in blocks.get(attempt, ()):
+                if block.position != events.total():
+                    raise swept(attempt, sum(share.events.values()))
+                events[block.topic] += block.events
+            if events != Counter(share.events):
+                raise swept(attempt, sum(share.events.values()))
+        return found
+
+    def publish(self, connection: Connection, portion: Portion) -> None:
+        """Publish the events of a portion. Raises as `find`, and as `check_topics`."""
+        self._blocks.publish(connection, portion.attempts, self.find(connection, portion))
+        self.check_topics(connection, portion)
+
+    def check_topics(self, connection: Connection, portion: Portion) -> None:
+        """Raises unless the topics, and the shards, are those that the events were staged for.
+
+        They stay so until the end of the transaction, which has published to the buffer: who changes them locks it.
+        """
+        known = {
+            (topic, count, share.layouts.get(topic))
+            for _, share in portion.shares
+            for topic, count in share.partitions.items()
+        }
+        topics, counts, layouts = ([each[field] for each in known] for field in range(3))
+        values = {"topics": topics, "partitions": counts, "layouts": layouts}
+        redefined = {name for (name,) in connection.execute(self._log("redefined_topics"), values)}
+        if not redefined:
+            return
+        there = {name for (name,) in connection.execute(self._queries("known_topics"), {"topics": sorted(redefined)})}
+        for topic in sorted(redefined - there):
+            raise TopicNotFoundError(f"topic {topic!r} was deleted while events for it were written")
+        cause = "" if portion.shares[0][1].shard is None else ", or a shard was added,"
+        raise RedefinitionError(
+            f"topic {min(redefined)!r} was redefined{cause} while events for it were written: nothing was published, "
+            "write again"
+        )
+
+    def commit(self, connection: Connection, hold: ClaimHold) -> None:
+        """Commit the range of a claim. Raises `ClaimLostError`."""
+        claim, _ = self.platform.claims.get(hold.id)
+        # The offset must be where the claim begins: a consumer that knows nothing of leases may have moved it.
+        self.platform.claims.commit(connection, replace(claim, epoch=hold.epoch))
+
+    # What is left
+
+    def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
+        """Delete what attempts staged, unless it is published or will be."""
+        self._blocks.delete(connection, attempts)
+
+    def sweep(self) -> None:
+        """Delete what attempts staged that nobody published or gave up."""
+        with self.platform.database.connection() as connection:
+            connection.execute(self._queries("delete_orphans"), {"hours": ORPHANED_AFTER_HOURS})

@@ -1,0 +1,106 @@
+"""Where a write stages its events: one database, or each shard that takes events, as they are when it is planned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from eventsql_orchestration.errors import ShardPendingError, ShardSetError, TopicNotFoundError
+from eventsql_orchestration.model import Topic
+from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.sharding import pending
+from eventsql_orchestration.spark.encoder import Encoder
+from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.staging import Place
+
+PENDING_SECONDS: Final = 10.0
+"""How long a write waits, when it is planned, for a shard that is being added."""
+
+_POLL: Final = 0.25
+
+
+def places(
+    source: Source, platforms: Mapping[str | None, EventSQL], topic: str | None, headers: Mapping[str, str]
+) -> tuple[Place, ...]:
+    """The places for events of one topic, or of any; `platforms` are those of the shards by name, of one database None.
+
+    Raises `TopicNotFoundError`; `ShardSetError` where shards are missing, and `ShardPendingError` where one that is
+    being added takes no events for too long.
+    """
+    topics, names = _await_shards(platforms, topic)
+    return tuple(
+        Place(
+            source if name is None else _source_of(platforms[name], source.schema),
+            Encoder({each.name: each.partitions for each in topics[name]}, topic, headers),
+            {each.name: each.layout for each in topics[name]},
+            name,
+        )
+        for name in names
+    )
+
+
+def _await_shards(
+    platforms: Mapping[str | None, EventSQL], wanted: str | None
+) -> tuple[dict[str | None, list[Topic]], list[str | None]]:
+    """The topics on each shard, and those that take events, once none is being added any more."""
+    deadline = time.monotonic() + PENDING_SECONDS
+    while True:
+        topics = {name: _topics(platform, wanted) for name, platform in platforms.items()}
+        try:
+            return topics, _taking(topics, wanted)
+        except ShardPendingError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL)
+
+
+def _source_of(shard: EventSQL, schema: str) -> Source:
+    return Source(shard.database.dsn, schema, str(shard.database))
+
+
+def _topics(platform: EventSQL, name: str | None) -> list[Topic]:
+    """All topics, or the one of a name where it is there."""
+    if name is None:
+        return platform.registry.topics()
+    with suppress(TopicNotFoundError):
+        return [platform.registry.topic(name)]
+    return []
+
+
+def _taking(topics: Mapping[str | None, Sequence[Topic]], wanted: str | None) -> list[str | None]:
+    """The shards that take events, by what each says with its topics; None for one database.
+
+    Raises `TopicNotFoundError`, `ShardSetError`, `ShardPendingError`.
+    """
+    missing = TopicNotFoundError(
+        f"option topic: topic {wanted!r} does not exist: create it with `eventsql topic create {wanted}`"
+    )
+    if None in topics:
+        (alone,) = topics.values()
+        if wanted is not None and not alone:
+            raise missing
+        shards = alone[0].shards if alone else None
+        if shards is not None and len(shards.names) > 1:
+            raise ShardSetError(
+                f"option dsn: the database is shard {shards.own!r} of {len(shards.names)}, and a key may belong to "
+                "another one: give the URLs of all shards, with spaces between them"
+            )
+        return [None]
+    sets = {name: of[0].shards for name, of in topics.items() if of}
+    active = {name: shards for name, shards in sets.items() if shards is not None and shards.active}
+    if not active:
+        raise missing
+    newest = max(active.values(), key=lambda shards: shards.generation)
+    for name in newest.names:
+        if name not in topics:
+            raise ShardSetError(f"option dsn: no URL leads to shard {name!r}, which joined the others")
+        if name not in sets:
+            raise missing
+    for name in newest.names:
+        if name not in active:
+            raise pending(name)
+        if active[name].generation != newest.generation:
+            raise pending(", ".join(set(newest.names) - set(active[name].names)))
+    return [name for name in topics if name in newest.names]

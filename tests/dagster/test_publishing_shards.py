@@ -1,0 +1,111 @@
+"""What an asset returns is published over shards once, and its materialization says where it lies on each."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.dagster import EventSQLResource, publish_events
+from eventsql_orchestration.dagster.lineage import Origin
+from eventsql_orchestration.dagster.publications import delete_publications
+from eventsql_orchestration.dagster.published import add_up
+from eventsql_orchestration.dagster.publishing import publish
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.sharding import shard_of_key
+from tests.shards.conftest import database_of
+
+NAMES = ["shard-1", "shard-2"]
+ROWS = [{"key": f"key {number}", "value": b"%d" % number} for number in range(40)]
+
+
+@pytest.fixture
+def eventsql(server: EmbeddedPostgres) -> Iterator[EventSQLResource]:
+    """Two shards with a topic of 3 partitions."""
+    with ExitStack() as stack:
+        dsns = [stack.enter_context(database_of(server)) for _ in NAMES]
+        resource = EventSQLResource(dsn="\n".join(dsns))
+        stack.callback(resource.platform.close)
+        resource.platform.registry.register_topic(Topic("fares", 3))
+        yield resource
+
+
+def events(platform: EventSQL) -> dict[str, list[int]]:
+    """The offsets of the events on each shard, where their keys belong."""
+    platform.transfer.run_once()
+    found = {}
+    for shard in platform.shards:
+        read = shard.reader.read("fares")
+        assert {shard_of_key(str(event.key), NAMES) for event in read} == ({shard.shard} if read else set())
+        found[str(shard.shard)] = [event.id for event in read]
+    return found
+
+
+def test_an_asset_publishes_once_in_a_run_and_says_where_on_each_shard(
+    instance: dg.DagsterInstance, eventsql: EventSQLResource
+) -> None:
+    said: list[dict[str, Any]] = []
+
+    @dg.asset
+    def fares(context: dg.AssetExecutionContext) -> None:
+        said.extend(publish_events(context, ROWS, eventsql=eventsql, topic="fares") for _ in range(2))
+
+    assert dg.materialize([fares], instance=instance).success
+    found = events(eventsql.platform)
+    assert sum(map(len, found.values())) == len(ROWS)
+    ranges = [{"shard": name, "first": min(offsets), "last": max(offsets)} for name, offsets in found.items()]
+    assert said[0] == said[1]
+    assert said[0]["published events"] == len(ROWS)
+    assert sorted(said[0]["published ranges"].value, key=lambda each: str(each["shard"])) == ranges
+    assert "published first offset" not in said[0]
+    assert said[0]["trace published"].startswith("eventsql --shard shard-")
+    both = add_up([said[0], {**said[0]}], "fares")
+    assert (both["published events"], both["published ranges"].value) == (2 * len(ROWS), ranges)
+
+
+def claim_on(eventsql: EventSQLResource, name: str) -> Claim:
+    """A claim on a shard, as a run hands it to an asset."""
+    eventsql.platform.registry.register_topic(Topic("rides")).register_consumer(Consumer("rides", "fares"))
+    shard = eventsql.shard(name)
+    with shard.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES ('rides', -1, 'v', '{}')"
+        )
+    shard.transfer.run_once()
+    claim = shard.claims.claim("rides", "fares", owner="test")
+    assert isinstance(claim, Claim)
+    return replace(claim, shard=name)
+
+
+def test_a_claim_of_one_shard_is_committed_with_events_on_all(eventsql: EventSQLResource) -> None:
+    claims = [claim_on(eventsql, name) for name in NAMES]
+    assert claims[0].id == claims[1].id, "both shards have numbered their claims alike"
+    for number, claim in enumerate(claims, start=1):
+        for repeated in (False, True):
+            published = publish(Origin("run", "run", "fares"), ROWS, eventsql=eventsql, topic="fares", claim=claim)
+            assert (published.events, published.repeated) == (len(ROWS), repeated)
+            assert {span.shard for span in published.spans} == set(NAMES)
+        assert eventsql.shard(claim.shard).claims.get(claim.id)[1] == "committed"
+        assert sum(map(len, events(eventsql.platform).values())) == number * len(ROWS)
+
+
+def test_a_claim_that_was_lost_publishes_nothing(eventsql: EventSQLResource) -> None:
+    claim = claim_on(eventsql, "shard-2")
+    eventsql.shard("shard-2").claims.release(claim)
+    with pytest.raises(ClaimLostError):
+        publish(Origin("run", "run", "fares"), ROWS, eventsql=eventsql, topic="fares", claim=claim)
+    assert events(eventsql.platform) == {"shard-1": [], "shard-2": []}
+
+
+def test_the_records_of_all_shards_are_deleted(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> None:
+    publish(Origin("gone", "gone", "fares"), ROWS, eventsql=eventsql, topic="fares")
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    assert delete_publications(eventsql.platform, instance, before=later) == 1
+    assert delete_publications(eventsql.platform, instance, before=later) == 0

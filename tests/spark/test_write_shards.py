@@ -1,0 +1,655 @@
+"""A write over shards: each key on its shard, and all of a batch once, whoever dies at which of its commits.
+
+A commit is stopped by a trigger of the test's that waits for a lock, in the transaction or at its end.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConfigurationError,
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    PublicationUnfinishedError,
+    RedefinitionError,
+    ShardPendingError,
+    ShardSetError,
+)
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.staged import LEAST_BY_BLOCKS
+from eventsql_orchestration.sharded import ShardedEventSQL, addition
+from eventsql_orchestration.sharded.addition import ShardAddition
+from eventsql_orchestration.sharded.decisions import Decisions
+from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.spark import places, publication
+from eventsql_orchestration.spark.publication import Publications
+from eventsql_orchestration.spark.staging import Attempt, Share, stage
+from tests.shards.conftest import Databases, database_of
+from tests.spark.processes import wait_until
+from tests.spark.spreading import publish, source_of, staged, start
+
+NAMES = ["shard-1", "shard-2", "shard-3"]
+
+FEW = 600
+"""Events that are copied into the buffers, and not published as blocks."""
+
+MANY = 3 * LEAST_BY_BLOCKS + 6_000
+"""Enough for blocks on every shard."""
+
+LOCK = 7
+
+
+@pytest.fixture
+def databases(server: EmbeddedPostgres) -> Iterator[Databases]:
+    with ExitStack() as stack:
+        yield lambda number: [stack.enter_context(database_of(server)) for _ in range(number)]
+
+
+@pytest.fixture
+def dsns(databases: Databases) -> list[str]:
+    """Three shards with a topic; the events of a write lie on all of them."""
+    return prepared(databases(3))
+
+
+def prepared(dsns: list[str]) -> list[str]:
+    with EventSQL(*dsns, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders", partitions=4))
+    # In the order of their names, which is another one than that of their URLs.
+    named = {}
+    for dsn in dsns:
+        with psycopg.connect(dsn) as connection:
+            row = connection.execute("SELECT eql_name FROM eventsql.shard").fetchone()
+        assert row is not None
+        named[row[0]] = dsn
+    return [named[name] for name in sorted(named)]
+
+
+@pytest.fixture
+def platform(dsns: list[str]) -> Iterator[ShardedEventSQL]:
+    with EventSQL(*dsns, transfer=False) as opened:
+        assert isinstance(opened, ShardedEventSQL)
+        yield opened
+
+
+class Stop:
+    """Lets whoever comes to a step in a database wait, until it is let go or its session is ended."""
+
+    def __init__(self, dsn: str, step: str, *, at_commit: bool = False) -> None:
+        self._dsn = dsn
+        self._connection = psycopg.connect(dsn, autocommit=True)
+        self._connection.execute("SELECT pg_advisory_lock(%s)", [LOCK])
+        self._connection.execute(
+            f"CREATE FUNCTION stop_here() RETURNS trigger LANGUAGE plpgsql AS "
+            f"'BEGIN PERFORM pg_advisory_xact_lock({LOCK}); RETURN NULL; END'"
+        )
+        self._connection.execute(
+            sql.SQL(
+                "CREATE CONSTRAINT TRIGGER stopping AFTER {} DEFERRABLE INITIALLY {} "
+                "FOR EACH ROW EXECUTE FUNCTION stop_here()"
+            ).format(sql.SQL(step), sql.SQL("DEFERRED" if at_commit else "IMMEDIATE"))
+        )
+
+    def reached(self) -> bool:
+        row = self._connection.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+        ).fetchone()
+        return row is not None and row[0] > 0
+
+    def await_reached(self) -> None:
+        wait_until(self.reached, "the write has come to the step")
+
+    def end_session(self) -> None:
+        """End the session that waits, so that its transaction is rolled back."""
+        self._connection.execute(
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND wait_event = 'advisory'"
+        )
+
+    def let_go(self) -> None:
+        self._connection.close()
+
+
+@contextmanager
+def stopping(dsn: str, step: str, *, at_commit: bool = False) -> Iterator[Stop]:
+    stop = Stop(dsn, step, at_commit=at_commit)
+    try:
+        yield stop
+    finally:
+        stop.let_go()
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("DROP FUNCTION stop_here CASCADE")
+
+
+def kill_at(dsns: list[str], events: int, shard: int, step: str, *, at_commit: bool = False) -> None:
+    """A write of events from 0 on, whose process is killed at a step on a shard."""
+    with stopping(dsns[shard], step, at_commit=at_commit) as stop:
+        process = start(dsns, 0, events)
+        stop.await_reached()
+        process.kill()
+        process.join()
+        stop.end_session()
+    for dsn in dsns:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            # What it had open elsewhere ends when the server takes note of it.
+            wait_until(lambda: no_transactions(connection), "the transactions of the process have ended")
+
+
+def no_transactions(connection: psycopg.Connection) -> bool:
+    row = connection.execute(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
+    ).fetchone()
+    return row == (0,)
+
+
+def events_of(platform: EventSQL) -> list[int]:
+    """The numbers of all events, each of which lies on the shard of its key."""
+    platform.transfer.run_once()
+    found = []
+    for shard in platform.shards:
+        events = shard.reader.read("orders")
+        assert {shard_of_key(str(event.key), names_of(platform)) for event in events} <= {str(shard.shard)}
+        found += [int(event.value) for event in events]
+    return sorted(found)
+
+
+def names_of(platform: EventSQL) -> list[str]:
+    return [str(shard.shard) for shard in platform.shards]
+
+
+def check_nothing_is_left(dsns: list[str]) -> None:
+    for dsn in dsns:
+        with psycopg.connect(dsn) as connection:
+            row = connection.execute(
+                "SELECT (SELECT count(*) FROM eventsql.spark_decision), "
+                "(SELECT count(*) FROM eventsql.spark_part WHERE eql_published_at IS NULL), "
+                "(SELECT count(*) FROM eventsql.event_buffer)"
+            ).fetchone()
+        assert row == (0, 0, 0)
+
+
+def count(dsn: str, table: str) -> int:
+    with psycopg.connect(dsn) as connection:
+        row = connection.execute(
+            sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier("eventsql", table))
+        ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+# What is published
+
+
+@pytest.mark.parametrize("events", [FEW, MANY], ids=["few", "many"])
+def test_a_batch_is_published_once_with_each_key_on_its_shard_and_in_order(
+    platform: ShardedEventSQL, dsns: list[str], events: int
+) -> None:
+    assert publish(dsns, 0, events)
+    assert not publish(list(reversed(dsns)), 0, events)
+    assert events_of(platform) == list(range(events))
+    for shard in platform.shards:
+        numbers: dict[str, list[int]] = {}
+        for event in shard.reader.read("orders"):
+            numbers.setdefault(str(event.key), []).append(int(event.value))
+            assert event.partition == platform.publisher.partition_of(event.as_publication())
+        assert numbers
+        assert all(found == sorted(found) for found in numbers.values())
+    check_nothing_is_left(dsns)
+    assert sum(count(dsn, "spark_staged_event") for dsn in dsns) == 0
+
+
+# A driver that dies
+
+UNDECIDED = {
+    "before it is announced": (0, "INSERT ON eventsql.spark_decision", False),
+    "while a part is prepared": (1, "INSERT ON eventsql.spark_part", True),
+    "when all parts are prepared": (1, "UPDATE ON eventsql.spark_part", False),
+    "with the deciding commit": (0, "INSERT ON eventsql.spark_publication", True),
+}
+DECIDED = {
+    "with the commit on the second": (1, "UPDATE ON eventsql.spark_part", True),
+    "with the commit on the third": (2, "UPDATE ON eventsql.spark_part", True),
+    "before it is finished": (0, "DELETE ON eventsql.spark_decision", False),
+}
+
+
+@pytest.mark.parametrize("step", UNDECIDED)
+def test_a_write_that_was_not_decided_is_not_published_and_the_next_one_is(
+    platform: ShardedEventSQL, dsns: list[str], step: str
+) -> None:
+    shard, statement, at_commit = UNDECIDED[step]
+    kill_at(dsns, FEW, shard, statement, at_commit=at_commit)
+    assert events_of(platform) == []
+    assert publish(dsns, FEW, FEW)
+    assert events_of(platform) == list(range(FEW, 2 * FEW))
+    # What nobody decided is given up by whoever comes, once it is old.
+    Decisions(lambda: {str(shard.shard): shard for shard in platform.shards}).finish(abandoned_after=0)
+    check_nothing_is_left(dsns)
+    assert events_of(platform) == list(range(FEW, 2 * FEW))
+
+
+@pytest.mark.parametrize(("step", "events"), [*((step, FEW) for step in DECIDED), (next(iter(DECIDED)), MANY)])
+def test_a_write_that_was_decided_is_finished_by_the_next_one_from_what_was_decided(
+    platform: ShardedEventSQL, dsns: list[str], step: str, events: int
+) -> None:
+    shard, statement, at_commit = DECIDED[step]
+    kill_at(dsns, events, shard, statement, at_commit=at_commit)
+    assert not publish(dsns, events, events // 2), "it has other events now, and was published before"
+    check_parts_are_published(dsns)
+    assert events_of(platform) == list(range(events))
+    check_nothing_is_left(dsns)
+
+
+def check_parts_are_published(dsns: list[str]) -> None:
+    for dsn in dsns[1:]:
+        with psycopg.connect(dsn) as connection:
+            row = connection.execute("SELECT count(*), count(eql_published_at) FROM eventsql.spark_part").fetchone()
+        assert row == (1, 1)
+
+
+@pytest.mark.parametrize("finisher", ["a transfer", "another write"])
+def test_a_write_that_was_decided_is_finished_by_others(
+    platform: ShardedEventSQL, dsns: list[str], finisher: str
+) -> None:
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
+    # A sweep takes nothing that is decided, however old it is.
+    with psycopg.connect(dsns[1]) as connection:
+        connection.execute("UPDATE eventsql.spark_staged_event SET eql_created_at = now() - interval '3 days'")
+    expected = list(range(FEW))
+    if finisher == "another write":
+        with Publications(source_of(dsns)) as publications:
+            assert publications.publish("hourly", 0, staged(publications, FEW, FEW))
+            publications.publish("hourly", 1, [])
+        expected += range(FEW, 2 * FEW)
+        check_nothing_is_open(dsns)
+    assert events_of(platform) == expected
+    check_nothing_is_left(dsns)
+
+
+def check_nothing_is_open(dsns: list[str]) -> None:
+    for dsn in dsns:
+        with psycopg.connect(dsn) as connection:
+            row = connection.execute(
+                "SELECT count(*) FROM eventsql.spark_part WHERE eql_published_at IS NULL"
+            ).fetchone()
+        assert row == (0,)
+
+
+def test_neither_a_sweep_nor_an_abort_takes_what_is_decided(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
+    with psycopg.connect(dsns[1]) as connection:
+        connection.execute("UPDATE eventsql.spark_staged_event SET eql_created_at = now() - interval '3 days'")
+        row = connection.execute("SELECT eql_attempts FROM eventsql.spark_part").fetchone()
+    assert row is not None
+    staged_events = count(dsns[1], "spark_staged_event")
+    with Publications(source_of(dsns)) as publications:
+        publications._ledgers["shard-2"].sweep()
+        # As Spark does where the commit fails, because a shard does not take its part.
+        publications.discard([Attempt(attempt, (Share("shard-2", {}),)) for attempt in row[0]])
+    assert count(dsns[1], "spark_staged_event") == staged_events > 0
+    assert events_of(platform) == list(range(FEW))
+
+
+# Connections that are lost
+
+
+@pytest.mark.parametrize(
+    ("shard", "statement"), [(0, "INSERT ON eventsql.spark_publication"), (1, "UPDATE ON eventsql.spark_part")]
+)
+def test_a_session_that_is_ended_at_a_commit_leaves_all_or_nothing(
+    platform: ShardedEventSQL, dsns: list[str], shard: int, statement: str
+) -> None:
+    outcomes: list[object] = []
+
+    def write() -> None:
+        try:
+            outcomes.append(publish(dsns, 0, FEW))
+        except DatabaseUnavailableError as error:
+            outcomes.append(error)
+
+    with stopping(dsns[shard], statement, at_commit=True) as stop:
+        writing = threading.Thread(target=write)
+        writing.start()
+        stop.await_reached()
+        stop.end_session()
+        stop.let_go()
+        writing.join()
+    (outcome,) = outcomes
+    if shard == 0:
+        assert isinstance(outcome, DatabaseUnavailableError)
+        assert events_of(platform) == []
+        assert sum(count(dsn, "spark_staged_event") for dsn in dsns) == 0
+        assert publish(dsns, 0, FEW)
+    else:
+        assert outcome is True, "the same write publishes what was decided"
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
+def test_a_write_whose_shard_does_not_take_its_part_says_that_it_is_published_and_not_finished(
+    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication, "FINISH_SECONDS", 0.0)
+    failures: list[Exception] = []
+
+    def write() -> None:
+        try:
+            publish(dsns, 0, FEW)
+        except PublicationUnfinishedError as error:
+            failures.append(error)
+
+    with stopping(dsns[1], "UPDATE ON eventsql.spark_part", at_commit=True) as stop:
+        writing = threading.Thread(target=write)
+        writing.start()
+        stop.await_reached()
+        stop.end_session()
+        writing.join()
+        with pytest.raises(PublicationUnfinishedError, match="is published, and some of its events are not where"):
+            publish(dsns, FEW, FEW)
+    assert len(failures) == 1
+    monkeypatch.undo()
+    assert not publish(dsns, FEW, FEW)
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
+def test_two_writes_of_one_batch_at_once_publish_one(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    outcomes: list[tuple[int, bool]] = []
+    with stopping(dsns[0], "INSERT ON eventsql.spark_publication", at_commit=True) as stop:
+
+        def write(first: int) -> None:
+            outcomes.append((first, publish(dsns, first, FEW)))
+
+        writers = [threading.Thread(target=write, args=(first,)) for first in (0, FEW)]
+        writers[0].start()
+        stop.await_reached()
+        writers[1].start()
+        with psycopg.connect(dsns[0], autocommit=True) as connection:
+            wait_until(lambda: waits_for_a_transaction(connection), "the second waits for the first")
+        stop.let_go()
+        for writer in writers:
+            writer.join()
+    assert sorted(outcomes) == [(0, True), (FEW, False)]
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+    assert sum(count(dsn, "spark_staged_event") for dsn in dsns) == 0
+
+
+def test_a_replayed_batch_with_other_events_is_refused(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    with Publications(source_of(dsns)) as publications:
+        assert publications.publish("stream", 3, staged(publications, 0, FEW), replayed=True)
+        assert not publications.publish("stream", 3, staged(publications, 0, FEW), replayed=True)
+        fewer = staged(publications, 0, FEW - 1)
+        with pytest.raises(ConfigurationError, match=f"published before with {FEW} events, and has {FEW - 1} now"):
+            publications.publish("stream", 3, fewer, replayed=True)
+        publications.discard(fewer)
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
+def waits_for_a_transaction(connection: psycopg.Connection) -> bool:
+    row = connection.execute(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'transactionid'"
+    ).fetchone()
+    return row == (1,)
+
+
+# A shard that cannot be reached
+
+
+def test_what_waits_for_a_shard_that_is_down_says_so_and_changes_nothing(
+    platform: ShardedEventSQL, dsns: list[str]
+) -> None:
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
+    shards = {str(shard.shard): shard for shard in platform.open().shards}
+    (left,) = Decisions(lambda: {name: shards[name] for name in ("shard-1", "shard-3")}).finish()
+    assert left.decided
+    assert str(left) == "batch 7 of writer 'nightly' is not finished: shard 'shard-2' cannot be reached"
+    (left,) = Decisions(lambda: {name: shards[name] for name in ("shard-2", "shard-3")}).finish(abandoned_after=0)
+    assert left.decided is None
+    assert "shard 'shard-1', which knows whether it takes place, cannot be reached" in str(left)
+    with pytest.raises(DatabaseBusyError, match="published over several shards are not in the buffer"):
+        shards["shard-2"].repartitioner.repartition("orders", 5, patience=0)
+    assert shards["shard-2"].registry.topic("orders").partitions == 4
+    assert events_of(platform) == list(range(FEW))
+    assert shards["shard-2"].repartitioner.repartition("orders", 5) is not None
+
+
+def test_what_is_decided_outlives_a_crash_of_the_shard_that_has_not_committed(server: EmbeddedPostgres) -> None:
+    # A server of its own, since a commit on another database of the same one puts the blocks on disk, too.
+    home = Path(tempfile.mkdtemp(prefix="eventsql-tests-"))
+    home.chmod(0o755)
+    embedded = EmbeddedPostgres(home / "postgres")
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, home, ignore_errors=True)
+        stack.callback(embedded.destroy)
+        crashing = embedded.create_database("crashing")
+        with psycopg.connect(crashing, autocommit=True) as connection:
+            # What no commit waits for is not on disk before.
+            connection.execute("ALTER SYSTEM SET wal_writer_delay TO '10s'")
+            connection.execute("SELECT pg_reload_conf()")
+        dsns = prepared([stack.enter_context(database_of(server)), crashing])
+        stop = Stop(crashing, "UPDATE ON eventsql.spark_part", at_commit=True)
+        process = start(dsns, 0, FEW)
+        stop.await_reached()
+        process.kill()
+        process.join()
+        embedded.stop(mode="immediate")
+        stop.let_go()
+        embedded.start()
+        with psycopg.connect(crashing, autocommit=True) as connection:
+            connection.execute("DROP FUNCTION stop_here CASCADE")
+        assert not publish(dsns, FEW, FEW)
+        assert values_of(dsns) == list(range(FEW))
+
+
+# A shard that is added
+
+
+def add(dsns: list[str], new: str, on_step: Callable[[str], None] = lambda _step: None) -> None:
+    with ExitStack() as stack:
+        platforms = [stack.enter_context(EventSQL(dsn, transfer=False)) for dsn in (*dsns, new)]
+        # Its name comes before those of all others, which changes nothing about who decides.
+        ShardAddition(platforms[:-1], platforms[-1], name="another", on_step=on_step).execute()
+
+
+def check_order_over_an_addition(dsns: list[str]) -> None:
+    """All events of keys that have moved lie before the fences of their old shards."""
+    with EventSQL(*dsns, transfer=False) as platform:
+        platform.transfer.run_once()
+        names = names_of(platform.open())
+        for shard in platform.shards:
+            with shard.database.connection() as connection:
+                row = connection.execute("SELECT max(eql_fence) FROM eventsql.shard_fence").fetchone()
+            for event in shard.reader.read("orders"):
+                if shard_of_key(str(event.key), names) != shard.shard:
+                    assert row is not None
+                    assert event.id <= row[0], "a key that moved has an event after the fence"
+
+
+def values_of(dsns: list[str]) -> list[int]:
+    with EventSQL(*dsns, transfer=False) as platform:
+        platform.transfer.run_once()
+        return sorted(int(event.value) for shard in platform.shards for event in shard.reader.read("orders"))
+
+
+def test_what_was_decided_comes_before_the_fence_of_an_addition(databases: Databases) -> None:
+    *made, new = databases(4)
+    dsns = prepared(made)
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
+    add(dsns, new)
+    everything = [*dsns, new]
+    check_order_over_an_addition(everything)
+    assert values_of(everything) == list(range(FEW))
+    assert not publish(everything, FEW, FEW), "a batch from before an addition is known after it"
+    with Publications(source_of(everything)) as publications:
+        assert publications.publish("hourly", 0, staged(publications, FEW, FEW))
+    check_order_over_an_addition(everything)
+    assert values_of(everything) == list(range(2 * FEW))
+    assert count(new, "spark_part") == 1
+
+
+def test_a_write_under_way_keeps_the_fence_back(databases: Databases) -> None:
+    *made, new = databases(4)
+    dsns = prepared(made)
+    outcomes: list[bool] = []
+    with stopping(dsns[0], "INSERT ON eventsql.spark_publication", at_commit=True) as stop:
+        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
+        writing.start()
+        stop.await_reached()
+        adding = threading.Thread(target=add, args=(dsns, new))
+        adding.start()
+        with psycopg.connect(dsns[0], autocommit=True) as connection:
+            wait_until(lambda: waits_for_the_buffer(connection), "the fence waits for the write")
+        stop.let_go()
+        writing.join()
+        adding.join()
+    assert outcomes == [True]
+    check_order_over_an_addition([*dsns, new])
+    assert values_of([*dsns, new]) == list(range(FEW))
+
+
+def waits_for_the_buffer(connection: psycopg.Connection) -> bool:
+    row = connection.execute(
+        "SELECT count(*) FROM pg_locks WHERE relation = 'eventsql.event_buffer'::regclass AND NOT granted"
+    ).fetchone()
+    return row is not None and row[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("shard", "statement"),
+    [(0, "INSERT ON eventsql.spark_decision"), (1, "UPDATE ON eventsql.spark_part")],
+    ids=["before a part", "with all parts"],
+)
+def test_a_write_that_an_addition_overtakes_is_refused(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch, shard: int, statement: str
+) -> None:
+    monkeypatch.setattr(addition, "ABANDONED_SECONDS", 0.0)
+    *made, new = databases(4)
+    dsns = prepared(made)
+    failures: list[Exception] = []
+
+    def write() -> None:
+        try:
+            publish(dsns, 0, FEW)
+        except RedefinitionError as error:
+            failures.append(error)
+
+    with stopping(dsns[shard], statement) as stop:
+        writing = threading.Thread(target=write)
+        writing.start()
+        stop.await_reached()
+        adding = threading.Thread(target=add, args=(dsns, new))
+        adding.start()
+        if shard == 0:
+            adding.join()
+        else:
+            wait_until(lambda: count(dsns[0], "spark_decision") == 0, "the addition has given the write up")
+        stop.let_go()
+        writing.join()
+        adding.join()
+    (failure,) = failures
+    assert "nothing was published, write again" in str(failure)
+    everything = [*dsns, new]
+    assert values_of(everything) == []
+    assert publish(everything, 0, FEW)
+    assert values_of(everything) == list(range(FEW))
+
+
+def test_a_write_is_not_planned_while_a_shard_is_being_added(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *made, new = databases(3)
+    dsns = prepared(made)
+
+    def die(step: str) -> None:
+        if "is fenced" in step:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        add(dsns, new, die)
+    monkeypatch.setattr(places, "PENDING_SECONDS", 0.0)
+    with Publications(source_of([*dsns, new])) as write, pytest.raises(ShardPendingError, match="'another' takes no"):
+        write.places("orders", {})
+    with Publications(source_of(dsns)) as write, pytest.raises(ShardSetError, match="no URL leads to another"):
+        write.places("orders", {})
+    add(dsns, new)
+    assert publish([*dsns, new], 0, FEW)
+    assert values_of([*dsns, new]) == list(range(FEW))
+
+
+# Claims
+
+
+def test_a_claim_is_committed_by_its_shard_with_the_events_of_all(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    platform.registry.register_topic(Topic("rides")).register_consumer(Consumer("rides", "copies"))
+    home = platform.shards[1]
+    with psycopg.connect(dsns[1]) as connection:
+        connection.execute("INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+                           "VALUES ('rides', -1, 'v', '{}')")  # fmt: skip
+    home.transfer.run_once()
+    claim = home.claims.claim("rides", "copies", owner="test")
+    assert isinstance(claim, Claim)
+    with Publications(source_of(dsns)) as publications:
+        with pytest.raises(ConfigurationError, match="option claimShard is missing"):
+            publications.hold(claim.id)
+        with pytest.raises(ShardSetError, match="no shard 'shard-9' among those that are up, shard-1, shard-2"):
+            publications.hold(claim.id, "shard-9")
+        hold = publications.hold(claim.id, "shard-2")
+    assert publish(dsns, 0, FEW, hold)
+    assert home.claims.get(claim.id)[1] == "committed"
+    assert (count(dsns[0], "spark_publication"), count(dsns[1], "spark_publication")) == (0, 1)
+    assert not publish(dsns, FEW, FEW, hold)
+    assert events_of(platform) == list(range(FEW))
+
+
+def test_a_claim_that_was_lost_publishes_nothing_on_any_shard(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    platform.registry.register_topic(Topic("rides")).register_consumer(Consumer("rides", "copies"))
+    home = platform.shards[1]
+    with psycopg.connect(dsns[1]) as connection:
+        connection.execute("INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+                           "VALUES ('rides', -1, 'v', '{}')")  # fmt: skip
+    home.transfer.run_once()
+    claim = home.claims.claim("rides", "copies", owner="test")
+    assert isinstance(claim, Claim)
+    with Publications(source_of(dsns)) as publications:
+        hold = publications.hold(claim.id, "shard-2")
+    home.claims.release(claim)
+    with pytest.raises(ClaimLostError):
+        publish(dsns, 0, FEW, hold)
+    assert events_of(platform) == []
+    check_nothing_is_left(dsns)
+    assert sum(count(dsn, "spark_staged_event") for dsn in dsns) == 0
+
+
+# Planning
+
+
+def test_a_shard_alone_and_a_set_without_a_shard_are_refused(dsns: list[str]) -> None:
+    with Publications(source_of(dsns[:1])) as alone, pytest.raises(ShardSetError, match="'shard-1' of 3"):
+        alone.places("orders", {})
+    with Publications(source_of(dsns[:2])) as two, pytest.raises(ShardSetError, match="no URL leads to shard-3"):
+        two.places("orders", {})
+
+
+def test_events_without_a_key_of_one_attempt_go_to_one_shard(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    with Publications(source_of(dsns)) as publications:
+        places = publications.places("orders", {})
+        plain = pa.record_batch({"value": [b"1"] * 10})
+        attempts = [stage(places, [plain, plain]) for _ in range(30)]
+        assert {len(attempt.shares) for attempt in attempts} == {1}
+        assert {attempt.shares[0].shard for attempt in attempts} == set(NAMES)
+        publications.discard(attempts)
