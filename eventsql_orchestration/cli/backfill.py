@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import (
-    counted,
-    partition_name,
-    say,
-    show_fields,
-    show_table,
-    stderr_is_terminal,
-    write_json,
+from eventsql_orchestration.cli.backfill_output import (
+    conclude,
+    drive,
+    show_backfill,
+    standing,
+    summary_of,
+    summary_of_plan,
 )
+from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
+from eventsql_orchestration.cli.output import say, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
     ConsumerName,
     Duration,
@@ -34,28 +32,24 @@ from eventsql_orchestration.cli.parameters import (
     partition_option,
     topic_argument,
 )
-from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Outcome, Standing
-from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.backfill_driver import BackfillDriver
 from eventsql_orchestration.dagster.development import running_url
 from eventsql_orchestration.dagster.instance import instance_directory
-from eventsql_orchestration.dagster.launching import Launcher, RemoteDagster, Target
+from eventsql_orchestration.dagster.launching import Launcher, RemoteDagster
 from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
-from eventsql_orchestration.dagster.windows import (
-    Backfill,
-    Place,
-    Plan,
-    PlannedRun,
-    check_id,
-    new_id,
-    resume_command,
+from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedBackfills
+from eventsql_orchestration.dagster.shards import shards_of
+from eventsql_orchestration.dagster.windows import Place, check_id, new_id, resume_command
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    PartitionLeasedError,
+    RegistryError,
+    ShardSetError,
 )
-from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, RunFailedError
 from eventsql_orchestration.log.positions import Back, Latest, starting_at
 from eventsql_orchestration.platform import EventSQL
 
 DEFINITIONS: Final = Path("definitions.py")
-
-RUNS_SHOWN: Final = 50
 
 
 class RangeEnd(click.ParamType[Place]):
@@ -173,15 +167,18 @@ def run(
         check_id(backfill_id)
     if into == consumer:
         raise click.UsageError("--into names another consumer than the one whose function runs")
-    with context.platform() as platform, _launcher(context, platform, dagster_url, file, module) as launcher:
-        backfills = Backfills(platform)
+    with (
+        _platform(context) as platform,
+        _launcher(context, platform, dagster_url, file, module) as launcher,
+    ):
+        backfills = _backfills(context, platform)
         if resume is not None:
             found = backfills.get(topic, resume, consumer)
             target = launcher.target(topic, consumer)
             runs = backfills.runs_of(found)
-            summary = _summary_of(found, runs, target)
+            summary = summary_of(found, runs, target)
             if not execute:
-                _show(summary, runs, executed=False, as_json=as_json)
+                show_backfill(summary, runs, executed=False, as_json=as_json)
                 say("what is left of it, nothing runs: run it again with --execute")
                 return
             backfills.renew(found)
@@ -193,10 +190,10 @@ def run(
             )  # fmt: skip
             target = launcher.target(topic, consumer)
             backfill_id = backfill_id or new_id()
-            summary = _summary(plan, target, into)
+            summary = summary_of_plan(plan, target, into)
             runs = plan.runs
             if not execute or not runs:
-                _show(summary, runs, executed=False, as_json=as_json)
+                show_backfill(summary, runs, executed=False, as_json=as_json)
                 say("a plan, nothing runs: run it again with --execute" if runs else "there is nothing to replay")
                 return
             launcher.require_running()
@@ -206,13 +203,28 @@ def run(
         if take_over:
             _take_over(backfills, found, new=resume is None)
         if not as_json:
-            _show(summary, runs, executed=True, as_json=False)
-        outcome = _drive(BackfillDriver(
+            show_backfill(summary, runs, executed=True, as_json=False)
+        outcome = drive(BackfillDriver(
             backfills, found, runs, launcher=launcher, target=target, parallel=parallel
         ), found, outlives=launcher.outlives)  # fmt: skip
         if as_json:
-            _show({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
-        _conclude(found, runs, outcome)
+            show_backfill({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
+        conclude(found, runs, outcome)
+
+
+def _platform(context: CliContext) -> EventSQL:
+    """The whole platform: a run finds its shard by its name, which one database by itself does not know."""
+    return open_platform(context.settings)
+
+
+def _backfills(context: CliContext, platform: EventSQL) -> ShardedBackfills:
+    """Those of all shards, or of that which --shard names."""
+    shards = shards_of(platform)
+    named = [shard for shard in shards if context.shard in {None, shard.shard}]
+    if not named:
+        names = ", ".join(sorted(shard.shard for shard in shards if shard.shard is not None))
+        raise ShardSetError(f"there is no shard {context.shard!r}" + (f", but {names}" if names else ""))
+    return ShardedBackfills(named)
 
 
 def _check_resume(resume: str | None, *, given: dict[str, object]) -> None:
@@ -241,8 +253,8 @@ def _launcher(
         launcher = RemoteDagster(url)
     else:
         environment = {
-            "EVENTSQL_DSN": platform.database.dsn,
-            "EVENTSQL_SCHEMA": platform.database.schema,
+            "EVENTSQL_DSN": " ".join(shard.database.dsn for shard in platform.shards),
+            "EVENTSQL_SCHEMA": platform.shards[0].database.schema,
             "PYSPARK_PYTHON": sys.executable,
         }
         launcher = LocalRuns(CodeLocation(file, module), environment=environment)
@@ -252,130 +264,20 @@ def _launcher(
         launcher.close()
 
 
-def _take_over(backfills: Backfills, found: Backfill, *, new: bool) -> None:
+def _take_over(backfills: ShardedBackfills, found: ShardedBackfill, *, new: bool) -> None:
+    moved = 0
     try:
-        moves = backfills.take_over(found)
+        for move in backfills.take_over(found):
+            on = f"({move.skipped} events)" if move.shard is None else f"on {move.shard} ({move.skipped} events)"
+            say(f"consumer {found.consumer!r} moved from offset {move.offset} to {move.target} {on}")
+            moved += 1
     except (RegistryError, PartitionLeasedError, DatabaseBusyError):
         # Nothing has moved. After anything else that is not known, and what was left to the backfill must stay with it.
-        if new:
+        if new and not moved:
             backfills.delete(found)
+        elif moved:
+            say(f"what has moved is left to it: `{resume_command(found.topic, found.consumer, found.id)}`")
         raise
-    for move in moves:
-        say(f"consumer {found.consumer!r} moved from offset {move.offset} to {move.target} ({move.skipped} events)")
-
-
-def _drive(driver: BackfillDriver, found: Backfill, *, outlives: bool) -> Outcome:
-    resume = f"`{resume_command(found.topic, found.consumer, found.id)}`"
-    say(f"backfill {found.id} runs; should it be interrupted, {resume} goes on with it")
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("events"), TimeElapsedColumn(),
-        console=Console(stderr=True), disable=not stderr_is_terminal(),
-    )  # fmt: skip
-    try:
-        with progress:
-            task = progress.add_task("Replaying", total=None)
-
-            def show(standing: Standing) -> None:
-                failed = f", {standing.failed} failed" if standing.failed else ""
-                progress.update(
-                    task, total=standing.events, completed=standing.done_events,
-                    description=f"{standing.done_runs} of {counted(standing.runs, 'run')}, "
-                    f"{standing.running} under way{failed}",
-                )  # fmt: skip
-
-            return driver.run(show)
-    except KeyboardInterrupt:
-        left = f"; {counted(driver.running, 'run')} go on in Dagster" if outlives and driver.running else ""
-        say(f"interrupted{left}: {resume} goes on with the rest")
-        raise
-
-
-def _conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome) -> None:
-    if outcome.done:
-        say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}")
-        return
-    key, why = next(iter(outcome.failures.items()), ("", "it is not known why"))
-    raise RunFailedError(
-        f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed, {key} for example: {why}; "
-        f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
-    )
-
-
-def _summary(plan: Plan, target: Target, into: str | None) -> dict[str, Any]:
-    return {
-        "topic": plan.topic,
-        "consumer": plan.consumer,
-        "id": None,
-        "from": plan.after + 1,
-        "to": plan.upto,
-        "events": plan.events,
-        "first_at": plan.first_at,
-        "last_at": plan.last_at,
-        "into": into,
-        "job": target.job,
-        "assets": list(target.assets),
-        "remarks": list(plan.remarks),
-    }
-
-
-def _summary_of(found: Backfill, runs: tuple[PlannedRun, ...], target: Target) -> dict[str, Any]:
-    return {
-        "topic": found.topic,
-        "consumer": found.consumer,
-        "id": found.id,
-        "from": found.range.after + 1,
-        "to": found.range.upto,
-        "events": sum(run.events for run in runs),
-        "first_at": None,
-        "last_at": None,
-        "into": found.into,
-        "job": target.job,
-        "assets": list(target.assets),
-        "remarks": [],
-    }
-
-
-def _show(
-    summary: dict[str, Any],
-    runs: tuple[PlannedRun, ...],
-    *,
-    executed: bool,
-    as_json: bool,
-    outcome: Outcome | None = None,
-) -> None:
-    if as_json:
-        listed = [_object(run, summary["id"], outcome) for run in runs]
-        result = {} if outcome is None else {"done": outcome.done}
-        write_json({**summary, "executed": executed, **result, "runs": listed})
-        return
-    texts = {name: ", ".join(value) if isinstance(value, list) else value for name, value in summary.items()}
-    show_fields({name.replace("_", " "): value for name, value in texts.items() if value and name != "remarks"})
-    for remark in summary["remarks"]:
-        say(f"note: {remark}")
-    if runs:
-        show_table(
-            ["run", "partition", "from", "to", "events"],
-            [
-                (number, partition_name(run.partition), run.window.after + 1, run.window.upto, run.events)
-                for number, run in enumerate(runs[:RUNS_SHOWN], start=1)
-            ],
-        )
-    if len(runs) > RUNS_SHOWN:
-        say(f"and {counted(len(runs) - RUNS_SHOWN, 'run')} more; --json lists them all")
-
-
-def _object(run: PlannedRun, backfill_id: str | None, outcome: Outcome | None) -> dict[str, Any]:
-    planned = {
-        "partition": run.partition,
-        "from": run.window.after + 1,
-        "to": run.window.upto,
-        "events": run.events,
-    }
-    if outcome is None or backfill_id is None:
-        return planned
-    key = run.key(backfill_id)
-    state = "done" if key in outcome.done_keys else "failed" if key in outcome.failures else "left"
-    return {**planned, "key": key, "state": state, "failure": outcome.failures.get(key)}
 
 
 @backfill.command("list")
@@ -384,32 +286,15 @@ def _object(run: PlannedRun, backfill_id: str | None, outcome: Outcome | None) -
 @pass_context
 def list_backfills(context: CliContext, *, topic: str | None, as_json: bool) -> None:
     """The backfills that are not done, of TOPIC or of all topics."""
-    with context.platform() as platform:
-        found = Backfills(platform).registered(topic)
+    with _platform(context) as platform:
+        found = _backfills(context, platform).registered(topic)
     if as_json:
-        write_json([_standing(each) for each in found])
+        write_json([standing(each) for each in found])
         return
     show_table(
         ["topic", "consumer", "id", "from", "to", "replayed", "windows", "done", "under way", "failing", "since"],
-        [tuple(value for name, value in _standing(each).items() if name != "into") for each in found],
+        [tuple(value for name, value in standing(each).items() if name != "into") for each in found],
     )
-
-
-def _standing(each: Backfill) -> dict[str, Any]:
-    return {
-        "topic": each.topic,
-        "consumer": each.consumer,
-        "id": each.id,
-        "from": each.range.after + 1,
-        "to": each.range.upto,
-        "replayed": sum(part.consumed for part in each.parts),
-        "windows": len(each.parts),
-        "done": sum(part.done for part in each.parts),
-        "under_way": sum(part.owner is not None and not part.done for part in each.parts),
-        "failing": sum(part.failed_event is not None and not part.done for part in each.parts),
-        "since": each.created_at,
-        "into": each.into,
-    }
 
 
 @backfill.command()
@@ -422,7 +307,7 @@ def delete(context: CliContext, *, topic: str, consumer: str, backfill_id: str) 
 
     Runs of it that are under way commit nothing more.
     """
-    with context.platform() as platform:
-        backfills = Backfills(platform)
+    with _platform(context) as platform:
+        backfills = _backfills(context, platform)
         backfills.delete(backfills.get(topic, backfill_id, consumer))
     say(f"backfill {backfill_id} is deleted")

@@ -14,8 +14,8 @@ import dagster as dg
 from rich.text import Text
 from rich.tree import Tree
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import counted, partition_name, say, show, timestamp, write_json
+from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
+from eventsql_orchestration.cli.output import counted, on_shard, partition_name, say, show, timestamp, write_json
 from eventsql_orchestration.cli.parameters import json_option, topic_argument
 from eventsql_orchestration.dagster.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
 from eventsql_orchestration.dagster.provenance import DEPTH, WIDTH, Input, Origin, Tracer
@@ -59,9 +59,13 @@ def trace(
     from --dagster-url, from the instance of DAGSTER_HOME or from that of `eventsql dev`; without any of these the way
     is followed by what the database knows.
     """
-    with context.platform() as platform, _runs(context, platform.database.dsn, dagster_url) as runs:
+    with (
+        # A run may have read on another shard than the one that it published to.
+        open_platform(context.settings) as platform,
+        _runs(context, platform.shards[0].database.dsn, dagster_url) as runs,
+    ):
         tracer = Tracer(platform, runs, depth, width)
-        origin = tracer.trace(topic, offset)
+        origin = tracer.trace(topic, offset, shard=context.shard)
     if tracer.unreachable is not None:
         _not_reached(tracer.unreachable)
     if as_json:
@@ -109,6 +113,7 @@ def _plain(text: str) -> str:
 def _object(origin: Origin, url: str | None) -> dict[str, Any]:
     run = origin.run
     return {
+        **on_shard(origin.shard),
         "topic": origin.topic,
         "events": origin.events,
         "first_offset": origin.first,
@@ -126,7 +131,8 @@ def _object(origin: Origin, url: str | None) -> dict[str, Any]:
 
 def _input_object(read: Input, url: str | None) -> dict[str, Any]:
     return {
-        **asdict(read.range),
+        **{name: value for name, value in asdict(read.range).items() if name != "shard"},
+        **on_shard(read.range.shard),
         "origins": [_object(each, url) for each in read.origins],
         "origins_left_out": read.left_out,
         "notes": list(read.notes),
@@ -140,9 +146,10 @@ def _tree(origin: Origin, url: str | None) -> Tree:
 
 
 def _events(origin: Origin) -> Text:
+    on = "" if origin.shard is None else f" on {origin.shard}"
     if origin.events == 1:
-        return Text.assemble((origin.topic, "bold"), f" event {origin.first}")
-    offsets = f" {counted(origin.events, 'event')}, offsets {origin.first} to {origin.last}"
+        return Text.assemble((origin.topic, "bold"), f" event {origin.first}{on}")
+    offsets = f" {counted(origin.events, 'event')}, offsets {origin.first} to {origin.last}{on}"
     return Text.assemble((origin.topic, "bold"), offsets)
 
 
@@ -184,6 +191,8 @@ def _range(read: Input) -> Text:
     line = Text.assemble("read ", (_plain(given.topic), "bold"), f" ({given.after}, {given.upto}]")
     if given.partition >= 0:
         line.append(f" of partition {partition_name(given.partition)}")
+    if given.shard is not None:
+        line.append(f" on {_plain(given.shard)}")
     if given.consumer is not None:
         line.append(f" as {_plain(given.consumer)}")
     if given.claim is not None:

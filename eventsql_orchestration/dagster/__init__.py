@@ -14,10 +14,11 @@ if importlib.util.find_spec("dagster") is None:
 from eventsql_orchestration.dagster.alerts import CheckAlert, build_alert_sensor
 from eventsql_orchestration.dagster.assembly import build_definitions, build_register_job
 from eventsql_orchestration.dagster.backfill_asset import BackfillDefinition, build_backfill
-from eventsql_orchestration.dagster.checks import ConsumerCheck, build_delivered_check, build_lag_check
+from eventsql_orchestration.dagster.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.component import EventSQLConsumerComponent
 from eventsql_orchestration.dagster.consumers import consumer_asset, range_asset
 from eventsql_orchestration.dagster.definition import ClaimConfig, ConsumerDefinition, Limits
+from eventsql_orchestration.dagster.delivered import build_delivered_check
 from eventsql_orchestration.dagster.housekeeping import build_housekeeping_schedule
 from eventsql_orchestration.dagster.instance import write_instance
 from eventsql_orchestration.dagster.io_manager import EventSQLIOManager
@@ -28,14 +29,14 @@ from eventsql_orchestration.dagster.progress import spark_progress
 from eventsql_orchestration.dagster.publishing import publish_dataframe, publish_events
 from eventsql_orchestration.dagster.resources import EventSQLResource, TopicResource
 from eventsql_orchestration.dagster.sharing import share_runs
-from eventsql_orchestration.dagster.tags import SPARK_TAG
+from eventsql_orchestration.dagster.tags import SPARK_POOL
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key, topic_observations
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 
 __all__ = [
     "PUBLISHED_EVENTS",
     "PUBLISHED_TOPIC",
-    "SPARK_TAG",
+    "SPARK_POOL",
     "BackfillDefinition",
     "CheckAlert",
     "ClaimConfig",

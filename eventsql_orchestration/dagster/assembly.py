@@ -9,8 +9,9 @@ import dagster as dg
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster.alerts import Notify, build_alert_sensor
 from eventsql_orchestration.dagster.backfill_asset import build_backfill
-from eventsql_orchestration.dagster.checks import build_delivered_check, build_lag_check
-from eventsql_orchestration.dagster.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.checks import build_lag_check
+from eventsql_orchestration.dagster.definition import ConsumerDefinition, check_distinct
+from eventsql_orchestration.dagster.delivered import build_delivered_check
 from eventsql_orchestration.dagster.housekeeping import build_housekeeping_schedule
 from eventsql_orchestration.dagster.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
@@ -22,7 +23,8 @@ REGISTER_JOB: Final = "register"
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
 
 Prepare: TypeAlias = Callable[[EventSQL], object]
-"""What makes ready what consumers write to, such as their tables. It is called again at each registration."""
+"""What makes ready what consumers write to, such as their tables. It is called again at each registration, and for each
+shard, with the platform on that one by itself."""
 
 
 def build_definitions(
@@ -52,12 +54,16 @@ def build_definitions(
     topics that take them too, and it calls `prepare(platform)` before the consumers are there, for tables that they
     write to.
 
-    The database is `eventsql`, and by default the one that `EVENTSQL_DSN` names, with the schema of `EVENTSQL_SCHEMA`.
+    The database is `eventsql`, and by default the one that `EVENTSQL_DSN` names, or the shards that it names, with the
+    schema of `EVENTSQL_SCHEMA`.
     `resources` are further ones. A location may merge several such definitions: each but the first with a `name`, which
     its job and its sensors then carry (`register_<name>`, `lag_<name>`), and without `platform`, that is without the
     resource `eventsql`, the transfer, housekeeping and the assets of topics other than `topics`, with their dead
     letters. What else a location has is merged with `Definitions.merge`.
+
+    Raises `ValidationError` for two consumers of one name, or two definitions of one consumer.
     """
+    check_distinct(consumers)
     checks = [build_delivered_check(consumer) for consumer in consumers]
     if max_lag_events is not None or max_lag_seconds is not None:
         checks += [
@@ -110,7 +116,7 @@ def dead_letter_topics(consumers: Sequence[ConsumerDefinition]) -> list[Topic]:
 
 
 def environment_resource() -> EventSQLResource:
-    """The database that the environment names when a run or tick uses it."""
+    """The database, or the shards, that the environment names when a run or tick uses it."""
     return EventSQLResource(dsn=dg.EnvVar(DSN_VARIABLE), db_schema=os.environ.get("EVENTSQL_SCHEMA", DEFAULT_SCHEMA))
 
 
@@ -126,7 +132,9 @@ def build_register_job(
 
     With `dead_letters`, also the dead letter topic of each consumer's topic. `prepare(platform)` is called when the
     topics are there and before the consumers are, that is before anything is consumed; it must bear to be repeated.
+    Raises `ValidationError` as `build_definitions`.
     """
+    check_distinct(consumers)
     letters = dead_letter_topics(consumers) if dead_letters else []
 
     @dg.op(name=f"{name}_topics_and_consumers")
@@ -137,7 +145,8 @@ def build_register_job(
         for topic in letters:
             platform.registry.register_topic(topic)
         if prepare is not None:
-            prepare(platform)
+            for shard in eventsql.shards:
+                prepare(shard)
         for consumer in consumers:
             consumer.register(platform)
         context.log.info("%d topics and %d consumers are registered", len(topics), len(consumers))

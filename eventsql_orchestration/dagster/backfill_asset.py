@@ -13,24 +13,27 @@ from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.draining import Drained, owner_of_run
 from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.publishing import add_up
+from eventsql_orchestration.dagster.published import add_up
 from eventsql_orchestration.dagster.replaying import WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.reporting import metadata_of
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
     BACKFILL_TAG,
     CONSUMER_TAG,
     DAGSTER_PARTITION_TAG,
     FINISHED,
+    HOUSEKEEPING_BACKFILL,
     HOUSEKEEPING_TAG,
     PRIORITY_TAG,
     SHARED_TAG,
     TOPIC_TAG,
+    shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
 from eventsql_orchestration.dagster.windows import new_id, read_key
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.log.positions import Earliest, Latest, Start, starting_at
 
 SUFFIX: Final = "_backfill"
@@ -112,7 +115,9 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     def compute(context: dg.AssetExecutionContext, config: ReplayConfig, resources: Mapping[str, Any]) -> Any:
         yield from _replay(context, config, consumer, spec.key, resources)
 
-    asset = dg.multi_asset(name=name, specs=[spec])(consumer.computation.user.as_compute(ReplayConfig, compute))
+    asset = dg.multi_asset(name=name, specs=[spec], pool=consumer.asset.op.pool)(
+        consumer.computation.user.as_compute(ReplayConfig, compute)
+    )
     job = dg.define_asset_job(
         f"backfill_{'_'.join(consumer.key.path)}",
         selection=dg.AssetSelection.assets(spec.key).without_checks(),
@@ -123,6 +128,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
             # What is live goes first, whatever waits in the queue.
             PRIORITY_TAG: BACKFILL_PRIORITY,
             BACKFILL_OF_TAG: backfill_of(consumer.topic.name, consumer.consumer.name),
+            HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL,
         },
     )
     return BackfillDefinition(consumer, asset, job, _plan_job(consumer, partitions), partitions)
@@ -141,7 +147,7 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
     name, topic = f"plan_{'_'.join(consumer.key.path)}{SUFFIX}", consumer.topic.name
 
     def plan(context: dg.OpExecutionContext, config: PlanConfig, eventsql: EventSQLResource) -> None:
-        backfills = Backfills(eventsql.platform)
+        backfills = ShardedBackfills(eventsql.shards)
         window = None if config.window_seconds is None else _seconds(config.window_seconds)
         planned = backfills.plan(
             topic, consumer.consumer.name, start=_place(config.start), end=_place(config.end),
@@ -150,10 +156,16 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
         for remark in planned.remarks:
             context.log.warning(remark)
         backfill_id = new_id()
-        backfills.register(planned, backfill_id, into=config.into)
         keys = [run.key(backfill_id) for run in planned.runs]
         assert partitions.name is not None, "given above"
+        # First what holds nothing back: housekeeping deletes partitions of a backfill that there is not.
         context.instance.add_dynamic_partitions(partitions.name, keys)
+        try:
+            backfills.register(planned, backfill_id, into=config.into)
+        except EventSQLError:
+            for each in keys:
+                context.instance.delete_dynamic_partition(partitions.name, each)
+            raise
         context.log.info(
             "backfill %s of %d events has %d windows: materialize the partitions of asset %s that are missing",
             backfill_id, planned.events, len(keys), partitions.name,
@@ -167,6 +179,7 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
         name=name,
         description=f"Makes a backfill of {consumer.consumer.name} and its windows; replays nothing yet.",
         executor_def=dg.in_process_executor,
+        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL},
     )
     def plan_job() -> None:
         op()
@@ -204,13 +217,15 @@ def _replay(
 ) -> Iterator[dg.MaterializeResult[Any]]:
     eventsql: EventSQLResource = resources[RESOURCE_KEY]
     backfill_id, window, partition = read_key(context.partition_key)
+    platform = eventsql.shard(window.shard)
     replay = WindowReplay(
-        eventsql.platform, consumer, consumer.computation.consume(context, eventsql.platform, resources),
+        platform, consumer, consumer.computation.consume(context, platform, resources),
         backfill_id=backfill_id, window=window, partition=partition, owner=owner_of_run(context.run.run_id),
         max_events=config.max_events,
     )  # fmt: skip
     of = backfill_of(consumer.topic.name, consumer.consumer.name)
-    context.instance.add_run_tags(context.run.run_id, {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of})
+    tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of, HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL}
+    context.instance.add_run_tags(context.run.run_id, {**tags, **shard_tags(window.shard)})
     try:
         backfill = replay.run(lambda run_id: _has_ended(context.instance, run_id))
     except WindowGoneError:
@@ -226,9 +241,9 @@ def _replay(
     for letter in replay.drained.dead_letters:
         context.log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
     context.log.info("%d events were replayed", replay.drained.events)
-    finished = Backfills(eventsql.platform).finish(backfill)
+    finished = Backfills(platform).finish(backfill)
     if finished:
-        context.log.info("backfill %s is done", backfill_id)
+        context.log.info("backfill %s is done%s", backfill_id, "" if window.shard is None else f" on {window.shard}")
     yield dg.MaterializeResult(
         asset_key=key, metadata={**_metadata(consumer, replay.drained, backfill_id), "backfill is done": finished}
     )

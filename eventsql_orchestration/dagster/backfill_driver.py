@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.launching import Launcher, Target
+from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedBackfills
 from eventsql_orchestration.dagster.windows import Backfill, PlannedRun
 
 POLL = 0.5
@@ -44,8 +44,8 @@ class BackfillDriver:
 
     def __init__(
         self,
-        backfills: Backfills,
-        backfill: Backfill,
+        backfills: ShardedBackfills,
+        backfill: ShardedBackfill,
         runs: Sequence[PlannedRun],
         *,
         launcher: Launcher,
@@ -78,11 +78,13 @@ class BackfillDriver:
             # Before the look: a run that has ended has done all that it will.
             ended = self._launcher.ended(self._running.values())
             current = self._backfills.find(self._backfill.topic, self._backfill.id, self._backfill.consumer)
-            consumed, leased = self._look(current)
+            left = {} if current is None else current.of
+            consumed, leased = self._look(left)
             for key, run in list(self._running.items()):
                 if run in ended:
                     del self._running[key]
-                    if key not in self._done or (current is None and not ended[run].succeeded):
+                    gone = self._planned[key].window.shard not in left
+                    if key not in self._done or (gone and not ended[run].succeeded):
                         self._done.discard(key)
                         self._failures[key] = ended[run].why or "its run ended, and left a part of it"
             waiting = self._launch(leased)
@@ -90,22 +92,26 @@ class BackfillDriver:
             if not self._running and not waiting:
                 break
             time.sleep(POLL)
-        left = self._backfills.find(self._backfill.topic, self._backfill.id, self._backfill.consumer)
-        done = not self._failures and (left is None or self._backfills.finish(left))
+        last = self._backfills.find(self._backfill.topic, self._backfill.id, self._backfill.consumer)
+        done = not self._failures and (last is None or self._backfills.finish(last))
         return Outcome(done, dict(self._failures), frozenset(self._done))
 
-    def _look(self, current: Backfill | None) -> tuple[dict[str, int], set[str]]:
-        """What each run that is not done has consumed, and which windows somebody leases; notes what is done."""
-        if current is None:
-            # The last of its runs ended it, or somebody deleted it: then those that were not launched are lost.
-            under_way = self._running.keys() | self._leased
-            for key in self._planned.keys() - self._done - self._failures.keys() - under_way:
-                self._failures[key] = "its window is gone: the backfill was deleted, or ended by somebody else"
-            self._done |= under_way - self._failures.keys()
-            return {}, set()
+    def _look(self, left: Mapping[str | None, Backfill]) -> tuple[dict[str, int], set[str]]:
+        """What each run that is not done has consumed, and which windows somebody leases; notes what is done.
+
+        `left` is what is registered of the backfill, by shard.
+        """
+        # The last of a shard's runs ended it there, or somebody deleted it: then those not launched are lost.
+        gone = {key for key, run in self._planned.items() if run.window.shard not in left}
+        under_way = gone & (self._running.keys() | self._leased)
+        for key in gone - self._done - self._failures.keys() - under_way:
+            self._failures[key] = "its window is gone: the backfill was deleted, or ended by somebody else"
+        self._done |= under_way - self._failures.keys()
         consumed, leased = {}, set()
         for key, run in self._planned.items():
-            part = current.part(run.window, run.partition)
+            if key in gone:
+                continue
+            part = left[run.window.shard].part(run.window, run.partition)
             if part is None:
                 if key not in self._done:
                     self._failures[key] = "its window is gone: another backfill has the id by now"

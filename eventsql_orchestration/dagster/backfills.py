@@ -12,171 +12,32 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
 from typing import Any
 
-from eventsql_orchestration import NOT_PARTITIONED, EventSQL
+from eventsql_orchestration import NOT_PARTITIONED
+from eventsql_orchestration.dagster.backfill_plans import BackfillPlanner
 from eventsql_orchestration.dagster.windows import (
     MARK,
-    MAX_RUNS,
     SIDE_CONSUMER,
     Backfill,
-    Place,
     Plan,
-    PlannedRun,
     Replayed,
     Window,
-    check_cut,
     check_id,
-    check_order,
     resume_command,
 )
-from eventsql_orchestration.database import Connection, Queries, driver_connection
+from eventsql_orchestration.database import Connection, driver_connection
 from eventsql_orchestration.errors import RegistryError, ValidationError
 from eventsql_orchestration.log import layouts
-from eventsql_orchestration.log.layouts import Layout
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, resolve
-from eventsql_orchestration.log.registry import choose_partitions, consumer_states, find_topic, lock_registry
+from eventsql_orchestration.log.positions import AtOffset
+from eventsql_orchestration.log.registry import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.log.seek import Move
 from eventsql_orchestration.model import ConsumerState
 from eventsql_orchestration.rules import check_name
 
 
-class Backfills:
+class Backfills(BackfillPlanner):
     """Plans, registers, lists and deletes the backfills of one database."""
-
-    def __init__(self, platform: EventSQL) -> None:
-        self._platform = platform
-        self._database = platform.database
-        self._queries = Queries("backfills", platform.database.schema)
-
-    # Planning
-
-    def plan(
-        self,
-        topic: str,
-        consumer: str,
-        *,
-        start: Place,
-        end: Place,
-        window_events: int | None = None,
-        window: timedelta | None = None,
-        partition: int | None = None,
-    ) -> Plan:
-        """What a backfill of the events from `start` to `end` would do now; nothing is changed.
-
-        It is cut into windows of `window_events`, or of the events that entered the log in the same `window` of time,
-        counted from 1970 in UTC; by default it is one. Raises `TopicNotFoundError`, `ConsumerNotFoundError`,
-        `PartitionOutOfRangeError`; `ValidationError` for a range that ends before it begins, and for more than 1,000
-        runs.
-        """
-        check_cut(window_events, window)
-        check_order(start, end)
-        if MARK in consumer:
-            raise ValidationError(f"{consumer!r} is a window of a backfill: name the consumer that it belongs to")
-        created_at = self._platform.registry.topic(topic).created_at
-        states = self._platform.registry.consumer(topic, consumer)
-        after, upto, remarks = self._range(topic, start, end)
-        known = [] if states[0].partition == NOT_PARTITIONED else self._platform.layouts.of(topic)
-        wanted = _partitions(known, after, upto) if partition is None else None
-        wanted = wanted or choose_partitions(states, partition)
-        if any(state.paused for state in states):
-            remarks.append(f"consumer {consumer!r} is paused, and stays so: a backfill runs all the same")
-        if states[0].filter is not None:
-            remarks.append(f"of these events those are replayed that match the consumer's filter ({states[0].filter})")
-        windows = _split(self._cut(topic, after, upto, window_events, window), [each.after for each in known])
-        runs, times = self._contents(topic, windows, wanted)
-        if len(runs) > MAX_RUNS:
-            raise ValidationError(f"{len(runs):,} runs are too many ({MAX_RUNS:,} at most): take larger windows")
-        if len({run.window for run in runs}) > 1:
-            remarks.append("a key's events keep their order within a window; across windows with --parallel 1 alone")
-        # Windows whose events all belong to partitions that are not wanted.
-        kept = tuple(sorted({run.window for run in runs}))
-        first, last = (min(times), max(times)) if times else (None, None)
-        with self._database.connection() as connection:
-            first_event = self._first(connection, topic, after, upto)
-        return Plan(
-            topic, consumer, tuple(wanted), after, upto, kept, tuple(runs), first_event, created_at, first, last,
-            tuple(remarks),
-        )  # fmt: skip
-
-    def _range(self, topic: str, start: Place, end: Place) -> tuple[int, int, list[str]]:
-        with self._database.connection() as connection:
-
-            def offset_of(place: Place) -> int:
-                return resolve(connection, self._database.schema, topic, place, {NOT_PARTITIONED: 0})[
-                    NOT_PARTITIONED
-                ].offset
-
-            begin, log_end = offset_of(Earliest()), offset_of(Latest())
-            after = offset_of(start)
-            upto = offset_of(AtOffset(end.offset + 1) if isinstance(end, AtOffset) else end)
-        if after > upto:
-            raise ValidationError(f"the range ends at offset {upto}, before it begins at offset {after + 1}")
-        remarks = []
-        if isinstance(start, AtOffset) and start.offset <= begin and begin > 0:
-            remarks.append(
-                f"the log begins at offset {begin + 1:,} by now: offsets {max(1, start.offset):,} to {begin:,} of the "
-                f"range ({begin - max(1, start.offset) + 1:,}) are gone"
-            )
-        elif isinstance(start, AtTime | Back) and after == begin and begin > 0:
-            remarks.append(f"the log begins at offset {begin + 1:,} by now: what was before is gone")
-        if isinstance(start, AtOffset) and start.offset > log_end:
-            remarks.append(f"the log ends at offset {log_end:,}, before the range begins")
-        elif isinstance(end, AtOffset) and end.offset > log_end:
-            remarks.append(f"the log ends at offset {log_end:,}: the range ends there")
-        if isinstance(end, Latest) and (waiting := self._platform.buffered().get(topic)):
-            remarks.append(f"{waiting:,} events are in the buffer yet and no part of the range")
-        return after, upto, remarks
-
-    def _cut(
-        self, topic: str, after: int, upto: int, window_events: int | None, window: timedelta | None
-    ) -> list[Window]:
-        if after >= upto:
-            return []
-        if window_events is None and window is None:
-            return [Window(after, upto)]
-        with self._database.connection() as connection:
-            rows = connection.execute(
-                self._queries("window_ends" if window is None else "period_ends", topic=topic),
-                {
-                    "after": after,
-                    "upto": upto,
-                    "events": window_events,
-                    "seconds": None if window is None else window.total_seconds(),
-                },
-                prepare=False,
-            ).fetchall()
-        if len(rows) > MAX_RUNS:
-            raise ValidationError(f"{len(rows):,} windows are too many ({MAX_RUNS:,} at most): take larger ones")
-        ends = [row[0] for row in rows]
-        return [Window(begin, end) for begin, end in zip([after, *ends], ends, strict=False)]
-
-    def _contents(
-        self, topic: str, windows: Sequence[Window], partitions: Sequence[int]
-    ) -> tuple[list[PlannedRun], list[datetime]]:
-        with self._database.connection() as connection:
-            rows = connection.execute(
-                self._queries("contents", topic=topic),
-                {"afters": [each.after for each in windows], "uptos": [each.upto for each in windows]}, prepare=False,
-            ).fetchall()  # fmt: skip
-        of = {window.upto: window for window in windows}
-        whole = list(partitions) == [NOT_PARTITIONED]
-        counts: dict[tuple[Window, int], int] = {}
-        times: list[datetime] = []
-        for upto, partition, events, first, last in rows:
-            if not whole and partition not in partitions:
-                continue
-            run = (of[upto], NOT_PARTITIONED if whole else partition)
-            counts[run] = counts.get(run, 0) + events
-            times += [first, last]
-        return [PlannedRun(window, partition, events) for (window, partition), events in sorted(counts.items())], times
-
-    def runs_of(self, backfill: Backfill) -> tuple[PlannedRun, ...]:
-        """The runs of a backfill that is registered, those that are done among them."""
-        windows = sorted({part.window for part in backfill.parts})
-        runs, _ = self._contents(backfill.topic, windows, sorted({part.partition for part in backfill.parts}))
-        return tuple(runs)
 
     # Registering
 
@@ -186,7 +47,7 @@ class Backfills:
         With `into`, a consumer of that name is left at the end of the range when the backfill is done. Raises
         `RegistryError` where a backfill of the consumer has the id, where `into` is a consumer that exists, and where
         the topic was created anew or retention dropped a part of the range meanwhile; `ValidationError` for an empty
-        plan.
+        plan, and for `into` with some of the partitions of a topic that was repartitioned.
         """
         check_id(backfill_id)
         if not plan.runs:
@@ -215,6 +76,8 @@ class Backfills:
                     f"consumer {plan.consumer!r} of topic {plan.topic!r} was deleted or registered anew meanwhile: "
                     "make the plan again"
                 )
+            if into is not None:
+                _check_whole(plan, layouts.layouts(driver, self._database.schema, plan.topic))
             # Retention drops a log from its beginning.
             if self._first(driver, plan.topic, plan.after, plan.upto) != plan.first_event:
                 raise RegistryError("retention dropped a part of the range meanwhile: make the plan again")
@@ -276,13 +139,6 @@ class Backfills:
         assert row is not None, "an aggregate gives one row"
         return int(row[0])
 
-    def _first(self, connection: Connection, topic: str, after: int, upto: int) -> int | None:
-        row = connection.execute(
-            self._queries("first_after", topic=topic), {"after": after, "upto": upto}, prepare=False
-        ).fetchone()
-        assert row is not None, "an aggregate gives one row"
-        return None if row[0] is None else int(row[0])
-
     def _registered(
         self, topic: str | None, consumer: str | None, backfill_id: str | None, connection: Connection
     ) -> list[Backfill]:
@@ -303,10 +159,11 @@ class Backfills:
         parts = []
         for match, row in found:
             (_, name, partition, offset, consumed, paused, failed, attempts, most, failure, owner, lease, _, due) = row
+            window = Window(int(match["after"]), int(match["upto"]), self._platform.shard)
             parts.append(
                 Replayed(
-                    Window(int(match["after"]), int(match["upto"])), partition, name, offset, consumed,
-                    done=offset >= int(match["upto"]), paused=paused, owner=owner, lease_ends_at=lease,
+                    window, partition, name, offset, consumed,
+                    done=offset >= window.upto, paused=paused, owner=owner, lease_ends_at=lease,
                     failed_event=failed, spent=failed is not None and attempts >= most,
                     failure=failure if failed is not None else None, retry_in=due or 0.0,
                 )
@@ -409,20 +266,14 @@ class Backfills:
         return self._platform.seeker.execute(topic, backfill.consumer, AtOffset(end + 1), choose=behind)
 
 
-def _partitions(known: Sequence[Layout], after: int, upto: int) -> list[int]:
-    """The partitions of the layouts that a range has to do with; empty where there are no layouts."""
-    ends = [*(each.after for each in known[1:]), upto + 1]
-    counts = [
-        each.partitions for each, end in zip(known, ends, strict=True) if each.after < upto and end > after
-    ] if known else []  # fmt: skip
-    return list(range(max(counts, default=0)))
-
-
-def _split(windows: Sequence[Window], at: Sequence[int]) -> list[Window]:
-    """The windows, with those cut in two in which the topic was repartitioned: a key's events are in one partition."""
-    ends = {window: sorted({offset for offset in at if window.after < offset < window.upto}) for window in windows}
-    return [
-        Window(after, upto)
-        for window, cuts in ends.items()
-        for after, upto in zip([window.after, *cuts], [*cuts, window.upto], strict=True)
-    ]
+def _check_whole(plan: Plan, known: Sequence[layouts.Layout]) -> None:
+    """Make sure that a consumer which is left at the end of a range can go on from one layout to the next."""
+    inside = [
+        each for each, end in zip(known, [*(after.after for after in known[1:]), plan.upto + 1], strict=False)
+        if each.after < plan.upto and end > plan.after
+    ]  # fmt: skip
+    if NOT_PARTITIONED not in plan.partitions and any(each.partitions > len(plan.partitions) for each in inside):
+        raise ValidationError(
+            f"topic {plan.topic!r} was repartitioned, and a consumer goes from one number of partitions to the next as "
+            "a whole: leave one with all of the partitions (without --partition), or none (without --into)"
+        )

@@ -1,9 +1,8 @@
-"""Asset checks of consumers: `lag`, red when one is too far behind, and `delivered`, red when an event failed for good.
+"""Asset checks of consumers, and `lag` among them: red when one is too far behind.
 
 The lag sensor evaluates them by itself and reports the results without a run; each can also be executed by hand.
 """
 
-import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,21 +14,11 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.lag import AssetLag, read_lag
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import TopicNotFoundError, ValidationError
-from eventsql_orchestration.log import dead_letters
-from eventsql_orchestration.log.dead_letters import DeadLetter, LetterFilter
-from eventsql_orchestration.model import ConsumerState
 
 LAG_CHECK: Final = "lag"
-DELIVERED_CHECK: Final = "delivered"
 
 BEYOND_SINCE: Final = "beyond since"
-OPEN_LETTERS: Final = "open dead letters"
-BLOCKED_PARTITIONS: Final = "blocked partitions"
-
-LETTERS_SHOWN: Final = 10
-"""Dead letters that a check names at most, the oldest: their values are read with them, at each tick of the sensor."""
 
 UNDER_WAY: Final = 5
 """Executions of one check that may be under way, or have died, since its newest result."""
@@ -96,7 +85,8 @@ def build_lag_check(
     """A check `lag` of a consumer's asset: red when it is behind by more than so many events or so many seconds.
 
     With `grace`, only when it has been so for that many seconds without a break. The result says why, as the lag's
-    cause, with the numbers. Raises `ValidationError` where no threshold is given, or one is negative.
+    cause, with the numbers. While a shard is down it is red too: nobody knows how far the consumer is behind there.
+    Raises `ValidationError` where no threshold is given, or one is negative.
     """
     if max_events is None and max_seconds is None:
         raise ValidationError("a lag check needs max_events, max_seconds, or both")
@@ -108,28 +98,17 @@ def build_lag_check(
     description = f"Consumer {consumer.consumer.name} is behind by {rule.limits} at most" + (
         f", or not for longer than {grace:g} s." if grace else "."
     )
-    return _define(consumer, LAG_CHECK, description, severity, rule)
+    return define_check(consumer, LAG_CHECK, description, severity, rule)
 
 
-def build_delivered_check(
-    consumer: ConsumerDefinition, *, severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR
-) -> ConsumerCheck:
-    """A check `delivered` of a consumer's asset: red while an event that it gave up is not settled.
-
-    That is while a dead letter of it lies in `<topic>_dlt` and was not redriven, or while a failed event blocks one of
-    its partitions. The result names the events with their errors, and the commands that show and redrive them.
-    """
-    description = f"Consumer {consumer.consumer.name} has no open dead letter, and no event blocks it."
-    return _define(consumer, DELIVERED_CHECK, description, severity, _DeliveredRule(consumer))
-
-
-def _define(
+def define_check(
     consumer: ConsumerDefinition,
     name: str,
     description: str,
     severity: dg.AssetCheckSeverity,
     judge: Callable[[Look], Verdict],
 ) -> ConsumerCheck:
+    """A check of a consumer's asset by a rule."""
     key = dg.AssetCheckKey(consumer.key, name)
 
     @dg.asset_check(asset=consumer.key, name=name, description=description)
@@ -180,20 +159,24 @@ class _LagRule:
     def __call__(self, look: Look) -> Verdict:
         lag = look.lag
         if not lag.partitions:
-            return _unregistered(self.consumer)
+            return unregistered(self.consumer)
         if not self._beyond(lag):
             return Verdict(True, f"{_behind(lag)}: within {self.limits}", lag.metadata(), "within")
+        fault = f"beyond {self.limits}" if self._far(lag) else "as far as is known"
         since = float(look.memory.get(BEYOND_SINCE, look.now))
         metadata = {**lag.metadata(), BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
         memory = {BEYOND_SINCE: since}
         left = self.grace - (look.now - since)
         if left > 0:
-            description = f"{_behind(lag)}, beyond {self.limits}; red when it stays so for {left:.0f} s. {lag.cause()}"
+            description = f"{_behind(lag)}, {fault}; red when it stays so for {left:.0f} s. {lag.cause()}"
             return Verdict(True, description, metadata, "beyond for a while", memory)
-        description = f"{_behind(lag)}, beyond {self.limits}. {lag.cause()}"
+        description = f"{_behind(lag)}, {fault}. {lag.cause()}"
         return Verdict(False, description, metadata, f"beyond {lag.causes}", memory)
 
     def _beyond(self, lag: AssetLag) -> bool:
+        return self._far(lag) or bool(lag.unreachable)
+
+    def _far(self, lag: AssetLag) -> bool:
         return (self.max_events is not None and lag.events > self.max_events) or (
             self.max_seconds is not None and lag.seconds > self.max_seconds
         )
@@ -203,107 +186,6 @@ def _behind(lag: AssetLag) -> str:
     return f"{lag.events} events and {lag.seconds:.1f} s behind"
 
 
-def _unregistered(consumer: ConsumerDefinition) -> Verdict:
+def unregistered(consumer: ConsumerDefinition) -> Verdict:
+    """What a check says of a consumer that is not there."""
     return Verdict(False, f"consumer {consumer.consumer.name!r} is not registered", AssetLag(()).metadata(), "missing")
-
-
-_NONE_BEFORE: Final = "no open letter up to"
-_TOPIC_MADE: Final = "of the topic created at"
-
-
-@dataclass(frozen=True, slots=True)
-class _DeliveredRule:
-    consumer: ConsumerDefinition
-
-    def __call__(self, look: Look) -> Verdict:
-        if not look.lag.partitions:
-            return _unregistered(self.consumer)
-        topic, name = self.consumer.topic.name, self.consumer.consumer.name
-        letters, memory = _open_letters(look, topic, name)
-        blocked = [
-            (state, reason)
-            for state in look.platform.registry.consumer(topic, name)
-            if (reason := look.platform.dead_letters.blocking(state)) is not None
-        ]
-        metadata: dict[str, Any] = {OPEN_LETTERS: min(len(letters), LETTERS_SHOWN), BLOCKED_PARTITIONS: len(blocked)}
-        if not letters and not blocked:
-            return Verdict(True, "every event was delivered", metadata, "delivered", memory)
-        description = "; ".join(
-            [*(_blocked(state, reason) for state, reason in blocked), *([_given_up(letters)] if letters else [])]
-        )
-        if letters:
-            metadata |= _letters_metadata(topic, name, letters)
-        if blocked:
-            metadata["resume"] = f"eventsql consumer resume {topic} {shlex.quote(name)}"
-        face = f"{[letter.id for letter in letters]} {[(s.partition, s.failed_event_id) for s, _ in blocked]}"
-        return Verdict(False, description, metadata, face, memory)
-
-
-def _open_letters(look: Look, topic: str, consumer: str) -> tuple[list[DeadLetter], Memory]:
-    """The oldest dead letters that are open, one more than is shown, and up to where there was none.
-
-    A letter is redriven once and for all, so those before the first open one need not be looked at again: looking
-    through 300,000 letters for one consumer's would take each tick hundreds of milliseconds.
-    """
-    platform = look.platform
-    source = platform.dead_letters.topic_of(topic)
-    if source is None:
-        return [], {}
-    made = str(platform.registry.topic(source).created_at)
-    after = int(look.memory.get(_NONE_BEFORE, 0)) if look.memory.get(_TOPIC_MADE) == made else 0
-    end = platform.reader.end(source)
-    letters = platform.dead_letters.list(
-        topic, LetterFilter(consumer=consumer, after=after), limit=LETTERS_SHOWN + 1, redriven=False
-    )
-    # What came after `end` was read is looked at next time.
-    return letters, {_NONE_BEFORE: letters[0].id - 1 if letters else max(after, end), _TOPIC_MADE: made}
-
-
-def _given_up(letters: list[DeadLetter]) -> str:
-    first = letters[0]
-    if len(letters) == 1:
-        return f"1 dead letter is open: {_named(first)}"
-    count = f"more than {LETTERS_SHOWN}" if len(letters) > LETTERS_SHOWN else str(len(letters))
-    return f"{count} dead letters are open, the oldest: {_named(first)}"
-
-
-def _named(letter: DeadLetter) -> str:
-    cause = letter.metadata
-    return (
-        f"event {letter.origin or 'of unknown origin'} failed {cause.get(dead_letters.ATTEMPTS, 'some')} times "
-        f"({cause.get(dead_letters.EXCEPTION)}: {cause.get(dead_letters.MESSAGE)})"
-    )
-
-
-def _blocked(state: ConsumerState, reason: str) -> str:
-    where = state.topic if state.partition < 0 else f"{state.topic}[{state.partition}]"
-    return (
-        f"{where} is blocked by event {state.failed_event_id}, which failed {state.attempts} times "
-        f"({state.failure}), and {reason}"
-    )
-
-
-def _letters_metadata(topic: str, consumer: str, letters: list[DeadLetter]) -> dict[str, Any]:
-    shown = letters[:LETTERS_SHOWN]
-    return {
-        "dead letters": dg.MetadataValue.table(
-            [
-                dg.TableRecord(
-                    {
-                        "topic": str(letter.metadata.get(dead_letters.SOURCE_TOPIC, topic)),
-                        "partition": str(letter.metadata.get(dead_letters.SOURCE_PARTITION, "")),
-                        "offset": str(letter.metadata.get(dead_letters.SOURCE_OFFSET, "")),
-                        "attempts": str(letter.metadata.get(dead_letters.ATTEMPTS, "")),
-                        "error": f"{letter.metadata.get(dead_letters.EXCEPTION)}: "
-                        f"{letter.metadata.get(dead_letters.MESSAGE)}",
-                        "given up at": letter.buffered_at.isoformat(timespec="seconds"),
-                        "show": f"eventsql dlt show {topic} {letter.id}",
-                    }
-                )
-                for letter in shown
-            ]
-        ),
-        "show": f"eventsql dlt show {topic} {shown[0].id}",
-        "redrive": f"eventsql dlt redrive {topic} --consumer {shlex.quote(consumer)}",
-        "dead letter topic": dg.MetadataValue.asset(topic_key(shown[0].topic)),
-    }

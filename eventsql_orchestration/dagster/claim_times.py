@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.tags import CLAIM_TAG, CLAIMED_AT_TAG
+from eventsql_orchestration.dagster.tags import CLAIM_TAG, CLAIMED_AT_TAG, shard_tags
 from eventsql_orchestration.database import Queries
 
 
@@ -24,14 +24,14 @@ def made_at(platform: EventSQL, claims: Iterable[int]) -> dict[int, int]:
     return {int(claim): int(made) for claim, made in rows}
 
 
-def claim_tags(claim_id: int, made: int) -> dict[str, str]:
-    """The tags of the run that is requested for a claim."""
-    return {CLAIM_TAG: str(claim_id), CLAIMED_AT_TAG: str(made)}
+def claim_tags(claim_id: int, made: int, shard: str | None) -> dict[str, str]:
+    """The tags of the run that is requested for a claim; each shard has ids of its own."""
+    return {CLAIM_TAG: str(claim_id), CLAIMED_AT_TAG: str(made), **shard_tags(shard)}
 
 
-def run_key(claim_id: int, made: int) -> str:
+def run_key(claim_id: int, made: int, shard: str | None) -> str:
     """The key of that run: Dagster swallows a request whose key it has seen, however long ago."""
-    return f"eventsql-claim-{claim_id}-{made}"
+    return f"eventsql-claim-{claim_id}-{made}" + ("" if shard is None else f"-{shard}")
 
 
 def is_another_claim(platform: EventSQL, claim_id: int, tags: Mapping[str, str]) -> bool:

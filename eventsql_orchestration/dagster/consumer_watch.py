@@ -7,17 +7,18 @@ have. Which partitions there are, the database says: those of a topic may change
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import dagster as dg
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.definition import Limits
+from eventsql_orchestration.dagster.handover import Relay, relays
 from eventsql_orchestration.dagster.tags import FINISHED
-from eventsql_orchestration.dagster.watch import PartitionWatch, lease_decides, runs_of
+from eventsql_orchestration.dagster.ticks import Budget, NothingYet, beginning_with
+from eventsql_orchestration.dagster.watch import PartitionWatch, Situation, lease_decides, runs_of
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseBusyError,
@@ -27,25 +28,16 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log.claims import Standing
 
-TICK_BUDGET: Final = 20.0
-"""Seconds after which a tick over many partitions begins with no further one. With the statement under way and what
-Dagster's own storage takes, that stays well below the 60 of a tick."""
-
-MAX_REQUESTS: Final = 25
-"""Runs that one tick requests at most: Dagster creates them one after the other, some 4 to 10 a second, and no further
-tick of this sensor begins meanwhile."""
-
 SHOWN_REASONS: Final = 5
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a look at a consumer found: its partitions, by their numbers, and the runs of their live claims."""
+    """What a look at a consumer found: its partitions, by number, the runs of their live claims, what else runs."""
 
     standings: Mapping[int, Standing]
     runs: Mapping[int, dg.RunRecord]
+    relays: Mapping[int, Relay]
 
     def run_of(self, standing: Standing) -> dg.RunRecord | None:
         """The run that has a partition's live claim, or is to have it."""
@@ -53,6 +45,9 @@ class Sight:
 
     def to_do(self, standing: Standing) -> bool:
         """Whether a partition needs more than the look at it."""
+        relay = self.relays.get(standing.partition)
+        if relay is not None and relay.drains(standing.claim):
+            return True
         if standing.claim is None:
             return standing.waiting and not standing.leased
         return not (standing.leased and lease_decides(standing.claim, self.run_of(standing)))
@@ -70,8 +65,8 @@ class Sight:
 class ConsumerWatch:
     """Decides what a tick does about all partitions of a consumer.
 
-    One statement looks at all of them and two questions to Dagster's storage find the runs of their live claims,
-    whatever their number. Only a partition that has something to do costs more.
+    One statement looks at all of them and three questions to Dagster's storage find the runs of their live claims, and
+    what else is under way, whatever their number. Only a partition that has something to do costs more.
     """
 
     topic: Topic
@@ -85,6 +80,11 @@ class ConsumerWatch:
         """The consumer, for people and for a cursor."""
         return f"{self.topic.name}/{self.consumer.name}"
 
+    @property
+    def topics(self) -> tuple[str]:
+        """The one whose events it waits for."""
+        return (self.topic.name,)
+
     def of(self, partition: int) -> PartitionWatch:
         """What decides about one partition."""
         return PartitionWatch(self.topic, self.consumer, partition, self.op_name, self.limits, self.sensor)
@@ -96,6 +96,7 @@ class ConsumerWatch:
             standings = {standing.partition: standing for standing in platform.claims.standings(self.consumer)}
             live = [standing.claim for standing in standings.values() if standing.claim is not None]
             runs = runs_of(live, self.consumer, platform, instance)
+            under_way = relays(instance, self.consumer, platform.shard, self.limits.drain_seconds)
         except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
             return error.message
         if not standings:
@@ -103,30 +104,35 @@ class ConsumerWatch:
                 f"consumer {self.consumer.name!r} of topic {self.topic.name!r} does not exist: create it with "
                 "`eventsql consumer create`"
             )
-        return Sight(standings, runs)
+        return Sight(standings, runs, under_way)
 
     def evaluate(
-        self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger, cursor: str | None
+        self,
+        platform: EventSQL,
+        instance: dg.DagsterInstance,
+        log: logging.Logger,
+        cursor: str | None,
+        budget: Budget,
     ) -> dg.SensorResult:
         """One tick. `cursor` is the partition that it begins with, where the tick before did not get to all of them.
 
         Raises as `PartitionWatch.evaluate`; what was claimed before the database went away is requested all the same.
         """
-        deadline = time.monotonic() + TICK_BUDGET
         sight = self.look(platform, instance)
         if isinstance(sight, str):
             return dg.SensorResult(skip_reason=sight, cursor=cursor)
         requests: list[dg.RunRequest] = []
         reasons: dict[int, str] = {}
-        for partition in _from(list(sight.standings), cursor):
-            if time.monotonic() >= deadline or len(requests) == MAX_REQUESTS:
+        for partition in beginning_with(cursor, list(sight.standings)):
+            if budget.spent():
                 cursor = str(partition)
                 break
             standing = sight.standings[partition]
             if not sight.to_do(standing):
                 continue
             try:
-                answer = self.of(partition).attend(standing.claim, sight.run_of(standing), platform, instance, log)
+                found = Situation(standing.claim, sight.run_of(standing), sight.relays.get(partition))
+                answer = self.of(partition).attend(found, platform, instance, log)
             except (ConsumerNotFoundError, DatabaseBusyError) as error:
                 reasons[partition] = error.message
             except EventSQLError as error:
@@ -139,11 +145,14 @@ class ConsumerWatch:
             else:
                 if isinstance(answer, dg.RunRequest):
                     requests.append(answer)
+                    budget.requests -= 1
                 else:
                     reasons[partition] = answer.skip_message or ""
         if requests:
             return dg.SensorResult(run_requests=requests, cursor=cursor)
-        return dg.SensorResult(skip_reason=_summary(sight.standings.values(), reasons), cursor=cursor)
+        summary = _summary(sight.standings.values(), reasons)
+        idle = any(not standing.leased and number not in reasons for number, standing in sight.standings.items())
+        return dg.SensorResult(skip_reason=NothingYet(summary) if idle else summary, cursor=cursor)
 
 
 @dataclass(frozen=True)
@@ -156,8 +165,18 @@ class SharedWatch:
 
     members: tuple[ConsumerWatch, ...]
 
+    @property
+    def topics(self) -> frozenset[str]:
+        """Those whose events they wait for."""
+        return frozenset(member.topic.name for member in self.members)
+
     def evaluate(
-        self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger, cursor: str | None
+        self,
+        platform: EventSQL,
+        instance: dg.DagsterInstance,
+        log: logging.Logger,
+        cursor: str | None,
+        budget: Budget,
     ) -> dg.SensorResult:
         """One tick. `cursor` is the consumer that it begins with, the one after that which had the last claim.
 
@@ -171,23 +190,27 @@ class SharedWatch:
                 reasons[member.label] = seen
             else:
                 sights[member.label] = seen
-        order = [label for label in _from([member.label for member in self.members], cursor) if label in sights]
+        labels = [member.label for member in self.members]
+        order = [label for label in beginning_with(cursor, labels) if label in sights]
         under_way = next((run for label in order if (run := sights[label].under_way()) is not None), None)
         for label, watch, standing in self._to_do(order, sights, claims_alone=under_way is not None):
             try:
-                answer = watch.attend(standing.claim, sights[label].run_of(standing), platform, instance, log)
+                found = Situation(standing.claim, sights[label].run_of(standing))
+                answer = watch.attend(found, platform, instance, log)
             except (ConsumerNotFoundError, DatabaseBusyError) as error:
                 reasons[watch.label] = error.message
                 continue
             if isinstance(answer, dg.RunRequest):
+                budget.requests -= 1
                 return dg.SensorResult(run_requests=[answer], cursor=self._after(label))
             reasons[watch.label] = answer.skip_message or ""
+        reason: str | dg.SkipReason
         if under_way is not None:
             reason = f"run {under_way.dagster_run.run_id} is under way, and takes what waits"
         elif reasons:
             reason = "; ".join(f"{label}: {why}" for label, why in list(reasons.items())[:SHOWN_REASONS])
         else:
-            reason = f"no events wait for {', '.join(order)}"
+            reason = NothingYet(f"no events wait for {', '.join(order)}")
         return dg.SensorResult(skip_reason=reason, cursor=cursor)
 
     def _to_do(
@@ -204,12 +227,6 @@ class SharedWatch:
     def _after(self, label: str) -> str:
         labels = [member.label for member in self.members]
         return labels[(labels.index(label) + 1) % len(labels)]
-
-
-def _from(each: Sequence[_T], cursor: str | None) -> Sequence[_T]:
-    """Those of a sequence in the order in which a tick looks at them."""
-    first = next((n for n, one in enumerate(each) if str(one) == cursor), 0)
-    return [*each[first:], *each[:first]]
 
 
 def _summary(standings: Collection[Standing], reasons: Mapping[int, str]) -> str:

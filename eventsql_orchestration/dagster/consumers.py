@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
+from eventsql_orchestration.dagster.batches import BatchConsumer, Consumed
 from eventsql_orchestration.dagster.definition import (
     DEFAULT_MAX_ATTEMPTS,
     ClaimConfig,
@@ -16,17 +17,10 @@ from eventsql_orchestration.dagster.definition import (
     ConsumerDefinition,
     Limits,
 )
-from eventsql_orchestration.dagster.draining import (
-    BatchConsumer,
-    Consume,
-    Consumed,
-    Drained,
-    Draining,
-    owner_of_run,
-)
+from eventsql_orchestration.dagster.draining import Consume, Drained, Draining, owner_of_run
 from eventsql_orchestration.dagster.functions import UserFunction
 from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.publishing import add_up
+from eventsql_orchestration.dagster.published import add_up
 from eventsql_orchestration.dagster.reporting import metadata_of, report
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.sensors import build_consumer_sensor, build_partition_sensor
@@ -36,7 +30,7 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_TAG,
     SHARED_TAG,
-    SPARK_TAG,
+    SPARK_POOL,
     TOPIC_TAG,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
@@ -74,6 +68,7 @@ def consumer_asset(
     description: str | None = None,
     owners: Sequence[str] = (),
     tags: Mapping[str, str] | None = None,
+    pool: str | None = None,
     sensor: SensorPer = "partition",
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> Decorator:
@@ -96,7 +91,8 @@ def consumer_asset(
     `retry_policy` is Dagster's, for what is no event's fault, such as a database that is away: the run goes on with
     its claim from the offset reached. An event that fails has its `max_attempts`, whatever the policy.
 
-    The asset is called `name` (the function's name by default), the job `consume_<name>`. `tags` go to its runs.
+    The asset is called `name` (the function's name by default), the job `consume_<name>`. `tags` go to its runs; `pool`
+    is the pool of Dagster's that limits them (docs/operations.md): `SPARK_POOL` where the function starts a session.
 
     Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
     """
@@ -117,7 +113,7 @@ def consumer_asset(
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
             limits=limits, max_attempts=max_attempts, retry_policy=retry_policy, publishes=(), deps=deps,
             group_name=group_name,
-            description=description or function.__doc__, owners=owners, tags=tags or {},
+            description=description or function.__doc__, owners=owners, tags=tags or {}, pool=pool,
             kinds=KINDS, sensor=sensor, default_status=default_status,
         )  # fmt: skip
 
@@ -146,6 +142,7 @@ def range_asset(
     owners: Sequence[str] = (),
     kinds: Collection[str] = (SPARK_KIND,),
     tags: Mapping[str, str] | None = None,
+    pool: str | None = None,
     sensor: SensorPer = "partition",
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> Decorator:
@@ -158,8 +155,8 @@ def range_asset(
     times; then the partition stops there, since no one event is known to be at fault. Where topic `<topic>_dlt` exists
     it does not stop, and is tried once a minute.
 
-    The topics that it `publishes` to become assets of the same run. Runs of kind `pyspark` carry the tag
-    `eventsql/spark`, by which a run queue can limit them. Otherwise as `consumer_asset`.
+    The topics that it `publishes` to become assets of the same run. One of kind `pyspark` is in the `SPARK_POOL` where
+    no other `pool` is named. Otherwise as `consumer_asset`.
     """
     limits = Limits(min_events, max_events, max_wait, drain_seconds, drain_events, drain_idle, lease)
     published = [publishes] if isinstance(publishes, Topic | str) else list(publishes)
@@ -192,8 +189,8 @@ def range_asset(
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
             limits=limits, max_attempts=max_attempts, retry_policy=retry_policy, publishes=published, deps=deps,
             group_name=group_name,
-            description=description or function.__doc__, owners=owners,
-            tags={**({SPARK_TAG: "true"} if SPARK_KIND in kinds else {}), **(tags or {})},
+            description=description or function.__doc__, owners=owners, tags=tags or {},
+            pool=pool or (SPARK_POOL if SPARK_KIND in kinds else None),
             kinds=(*KINDS, *kinds), sensor=sensor, default_status=default_status,
         )  # fmt: skip
 
@@ -253,6 +250,7 @@ def _define(
     owners: Sequence[str],
     kinds: Iterable[str],
     tags: Mapping[str, str],
+    pool: str | None,
     sensor: SensorPer,
     default_status: dg.DefaultSensorStatus,
 ) -> ConsumerDefinition:
@@ -293,27 +291,28 @@ def _define(
 
     def compute(context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any]) -> Any:
         eventsql: EventSQLResource = resources[RESOURCE_KEY]
-        platform = eventsql.platform
         # A shared run does not wait for more: the others have their turn, and nothing would show that it lives.
         bounds = replace(limits, drain_idle=0.0) if SHARED_TAG in context.run.tags else limits
-        draining = Draining(
-            platform, make_consume(context, platform, resources), bounds, owner=owner_of_run(context.run.run_id)
-        )
+        owner, drained = owner_of_run(context.run.run_id), Drained()
+
+        def on(shard: EventSQL) -> Draining:
+            return Draining(shard, make_consume(context, shard, resources), bounds, owner=owner, drained=drained)
+
         try:
-            drain(context, draining, config, consumer)
-            report(context, key, consumer, draining.drained, platform.dead_letters)
+            drain(context, eventsql, on, config, consumer)
+            report(context, key, consumer, drained, eventsql.platform.dead_letters)
         except BaseException:
             # What a failing run has consumed is committed, and belongs to the history of its assets as any other.
-            if draining.drained.events:
-                for each, metadata in results(draining.drained):
+            if drained.events:
+                for each, metadata in results(drained):
                     context.log_event(dg.AssetMaterialization(asset_key=each, metadata=metadata))
             raise
-        if config.claim is None and SHARED_TAG in context.run.tags and not draining.drained.claims:
+        if config.claim is None and SHARED_TAG in context.run.tags and not drained.claims:
             return
-        for each, metadata in results(draining.drained):
+        for each, metadata in results(drained):
             yield dg.MaterializeResult(asset_key=each, metadata=metadata)
 
-    asset = dg.multi_asset(name=name, specs=[spec, *published], retry_policy=retry_policy)(
+    asset = dg.multi_asset(name=name, specs=[spec, *published], retry_policy=retry_policy, pool=pool)(
         user.as_compute(ClaimConfig, compute)
     )
     job = dg.define_asset_job(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,16 +50,22 @@ class ClaimConfig(dg.Config):
     """What a run consumes: the range of a claim that a sensor made.
 
     Without a claim, as when the asset is materialized by hand, the run claims for itself what waits, of `partition` or
-    of every partition.
+    of every partition. `shard` is that of the claim where there are several, and without a claim the only one that
+    the run consumes on; where it is not given, on every one.
 
     With `replay`, a range that was committed is handed to the function once more: its effects happen again, and the
     offset stays where it is. Where it is not given, a run that somebody executes again after it had succeeded replays
     its range, and no other run does, whoever tries it again.
+
+    `succeeds` is a run that drains the partition: this one takes it over, as soon as it can claim, while that one goes
+    on.
     """
 
     claim: int | None = None
     partition: int | None = None
+    shard: str | None = None
     replay: bool | None = None
+    succeeds: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,3 +104,33 @@ class ConsumerDefinition:
         """Create the topic and the consumer, or find them as they are. Raises `RedefinitionError`."""
         platform.registry.register_topic(self.topic)
         platform.registry.register_consumer(self.consumer, max_attempts=self.max_attempts)
+
+
+def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
+    """Refuse consumers of which two have one name, one sensor's name, or one and the same place in a topic.
+
+    Raises `ValidationError`. Those that share their runs share a job and a sensor.
+    """
+    names: dict[str, ConsumerDefinition] = {}
+    places: dict[tuple[str, str], str] = {}
+    sensors: dict[str, tuple[str, dg.SensorDefinition]] = {}
+    for each in consumers:
+        name = each.key.to_user_string()
+        if name in names:
+            raise ValidationError(
+                f"two consumers are called {name!r}, as their assets, jobs and sensors would be: give one of them "
+                "another name"
+            )
+        names[name] = each
+        place = (each.consumer.topic, each.consumer.name)
+        if (other := places.setdefault(place, name)) != name:
+            raise ValidationError(
+                f"{other!r} and {name!r} are both consumer {place[1]!r} of topic {place[0]!r}: each event would go to "
+                "one of them alone; give one of them another consumer"
+            )
+        for sensor in each.sensors:
+            other, known = sensors.setdefault(sensor.name, (name, sensor))
+            if known is not sensor:
+                raise ValidationError(
+                    f"{other!r} and {name!r} both have a sensor {sensor.name!r}: give one of them another name"
+                )

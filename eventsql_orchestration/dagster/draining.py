@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL
+from eventsql_orchestration import Consumer, EventSQL
+from eventsql_orchestration.dagster.batches import BatchConsumer, Consumed, DeadLetter, ReplayError
 from eventsql_orchestration.dagster.claim_times import is_another_claim
 from eventsql_orchestration.dagster.definition import Limits
-from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.consumption import Failure
-from eventsql_orchestration.log.dead_letters import describe
+from eventsql_orchestration.log.claims import Claim, NoClaim
+from eventsql_orchestration.log.consumption import ConsumerPartition, Failure
 
 POLL: Final = 0.05
 """Seconds between two looks for further events of a run that drains: well below the transfer's own delay."""
 
-STALLED_AFTER: Final = 300.0
-"""Seconds after which the server ends a batch whose process stands still or is cut off: its transaction holds the
-partition, and TCP takes two hours by default to notice. PostgreSQL does not do so after an `executemany` of psycopg,
-whose last message, a Flush, disarms its timer."""
+PATIENCE: Final = 30.0
+"""Seconds that a successor waits for the run before it, which may be busy with a long range."""
+
+ASK_SECONDS: Final = 1.0
+"""Seconds between its two looks whether that one has ended."""
 
 OWNER_PREFIX: Final = "run "
 
@@ -40,25 +40,6 @@ def run_of_owner(owner: str) -> str | None:
     return owner.removeprefix(OWNER_PREFIX) if owner.startswith(OWNER_PREFIX) else None
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """An event that was given up in this run, and why."""
-
-    event_id: int
-    partition: int
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Consumed:
-    """What consuming one claim came to."""
-
-    events: int
-    failure: Failure | None = None
-    dead_letters: tuple[DeadLetter, ...] = ()
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
 Consume: TypeAlias = Callable[[Claim], Consumed]
 """Consumes the rest of a claim. Raises `ClaimLostError`."""
 
@@ -69,6 +50,7 @@ class Drained:
 
     claims: list[tuple[Claim, Consumed]] = field(default_factory=list)
     lost: str | None = None
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def events(self) -> int:
@@ -91,10 +73,11 @@ class Drained:
         """The metadata of each claim."""
         return [consumed.metadata for _, consumed in self.claims]
 
-    def ranges(self) -> list[dict[str, int]]:
+    def ranges(self) -> list[dict[str, int | str]]:
         """The ranges of offsets for a run's metadata: `after` exclusive, `upto` inclusive."""
         return [
             {
+                **({} if claim.shard is None else {"shard": claim.shard}),
                 "claim": claim.id,
                 "partition": claim.range.partition,
                 "after": claim.position,
@@ -106,15 +89,25 @@ class Drained:
 
 
 class Draining:
-    """Consumes a claim, then what comes after it, until an event fails, a limit is reached or nothing more comes."""
+    """Consumes a claim, then what comes after it, until an event fails, a limit is reached or nothing more comes.
 
-    def __init__(self, platform: EventSQL, consume: Consume, limits: Limits, *, owner: str) -> None:
+    It is on one database; a run that goes on with another shard has one `drained` for both.
+    """
+
+    def __init__(
+        self, platform: EventSQL, consume: Consume, limits: Limits, *, owner: str, drained: Drained | None = None
+    ) -> None:
         self._platform = platform
         self._consume = consume
         self._limits = limits
         self._owner = owner
-        self._deadline = time.monotonic() + limits.drain_seconds
-        self.drained = Drained()
+        self.drained = Drained() if drained is None else drained
+        self._deadline = self.drained.started + limits.drain_seconds
+
+    @property
+    def shard(self) -> str | None:
+        """The name of its shard, where there are several."""
+        return self._platform.shard
 
     def require_claim_of(self, consumer: Consumer, claim_id: int) -> None:
         """Raises `ForeignClaimError` for a claim of another consumer, whose events this one would take from it."""
@@ -129,7 +122,7 @@ class Draining:
     def take_over(self, claim_id: int) -> Claim | None:
         """Adopt the claim that the run was requested for; None, with a note of why, when it is not to be had."""
         try:
-            return self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease)
+            return self._mine(self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease))
         except ClaimLostError as error:
             self.drained.lost = str(error)
             return None
@@ -162,7 +155,7 @@ class Draining:
     def committed(self, claim_id: int) -> Claim | None:
         """The claim, where it was committed; None in any other state. Raises `ClaimLostError` for an unknown one."""
         claim, state = self._platform.claims.get(claim_id)
-        return claim if state == "committed" else None
+        return self._mine(claim) if state == "committed" else None
 
     def replay(self, claim: Claim) -> None:
         """Hand a committed claim's range to the function once more, without a lease; the offset stays where it is.
@@ -186,7 +179,10 @@ class Draining:
             topic, consumer, partition,
             owner=self._owner, max_events=self._limits.max_events, lease=self._limits.lease,
         )  # fmt: skip
-        return found if isinstance(found, Claim) else found.reason
+        return self._mine(found) if isinstance(found, Claim) else found.reason
+
+    def _mine(self, claim: Claim) -> Claim:
+        return replace(claim, shard=self.shard)
 
     def run(self, claim: Claim) -> None:
         """Consume `claim` and what comes after it."""
@@ -204,26 +200,55 @@ class Draining:
             current = self._next(current)
 
     def _next(self, previous: Claim) -> Claim | None:
-        limits, key = self._limits, previous.key
+        limits = self._limits
         left = limits.drain_events - self.drained.events
         if left < limits.min_events:
             return None
         idle_until = min(self._deadline, time.monotonic() + limits.drain_idle)
         while time.monotonic() < self._deadline:
-            found = self._platform.claims.claim(
-                key.topic, key.consumer, key.partition,
-                owner=self._owner,
-                min_events=limits.min_events,
-                max_events=min(limits.max_events, left),
-                max_wait=limits.max_wait,
-                lease=limits.lease,
-            )  # fmt: skip
+            found = self._try(previous.key, most=min(limits.max_events, left))
             if isinstance(found, Claim):
                 return found
-            if time.monotonic() >= idle_until:
+            # A successor has begun: what comes is for it.
+            if time.monotonic() >= idle_until or found.leased_by is not None:
                 return None
             time.sleep(POLL)
         return None
+
+    def succeed(self, topic: str, consumer: str, partition: int, *, is_over: Callable[[], bool]) -> Claim | str:
+        """Claim from a run that still drains the partition, as soon as there is something to claim.
+
+        `is_over` tells whether that run has ended. A sentence where nothing could be claimed for `PATIENCE` seconds, or
+        nothing came any more.
+        """
+        key = ConsumerPartition(topic, consumer, partition)
+        began = asked = time.monotonic()
+        ends = began + PATIENCE
+        while True:
+            found = self._try(key, most=self._limits.max_events)
+            if isinstance(found, Claim):
+                return found
+            now = time.monotonic()
+            if now >= ends:
+                return found.reason
+            if now >= asked + ASK_SECONDS:
+                asked = now
+                if is_over():
+                    ends = min(ends, now + self._limits.drain_idle)
+                    asked = began + PATIENCE
+            time.sleep(POLL)
+
+    def _try(self, key: ConsumerPartition, *, most: int) -> Claim | NoClaim:
+        """Claim what a sensor would."""
+        found = self._platform.claims.claim(
+            key.topic, key.consumer, key.partition,
+            owner=self._owner,
+            min_events=self._limits.min_events,
+            max_events=most,
+            max_wait=self._limits.max_wait,
+            lease=self._limits.lease,
+        )  # fmt: skip
+        return self._mine(found) if isinstance(found, Claim) else found
 
 
 class ForeignClaimError(dg.Failure):
@@ -235,82 +260,3 @@ class ForeignClaimError(dg.Failure):
             "claim, and it claims what waits",
             allow_retries=False,
         )
-
-
-class ReplayError(dg.Failure):
-    """A range cannot be consumed once more, and nothing of it was."""
-
-    def __init__(self, description: str) -> None:
-        super().__init__(description, allow_retries=False)
-
-
-BatchFunction: TypeAlias = Callable[[Sequence[Event], Connection], object]
-
-
-class BatchConsumer:
-    """Consumes a claim by handing its events to a function, in transactions that also move the offset."""
-
-    def __init__(self, platform: EventSQL, function: BatchFunction, limits: Limits) -> None:
-        self._platform = platform
-        self._function = function
-        self._limits = limits
-        self._failed: dict[int, str] = {}
-
-    def __call__(self, claim: Claim) -> Consumed:
-        """Process the rest of `claim`. Raises `ClaimLostError`."""
-        self._failed.clear()
-        processed = self._platform.claims.process(
-            claim, self._watch, batch=self._limits.batch, lease=self._limits.lease
-        )
-        failure = processed.failure
-        if failure is not None and failure.outcome == Failure.DEAD_LETTER:
-            failure = None
-        if failure is not None:
-            self._failed.pop(failure.event.id, None)
-        return Consumed(processed.consumed, failure, tuple(self._dead_letters(claim)))
-
-    def replay(self, claim: Claim) -> Consumed:
-        """Hand the events of a range to the function, in transactions that move no offset and take no lease.
-
-        What the consumer's filter passes over is passed over here too. A batch that fails ends it with what its
-        function raised; the batches before it stay. Raises `ReplayError` where retention has taken events.
-        """
-        offsets = claim.range
-        partition = None if offsets.partition == NOT_PARTITIONED else offsets.partition
-        left = self._platform.reader.count(offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition)
-        if left != claim.events:
-            raise ReplayError(
-                f"{claim} cannot be replayed: {left} of its {claim.events} events are left, retention took the others"
-            )
-        conditions = self._platform.registry.consumer(offsets.topic, claim.consumer)[0].filter
-        handed = 0
-        for events in self._platform.reader.stream(
-            offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition, batch=self._limits.batch
-        ):
-            chosen = events if conditions is None else [event for event in events if conditions.matches(event)]
-            if chosen:
-                with self._platform.database.transaction() as connection:
-                    self._bound(connection)
-                    self._function(chosen, connection)
-                handed += len(chosen)
-        return Consumed(handed, metadata={"replayed": True})
-
-    def _bound(self, connection: Connection) -> None:
-        connection.execute(
-            "SELECT set_config('idle_in_transaction_session_timeout', %s, true)",
-            (str(round(max(self._limits.lease, STALLED_AFTER) * 1000)),),
-        )
-
-    def _watch(self, events: Sequence[Event], connection: Connection) -> None:
-        try:
-            self._bound(connection)
-            self._function(events, connection)
-        except Exception as error:
-            if len(events) == 1:
-                self._failed[events[0].id] = describe(error.__cause__ or error)
-            raise
-
-    def _dead_letters(self, claim: Claim) -> Iterator[DeadLetter]:
-        # An event that failed alone and was passed all the same is a dead letter: the claim went on after it.
-        for event_id, error in self._failed.items():
-            yield DeadLetter(event_id, claim.range.partition, error)

@@ -82,12 +82,16 @@ def event_batches(value: object, topic: str) -> Iterator[pa.RecordBatch]:
     return _publications(value, topic)
 
 
-def events_as_arrow(batches: Iterable[Sequence[Event]]) -> pa.RecordBatchReader:
-    """Events as a reader with the columns `LOADED`; a batch is read when it is asked for."""
-    return pa.RecordBatchReader.from_batches(LOADED, (_as_arrow(batch) for batch in batches))
+def events_as_arrow(batches: Iterable[tuple[str | None, Sequence[Event]]], *, shards: bool) -> pa.RecordBatchReader:
+    """Events as a reader with the columns `LOADED`, and with that of their `shard`, where there are several.
+
+    A batch is read when it is asked for.
+    """
+    schema = LOADED.append(pa.field("shard", pa.string())) if shards else LOADED
+    return pa.RecordBatchReader.from_batches(schema, (_as_arrow(events, schema, shard) for shard, events in batches))
 
 
-def _as_arrow(events: Sequence[Event]) -> pa.RecordBatch:
+def _as_arrow(events: Sequence[Event], schema: pa.Schema, shard: str | None) -> pa.RecordBatch:
     columns = {
         "key": [event.key for event in events],
         "value": [event.value for event in events],
@@ -95,8 +99,9 @@ def _as_arrow(events: Sequence[Event]) -> pa.RecordBatch:
         "partition": [event.partition for event in events],
         "offset": [event.id for event in events],
         "timestamp": [event.buffered_at for event in events],
+        "shard": [shard] * len(events),
     }
-    return pa.RecordBatch.from_pydict(columns, schema=LOADED)
+    return pa.RecordBatch.from_pydict({name: columns[name] for name in schema.names}, schema=schema)
 
 
 def _check_columns(schema: pa.Schema, topic: str) -> None:

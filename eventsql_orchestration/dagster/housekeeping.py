@@ -8,12 +8,16 @@ from typing import Any, Final
 import dagster as dg
 from dagster_shared.check import CheckError
 
+from eventsql_orchestration.dagster.backfill_history import delete_windows
 from eventsql_orchestration.dagster.checks import ConsumerCheck
+from eventsql_orchestration.dagster.claim_history import delete_claims
 from eventsql_orchestration.dagster.history import EventHistory
 from eventsql_orchestration.dagster.publications import delete_publications
 from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
 from eventsql_orchestration.dagster.tags import (
     FINISHED,
+    HOUSEKEEPING_BACKFILL,
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_INTERNAL,
     HOUSEKEEPING_TAG,
@@ -31,6 +35,8 @@ def build_housekeeping_schedule(
     keep_observation_hours: float = 72.0,
     keep_publication_hours: float = 720.0,
     keep_failure_hours: float = 720.0,
+    keep_backfill_hours: float = 720.0,
+    keep_claim_hours: float = 720.0,
     checks: Collection[ConsumerCheck] = (),
     cron_schedule: str = "17 * * * *",
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
@@ -43,13 +49,21 @@ def build_housekeeping_schedule(
     reports, observations and the results of `checks`, `keep_observation_hours`, where Dagster's storage is PostgreSQL.
     No other run or event is touched, and the newest observation of an asset and result of a check stay. The records by
     which a publication is not repeated are kept `keep_publication_hours`, and longer as long as a run or a stream could
-    repeat it.
+    repeat it. Runs of backfills are kept `keep_backfill_hours`, and the partitions of one that is over as long as its
+    runs; claims that are over `keep_claim_hours`, on each shard.
     """
-    kept_for = (keep_hours, keep_consumer_hours, keep_observation_hours, keep_publication_hours, keep_failure_hours)
+    kept_for = (
+        keep_hours, keep_consumer_hours, keep_observation_hours, keep_publication_hours, keep_failure_hours,
+        keep_backfill_hours, keep_claim_hours,
+    )  # fmt: skip
     if min(kept_for) < 0:
         raise ValidationError("keep_hours and the other times to keep must not be negative")
     judged = tuple(check.key for check in checks)
-    kept = {HOUSEKEEPING_INTERNAL: keep_hours, HOUSEKEEPING_CONSUMER: keep_consumer_hours}
+    kept = {
+        HOUSEKEEPING_INTERNAL: keep_hours,
+        HOUSEKEEPING_CONSUMER: keep_consumer_hours,
+        HOUSEKEEPING_BACKFILL: keep_backfill_hours,
+    }
 
     @dg.op(name="delete_old_history", description="Deletes finished runs of this package's jobs, and old ticks.")
     def delete_old_history(context: dg.OpExecutionContext) -> None:
@@ -91,8 +105,24 @@ def build_housekeeping_schedule(
     )
     def delete_old_publications(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
         before = datetime.now(UTC) - timedelta(hours=keep_publication_hours)
-        deleted = delete_publications(eventsql.platform, context.instance, before=before)
+        deleted = sum(delete_publications(shard, context.instance, before=before) for shard in eventsql.shards)
         context.log.info("deleted the records of %d publications", deleted)
+
+    @dg.op(name="delete_old_claims", description="Deletes claims that ended long ago.")
+    def delete_old_claims(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
+        before = datetime.now(UTC) - timedelta(hours=keep_claim_hours)
+        deleted = sum(delete_claims(shard, before=before) for shard in eventsql.shards)
+        context.log.info("deleted %d claims", deleted)
+
+    @dg.op(
+        name="delete_old_windows",
+        description="Deletes the partitions of backfills that are over and whose runs are deleted.",
+        ins={"done": dg.In(dg.Nothing)},
+    )
+    def delete_old_windows(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
+        specs = _own_assets(context)
+        for asset, deleted in delete_windows(ShardedBackfills(eventsql.shards), context.instance, specs).items():
+            context.log.info("deleted %d partitions of asset %s", deleted, asset)
 
     @dg.job(
         name=name,
@@ -102,8 +132,11 @@ def build_housekeeping_schedule(
     )
     def housekeeping() -> None:
         drop_old_segments()
+        delete_old_claims()
         # Runs that are gone repeat nothing.
-        delete_old_publications(delete_old_history())
+        history = delete_old_history()
+        delete_old_publications(history)
+        delete_old_windows(history)
 
     return dg.ScheduleDefinition(
         name=name,
@@ -159,9 +192,7 @@ def _statuses(*names: str) -> list[Any]:
 
 
 def _own_instigators(context: dg.OpExecutionContext) -> frozenset[str]:
-    try:
-        repository = context.repository_def
-    except CheckError:
+    if (repository := _repository(context)) is None:
         context.log.info("no ticks are deleted: this job was executed by itself, outside of a code location")
         return frozenset()
     instigators: list[dg.SensorDefinition | dg.ScheduleDefinition] = [
@@ -169,3 +200,17 @@ def _own_instigators(context: dg.OpExecutionContext) -> frozenset[str]:
         *repository.schedule_defs,
     ]
     return frozenset(each.name for each in instigators if HOUSEKEEPING_TAG in each.tags)
+
+
+def _own_assets(context: dg.OpExecutionContext) -> list[dg.AssetSpec]:
+    repository = _repository(context)
+    assets = {} if repository is None else repository.assets_defs_by_key
+    return [spec for asset in {id(each): each for each in assets.values()}.values() for spec in asset.specs]
+
+
+def _repository(context: dg.OpExecutionContext) -> dg.RepositoryDefinition | None:
+    """The code location of a job; None where it is executed by itself."""
+    try:
+        return context.repository_def
+    except CheckError:
+        return None

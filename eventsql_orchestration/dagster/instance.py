@@ -9,7 +9,7 @@ from typing import Any, Final
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
-from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, SPARK_TAG
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.database import parse_dsn
 
@@ -60,7 +60,6 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
             "module": "dagster.core.run_coordinator",
             "class": "QueuedRunCoordinator",
             "config": {
-                "max_concurrent_runs": max_concurrent_runs,
                 # Dagster's own 5 s are half of what a cold partition may wait for its run.
                 "dequeue_interval_seconds": 1,
                 "dequeue_use_threads": True,
@@ -68,13 +67,17 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
                 # A code server that does not answer in time, on a machine that is busy, is asked again.
                 "max_user_code_failure_retries": 5,
                 "user_code_failure_retry_delay": 5,
-                # One Spark session uses all cores of its machine.
-                "tag_concurrency_limits": [
-                    {"key": SPARK_TAG, "limit": 1},
-                    # A backfill's runs last: live ones shall not wait until one of them ends.
-                    {"key": BACKFILL_OF_TAG, "limit": max(max_concurrent_runs // 2, 1)},
-                ],
             },
+        },
+        "concurrency": {
+            "runs": {
+                "max_concurrent_runs": max_concurrent_runs,
+                # A backfill's runs last: live ones shall not wait until one of them ends.
+                "tag_concurrency_limits": [{"key": BACKFILL_OF_TAG, "limit": max(max_concurrent_runs // 2, 1)}],
+            },
+            # One Spark session uses all cores of its machine, and its run may go on to further steps. The limit is that
+            # of every pool, for which `dagster instance concurrency set` has not set another.
+            "pools": {"granularity": "run", "default_limit": 1},
         },
         "run_monitoring": {
             "enabled": True,

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import dagster as dg
 from pydantic import Field, field_validator
 
-from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange
+from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange
 from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID, Origin, input_metadata
 from eventsql_orchestration.dagster.metadata import (
     CONSUMED_TOPIC,
@@ -18,6 +18,7 @@ from eventsql_orchestration.dagster.metadata import (
     PUBLISHED_EVENTS,
     PUBLISHED_FIRST,
     PUBLISHED_LAST,
+    PUBLISHED_RANGES,
     PUBLISHED_RUN,
     PUBLISHED_TOPIC,
 )
@@ -25,7 +26,7 @@ from eventsql_orchestration.dagster.publishing import publish
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
-from eventsql_orchestration.model import check_partition, check_topic_name
+from eventsql_orchestration.model import MAX_PARTITIONS, check_partition, check_topic_name
 
 Reads = Literal["topic", "materialization"]
 
@@ -36,18 +37,23 @@ READS: Final = "reads"
 AFTER: Final = "after"
 UPTO: Final = "upto"
 TOPIC_PARTITION: Final = "topic partition"
+SHARD: Final = "shard"
 """The metadata of an input (`dg.AssetIn(metadata=…)`) that says what of the topic it takes."""
 
 COLUMNS: Final = ("key", "value", "topic", "partition", "offset", "timestamp")
-"""Of a frame of Spark, as the data source has them; frames of Arrow have the same."""
+"""Of a frame of Spark, as the data source has them; frames of Arrow have the same. Over shards there is one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is loaded: the events of a range, or, with `origin`, those of them whose metadata has all of that."""
+    """What is loaded: the events of a range, or, with `origin`, those of them whose metadata has all of that.
+
+    `shard` is that of the range, where there are several.
+    """
 
     range: OffsetRange
     origin: Mapping[str, str] = field(default_factory=dict)
+    shard: str | None = None
 
     def has(self, headers: Mapping[str, Any]) -> bool:
         return all(headers.get(name) == text for name, text in self.origin.items())
@@ -68,7 +74,8 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
     `pyarrow.RecordBatchReader` or `list[Event]`. It holds the whole topic as it is then, or, where `reads` (here, or in
     the metadata of the input) is `materialization`, the events of the last materialization of the asset; always so for
     a partitioned asset, of each partition that is asked for. The input's metadata `after`, `upto` and `topic partition`
-    name a range.
+    name a range. Over shards, frames have one more column `shard`, and the input's metadata `shard` names one of them,
+    as `after` and `upto` need it.
 
     Errors are those of this package, and leave nothing published.
     """
@@ -110,11 +117,18 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         form = _form(annotation)
         topic = self._topic_of_input(context)
         self.eventsql.platform.registry.topic(topic)
-        selections = self._selections(context, topic)
+        parts = self._selections(context, topic)
+        selections = [each for part in parts for each in part]
         ranges = [
-            {"partition": each.range.partition, AFTER: each.range.after, UPTO: each.range.upto} for each in selections
+            {
+                **({} if each.shard is None else {SHARD: each.shard}),
+                "partition": each.range.partition,
+                AFTER: each.range.after,
+                UPTO: each.range.upto,
+            }
+            for each in selections
         ]
-        if len(selections) == 1:
+        if len(parts) == 1:
             context.add_input_metadata(input_metadata(topic, ranges))
         else:
             # Dagster observes one partition of an input at most.
@@ -160,33 +174,50 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             "call the asset topic/<name>"
         )
 
-    def _selections(self, context: dg.InputContext, topic: str) -> list[Selection]:
+    def _selections(self, context: dg.InputContext, topic: str) -> list[list[Selection]]:
+        """What is loaded, for each partition of the asset that is asked for."""
         metadata = {name: _plain(value) for name, value in context.definition_metadata.items()}
         reads = metadata.get(READS, self.reads)
         if reads not in typing.get_args(Reads):
             raise ConfigurationError(
                 f"input {context.name!r}: metadata reads is topic or materialization, not {reads!r}"
             )
-        named = {AFTER, UPTO, TOPIC_PARTITION} & metadata.keys()
+        named = {AFTER, UPTO, TOPIC_PARTITION, SHARD} & metadata.keys()
         if not named:
             if context.has_asset_key and context.has_asset_partitions:
-                return [_materialized(context, topic, key) for key in context.asset_partition_keys]
+                return [self._materialized(context, topic, key) for key in context.asset_partition_keys]
             if reads == "materialization":
-                return [_materialized(context, topic, None)]
-        return [self._named_range(context.name, topic, metadata)]
+                return [self._materialized(context, topic, None)]
+        return [self._named_ranges(context.name, topic, metadata)]
 
-    def _named_range(self, name: str, topic: str, metadata: Mapping[str, Any]) -> Selection:
-        platform = self.eventsql.platform
+    def _materialized(self, context: dg.InputContext, topic: str, partition: str | None) -> list[Selection]:
+        # Of nothing there is a frame too.
+        nothing = Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].shard)
+        return _materialized(context, topic, partition) or [nothing]
+
+    def _named_ranges(self, name: str, topic: str, metadata: Mapping[str, Any]) -> list[Selection]:
+        shard = metadata.get(SHARD)
+        shards = self.eventsql.shards if shard is None else (self.eventsql.shard(str(shard)),)
+        if len(shards) > 1 and {AFTER, UPTO} & metadata.keys():
+            raise ConfigurationError(
+                f"input {name!r}: offsets are those of one shard: name it in metadata shard, one of "
+                f"{', '.join(str(each.shard) for each in shards)}"
+            )
+        return [self._named_range(name, topic, metadata, each) for each in shards]
+
+    def _named_range(self, name: str, topic: str, metadata: Mapping[str, Any], platform: EventSQL) -> Selection:
         for each in (AFTER, UPTO, TOPIC_PARTITION):
             if each in metadata and type(metadata[each]) is not int:
                 raise ConfigurationError(f"input {name!r}: metadata {each} is a whole number, not {metadata[each]!r}")
         partition = metadata.get(TOPIC_PARTITION, NOT_PARTITIONED)
         if partition != NOT_PARTITIONED:
-            check_partition(topic, partition, platform.registry.topic(topic).partitions)
+            found = platform.registry.topic(topic)
+            # One that was repartitioned may have had more of them.
+            check_partition(topic, partition, found.partitions if found.layout == 1 else MAX_PARTITIONS)
         after = metadata.get(AFTER, 0)
         # An end that is named is taken as it is: events may still come before it.
         upto = metadata[UPTO] if UPTO in metadata else max(after, platform.reader.end(topic))
-        return Selection(OffsetRange(topic, partition, after, upto))
+        return Selection(OffsetRange(topic, partition, after, upto), shard=platform.shard)
 
     def _load_spark(self, selections: Sequence[Selection]) -> Any:
         # They start no Java before an input needs it.
@@ -204,31 +235,34 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         loaded = None
         for selection in selections:
             reader = session.read.format(FORMAT).options(
-                **self.eventsql.spark_options(), **range_options(selection.range)
+                **self.eventsql.spark_options(selection.shard), **range_options(selection.range)
             )
             frame = reader.options(includeHeaders="true").load() if selection.origin else reader.load()
             for name, text in selection.origin.items():
                 frame = frame.where(f.col("headers")[name] == text)
             frame = frame.select(*COLUMNS)
+            if selection.shard is not None:
+                frame = frame.withColumn(SHARD, f.lit(selection.shard))
             loaded = frame if loaded is None else loaded.unionAll(frame)
         return loaded
 
-    def _batches(self, selections: Sequence[Selection]) -> Iterator[list[Event]]:
+    def _batches(self, selections: Sequence[Selection]) -> Iterator[tuple[str | None, list[Event]]]:
         for selection in selections:
             offsets = selection.range
             partition = None if offsets.partition == NOT_PARTITIONED else offsets.partition
-            for batch in self.eventsql.platform.reader.stream(
+            for batch in self.eventsql.shard(selection.shard).reader.stream(
                 offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition
             ):
-                yield [event for event in batch if selection.has(event.metadata)] if selection.origin else batch
+                chosen = [event for event in batch if selection.has(event.metadata)] if selection.origin else batch
+                yield selection.shard, chosen
 
     def _load_events(self, selections: Sequence[Selection]) -> list[Event]:
-        return [event for batch in self._batches(selections) for event in batch]
+        return [event for _, batch in self._batches(selections) for event in batch]
 
     def _load_arrow_reader(self, selections: Sequence[Selection]) -> Any:
         from eventsql_orchestration.dagster.frames import events_as_arrow  # noqa: PLC0415 - pyarrow takes 0.2 s to load
 
-        return events_as_arrow(self._batches(selections))
+        return events_as_arrow(self._batches(selections), shards=len(self.eventsql.platform.shards) > 1)
 
     def _load_arrow(self, selections: Sequence[Selection]) -> Any:
         return self._load_arrow_reader(selections).read_all()
@@ -262,8 +296,8 @@ def _form(annotation: Any) -> str:
     )
 
 
-def _materialized(context: dg.InputContext, topic: str, partition: str | None) -> Selection:
-    """The events of the last materialization of an asset, or of one of its partitions."""
+def _materialized(context: dg.InputContext, topic: str, partition: str | None) -> list[Selection]:
+    """The events of the last materialization of an asset, or of one of its partitions; none where it had none."""
     what = context.asset_key.to_user_string() + ("" if partition is None else f" [{partition}]")
     records = context.instance.fetch_materializations(
         dg.AssetRecordsFilter(asset_key=context.asset_key, asset_partitions=None if partition is None else [partition]),
@@ -276,13 +310,18 @@ def _materialized(context: dg.InputContext, topic: str, partition: str | None) -
     if metadata.get(PUBLISHED_TOPIC) != topic:
         raise ValidationError(f"the last materialization of {what} says nothing of events that it published to {topic}")
     if not metadata.get(PUBLISHED_EVENTS):
-        return Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0))
-    first, last = metadata.get(PUBLISHED_FIRST), metadata.get(PUBLISHED_LAST)
-    if not isinstance(first, int) or not isinstance(last, int):
+        return []
+    ends = [{"first": metadata.get(PUBLISHED_FIRST), "last": metadata.get(PUBLISHED_LAST)}]
+    told: Any = metadata.get(PUBLISHED_RANGES)
+    ranges: list[dict[str, Any]] = told or ends
+    if any(not isinstance(each[end], int) for each in ranges for end in ("first", "last")):
         raise ValidationError(
             f"the last materialization of {what} does not say the offsets of its events, which had not been "
             "transferred: name a range, or read the whole topic"
         )
     named = {ASSET_KEY: metadata.get(PUBLISHED_AS), PARTITION: partition, RUN_ID: metadata.get(PUBLISHED_RUN)}
     origin = {name: text for name, text in named.items() if isinstance(text, str)}
-    return Selection(OffsetRange(topic, NOT_PARTITIONED, first - 1, last), origin)
+    return [
+        Selection(OffsetRange(topic, NOT_PARTITIONED, each["first"] - 1, each["last"]), origin, each.get("shard"))
+        for each in ranges
+    ]

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, EventSQL
+from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.draining import run_of_owner
+from eventsql_orchestration.dagster.shards import place, where
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 
@@ -32,12 +33,12 @@ CONSUMED_BY: Final = "consumed by"
 class AssetLag:
     """The lag of a whole consumer.
 
-    `moved` are the partitions whose offset has grown since they were looked at before; `stopped` has, by partition, the
-    name of a sensor that somebody switched off.
+    `moved` are the places (`place_of`) whose offset has grown since they were looked at before; `stopped` has, by
+    partition, the name of a sensor that somebody switched off.
     """
 
     partitions: tuple[ConsumerLag, ...]
-    moved: frozenset[int] = frozenset()
+    moved: frozenset[str] = frozenset()
     stopped: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -49,9 +50,14 @@ class AssetLag:
         return max((lag.seconds for lag in self.partitions), default=0.0)
 
     @property
-    def causes(self) -> tuple[tuple[int, str], ...]:
+    def causes(self) -> tuple[tuple[str, str], ...]:
         """Each partition that is behind, with one word for why."""
-        return tuple((lag.partition, self._why(lag)[0]) for lag in self.partitions if lag.cause != LagCause.NONE)
+        return tuple((place_of(lag), self._why(lag)[0]) for lag in self.partitions if lag.cause != LagCause.NONE)
+
+    @property
+    def unreachable(self) -> frozenset[str]:
+        """The shards that are down: how far the consumer is behind there, nobody knows."""
+        return frozenset(str(lag.shard) for lag in self.partitions if lag.cause == LagCause.UNREACHABLE)
 
     def metadata(self) -> dict[str, Any]:
         """Numbers for the whole and for each partition, the cause in words, and a link to a run that consumes.
@@ -66,22 +72,19 @@ class AssetLag:
         }
         shown = self._worst()
         for lag in shown:
-            if lag.partition != NOT_PARTITIONED:
-                metadata[f"{LAG_EVENTS} [{lag.partition}]"] = lag.events
-                metadata[f"{LAG_SECONDS} [{lag.partition}]"] = round(lag.seconds, 3)
+            if (one := _where(lag)) and lag.cause != LagCause.UNREACHABLE:
+                metadata[f"{LAG_EVENTS} {one}"] = lag.events
+                metadata[f"{LAG_SECONDS} {one}"] = round(lag.seconds, 3)
         for lag in shown:
             if (run_id := _run_of(lag)) is not None:
-                where = "" if lag.partition == NOT_PARTITIONED else f" [{lag.partition}]"
-                metadata[f"{CONSUMED_BY}{where}"] = dg.MetadataValue.dagster_run(run_id)
+                metadata[f"{CONSUMED_BY} {_where(lag)}".rstrip()] = dg.MetadataValue.dagster_run(run_id)
         return metadata
 
     def cause(self) -> str:
         """Why the consumer is behind, for each partition that is told apart."""
-        sentences = []
-        for lag in self._worst():
-            if lag.cause != LagCause.NONE:
-                where = "" if lag.partition == NOT_PARTITIONED else f"[{lag.partition}] "
-                sentences.append(where + ": ".join(self._why(lag)))
+        sentences = [
+            f"{_where(lag)} {': '.join(self._why(lag))}".lstrip() for lag in self._worst() if lag.cause != LagCause.NONE
+        ]
         if sentences and (more := len(self.causes) - len(sentences)):
             sentences.append(f"{more} more partitions are behind")
         return "; ".join(sentences) or str(LagCause.NONE)
@@ -91,15 +94,15 @@ class AssetLag:
         if len(self.partitions) <= SHOWN_PARTITIONS:
             return self.partitions
         worst = sorted(self.partitions, key=lambda lag: (lag.cause == LagCause.NONE, -lag.events, -lag.seconds))
-        return tuple(sorted(worst[:SHOWN_PARTITIONS], key=lambda lag: lag.partition))
+        return tuple(sorted(worst[:SHOWN_PARTITIONS], key=lambda lag: (lag.shard or "", lag.partition)))
 
     def _why(self, lag: ConsumerLag) -> tuple[str, str]:
         """A word for the cause, and the rest of the sentence."""
-        slow = lag.partition in self.moved
+        slow = place_of(lag) in self.moved
         match lag.cause:
             case LagCause.PAUSED:
                 return "stopped", f"it is paused; {lag.detail}"
-            case LagCause.BLOCKED | LagCause.RETRYING:
+            case LagCause.BLOCKED | LagCause.RETRYING | LagCause.UNREACHABLE:
                 return str(lag.cause), lag.detail
             case LagCause.LEASED:
                 return ("slow" if slow else "leased"), lag.detail + (", and moving" if slow else "")
@@ -113,6 +116,15 @@ class AssetLag:
         if (sensor := self.stopped.get(lag.partition)) is not None:
             return "stopped", f"sensor {sensor} is switched off"
         return ("slow", "it is consumed, later than events come") if slow else (str(lag.cause), lag.detail)
+
+
+def place_of(lag: ConsumerLag) -> str:
+    """A partition among all of a consumer's, as a key."""
+    return place(lag.shard, lag.partition)
+
+
+def _where(lag: ConsumerLag) -> str:
+    return f"[{found}]" if (found := where(lag.shard, lag.partition)) else ""
 
 
 def _run_of(lag: ConsumerLag) -> str | None:

@@ -13,8 +13,8 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster.checks import ConsumerCheck, Look
-from eventsql_orchestration.dagster.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.lag import AssetLag, read_lags
+from eventsql_orchestration.dagster.definition import ConsumerDefinition, check_distinct
+from eventsql_orchestration.dagster.lag import AssetLag, place_of, read_lags
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
 from eventsql_orchestration.dagster.topics import topic_observations
@@ -59,9 +59,11 @@ def build_lag_sensor(
     is reported once a minute, as materializations, by which Dagster judges their freshness. No run is started for any
     of it.
 
-    Raises `ValidationError` for a check of a consumer that is not among `consumers`.
+    Raises `ValidationError` for a check of a consumer that is not among `consumers`, for two of them that have one
+    name, and for two definitions of one consumer.
     """
     watched, judged, external = tuple(consumers), tuple(checks), tuple(topics)
+    check_distinct(watched)
     if strangers := {check.key.to_user_string() for check in judged} - {
         check.key.to_user_string() for check in judged if check.consumer in watched
     }:
@@ -79,7 +81,8 @@ def build_lag_sensor(
             return observe_lag(
                 platform, watched,
                 checks=judged, topics=external, cursor=context.cursor, now=time.time(),
-                stopped=stopped_sensors(context.instance), materialized=materialized_at(context.instance, watched),
+                stopped=stopped_sensors(context.instance, watched),
+                materialized=materialized_at(context.instance, watched),
             )  # fmt: skip
 
     return observe
@@ -96,13 +99,18 @@ def materialized_at(
     return {key: entry.timestamp for key, entry in latest.items() if entry is not None}
 
 
-def stopped_sensors(instance: dg.DagsterInstance) -> frozenset[str]:
-    """The names of sensors that somebody switched off."""
+def stopped_sensors(instance: dg.DagsterInstance, consumers: Iterable[ConsumerDefinition]) -> frozenset[str]:
+    """The names of these consumers' sensors that are off: switched so, or by default, and nobody switched them on."""
     if instance.schedule_storage is None:
         return frozenset()
-    return frozenset(
-        state.instigator_name for state in instance.all_instigator_state() if state.status.value == "STOPPED"
-    )
+    switched = {state.instigator_name: state.status.value for state in instance.all_instigator_state()}
+
+    def is_off(sensor: dg.SensorDefinition) -> bool:
+        by_default = "STOPPED" if sensor.default_status == dg.DefaultSensorStatus.STOPPED else "RUNNING"
+        status = switched.get(sensor.name, by_default)
+        return (by_default if status == "DECLARED_IN_CODE" else status) == "STOPPED"
+
+    return frozenset(sensor.name for each in consumers for sensor in each.sensors if is_off(sensor))
 
 
 @dataclass
@@ -187,9 +195,9 @@ def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stop
     return replace(
         lag,
         moved=frozenset(
-            each.partition
+            place_of(each)
             for each in lag.partitions
-            if each.last_event_id > offsets.get(str(each.partition), each.last_event_id)
+            if each.last_event_id > offsets.get(place_of(each), each.last_event_id)
         ),
         stopped={partition: sensor.name for partition, sensor in sensors if sensor.name in stopped},
     )
@@ -207,9 +215,11 @@ def _observations(
         if lag is None or not lag.partitions:
             continue
         asset = consumer.key.to_user_string()
-        after.offsets[asset] = {str(each.partition): each.last_event_id for each in lag.partitions}
+        after.offsets[asset] = {
+            place_of(each): each.last_event_id for each in lag.partitions if each.shard not in lag.unreachable
+        }
         events, at = before.observed.get(asset, (None, 0.0))
-        if not lag.events and events == 0 and now - at < IDLE_INTERVAL:
+        if not lag.events and not lag.unreachable and events == 0 and now - at < IDLE_INTERVAL:
             after.observed[asset] = (events, at)
             continue
         after.observed[asset] = (lag.events, now)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from eventsql_orchestration.dagster.backfill_asset import ASSETS_METADATA, backfill_of
-from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG, DAGSTER_PARTITION_TAG
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG, DAGSTER_PARTITION_TAG, shard_tags
 from eventsql_orchestration.dagster.webserver import Webserver, one_line
+from eventsql_orchestration.dagster.windows import read_key
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
 
 _SUCCEEDED: Final = frozenset({"SUCCESS"})
@@ -75,7 +76,8 @@ class Launcher(Protocol):
 
 def run_tags(target: Target, backfill_id: str, key: str) -> dict[str, str]:
     """The tags of a run of a backfill."""
-    return {DAGSTER_PARTITION_TAG: key, **backfill_tags(target, backfill_id)}
+    _, window, _ = read_key(key)
+    return {DAGSTER_PARTITION_TAG: key, **backfill_tags(target, backfill_id), **shard_tags(window.shard)}
 
 
 def backfill_tags(target: Target, backfill_id: str) -> dict[str, str]:

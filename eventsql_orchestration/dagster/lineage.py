@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -13,10 +14,12 @@ from eventsql_orchestration.dagster.metadata import (
     INPUT_ASSET,
     INPUT_CONSUMER,
     INPUT_RANGES,
+    INPUT_SHARD,
     INPUT_TOPIC,
     INPUT_TRACE,
     trace_command,
 )
+from eventsql_orchestration.dagster.tags import SHARD_TAG
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX, topic_key
 
 ExecutionContext: TypeAlias = dg.AssetExecutionContext | dg.OpExecutionContext
@@ -24,23 +27,26 @@ ExecutionContext: TypeAlias = dg.AssetExecutionContext | dg.OpExecutionContext
 RUN_ID: Final = "dagster_run_id"
 ASSET_KEY: Final = "dagster_asset_key"
 PARTITION: Final = "dagster_partition"
-
+SHARD: Final = "eventsql_shard"
+"""In an event's metadata: the shard on which the run consumed what the event was made of."""
 
 _RUN: Final = "run "
-_CLAIM: Final = "claim "
+_CLAIM: Final = re.compile(r"claim (?P<id>\d+)(?: of (?P<shard>.+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where events come from: a run, and the asset and partition that it computes, as far as there are any.
 
-    `root_run_id` is the run that it repeats: the same for a run and for all of its retries and re-executions.
+    `root_run_id` is the run that it repeats: the same for a run and for all of its retries and re-executions. `shard`
+    is the one that the run consumes on, where there are several.
     """
 
     run_id: str
     root_run_id: str
     asset: str | None = None
     partition: str | None = None
+    shard: str | None = None
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Origin:
@@ -51,7 +57,8 @@ class Origin:
             partition = context.partition_key
         elif context.has_partition_key_range:
             partition = _range(context.partition_key_range)
-        return cls(run.run_id, run.root_run_id or run.run_id, asset_name(context), partition)
+        shard = run.tags.get(SHARD_TAG)
+        return cls(run.run_id, run.root_run_id or run.run_id, asset_name(context), partition, shard)
 
     @classmethod
     def of_output(cls, context: dg.OutputContext) -> Origin:
@@ -64,20 +71,21 @@ class Origin:
             partition = keys[0] if len(keys) == 1 else _range(context.asset_partition_key_range)
         elif context.has_partition_key:
             partition = context.partition_key
-        return cls(run.run_id, run.root_run_id or run.run_id, asset, partition)
+        return cls(run.run_id, run.root_run_id or run.run_id, asset, partition, run.tags.get(SHARD_TAG))
 
     def metadata(self) -> dict[str, str]:
         """For every event."""
-        named = {RUN_ID: self.run_id, ASSET_KEY: self.asset, PARTITION: self.partition}
+        named = {RUN_ID: self.run_id, ASSET_KEY: self.asset, PARTITION: self.partition, SHARD: self.shard}
         return {name: text for name, text in named.items() if text is not None}
 
     def writer(self, topic: str, *, claim: int | None = None, output: str | None = None) -> str:
         """Who publishes, for the platform to publish it once: whatever else is repeated, this is the same.
 
-        With a claim, the claim's range tells publications apart, and else the first run. `output` is the step that
-        publishes, or that of its outputs which is published.
+        With a claim, which is one of `shard` where there are several, the claim's range tells publications apart, and
+        else the first run. `output` is the step that publishes, or that of its outputs which is published.
         """
-        cause = f"{_RUN}{self.root_run_id}" if claim is None else f"{_CLAIM}{claim}"
+        of = "" if self.shard is None else f" of {self.shard}"
+        cause = f"{_RUN}{self.root_run_id}" if claim is None else f"claim {claim}{of}"
         return json.dumps([self.asset, output, self.partition, topic, cause], ensure_ascii=False)
 
 
@@ -89,9 +97,19 @@ def asset_of(writer: str) -> str | None:
 
 def claim_of(writer: str) -> int | None:
     """The claim that an `Origin.writer` committed with what it published, where it had one."""
+    found = _claim(writer)
+    return None if found is None else int(found["id"])
+
+
+def shard_of(writer: str) -> str | None:
+    """The shard of that claim, where there are several."""
+    found = _claim(writer)
+    return None if found is None else found["shard"]
+
+
+def _claim(writer: str) -> re.Match[str] | None:
     cause = _read_writer(writer)[-1]
-    number = cause.removeprefix(_CLAIM) if isinstance(cause, str) and cause.startswith(_CLAIM) else ""
-    return int(number) if number.isdecimal() else None
+    return _CLAIM.fullmatch(cause) if isinstance(cause, str) else None
 
 
 def run_of(writer: str) -> str | None:
@@ -137,11 +155,12 @@ def lineage(context: ExecutionContext | None) -> dict[str, str]:
 
 
 def input_metadata(
-    topic: str, ranges: Iterable[Mapping[str, int]], *, consumer: str | None = None
+    topic: str, ranges: Iterable[Mapping[str, Any]], *, consumer: str | None = None
 ) -> dict[str, dg.MetadataValue[Any]]:
     """What a run has read of a topic, for its materialization or its loaded input, with a link to the topic's asset.
 
-    Each range has `partition`, `after` (exclusive), `upto` (inclusive) and `events`.
+    Each range has `partition`, `after` (exclusive), `upto` (inclusive), `events`, and its `shard` where there are
+    several.
     """
     listed = [dict(each) for each in ranges]
     metadata: dict[str, dg.MetadataValue[Any]] = {
@@ -151,6 +170,9 @@ def input_metadata(
     }
     if consumer is not None:
         metadata[INPUT_CONSUMER] = dg.MetadataValue.text(consumer)
-    if last := max((each["upto"] for each in listed if each["upto"] > each["after"]), default=None):
-        metadata[INPUT_TRACE] = dg.MetadataValue.text(trace_command(topic, last))
+    shards = {each.get("shard") for each in listed}
+    if len(shards) == 1 and (shard := next(iter(shards))) is not None:
+        metadata[INPUT_SHARD] = dg.MetadataValue.text(shard)
+    if last := max((each for each in listed if each["upto"] > each["after"]), key=lambda r: r["upto"], default=None):
+        metadata[INPUT_TRACE] = dg.MetadataValue.text(trace_command(topic, last["upto"], last.get("shard")))
     return metadata

@@ -2,6 +2,9 @@
 
 What the database knows suffices to go from run to run: an event names its run, and the claims of a run say what it had
 read when. Dagster adds status and times, and what a run has read without a claim.
+
+Of several shards each has offsets of its own: events are followed on the shard where they lie, to the claims that their
+run had on any.
 """
 
 from __future__ import annotations
@@ -9,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final
 
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration import Event, EventSQL
 from eventsql_orchestration.dagster.draining import owner_of_run
-from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of
+from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of, shard_of
 from eventsql_orchestration.dagster.runs import RunFacts, RunInput, Runs
+from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.errors import LocalDagsterError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import LocalDagsterError, ShardSetError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.log.dead_letters import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
 from eventsql_orchestration.model import NOT_PARTITIONED
 
@@ -46,7 +51,7 @@ class Origin:
     """Events of one publisher within a topic, and where they come from in turn.
 
     `run` is what is known of the run, where one published them. `original` is the event that they are a copy of, as a
-    dead letter is.
+    dead letter is. `shard` is where they lie, where there are several.
     """
 
     topic: str
@@ -58,6 +63,7 @@ class Origin:
     inputs: tuple[Input, ...] = ()
     original: Origin | None = None
     notes: tuple[str, ...] = ()
+    shard: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +87,15 @@ class _Group:
     last: int
     since: datetime
     until: datetime
+    shard: str | None
 
 
 @dataclass
 class Tracer:
     """Follows events back. One object for one tree: what was shown once is not followed again.
 
-    `runs` is None where Dagster cannot be asked. `depth` bounds how many runs lie behind one another, `width` how many
-    publishers of one range are followed.
+    `platform` is on one database, or on all shards. `runs` is None where Dagster cannot be asked. `depth` bounds how
+    many runs lie behind one another, `width` how many publishers of one range are followed.
     """
 
     platform: EventSQL
@@ -97,34 +104,50 @@ class Tracer:
     width: int = WIDTH
     unreachable: LocalDagsterError | None = field(default=None, init=False)
     """Why Dagster was not asked any further, where it did not answer."""
-    _seen: set[tuple[str, str, int, int]] = field(default_factory=set, init=False)
+    _seen: set[tuple[str, str | None, str, int, int]] = field(default_factory=set, init=False)
     _copies: set[tuple[str, int]] = field(default_factory=set, init=False)
 
-    def trace(self, topic: str, offset: int) -> Origin:
-        """The way of one event. Raises `TopicNotFoundError`, and `ValidationError` where there is no such event."""
-        event = self._event(topic, offset)
+    @cached_property
+    def _shards(self) -> dict[str | None, EventSQL]:
+        return {shard.shard: shard for shard in shards_of(self.platform)}
+
+    def trace(self, topic: str, offset: int, *, shard: str | None = None) -> Origin:
+        """The way of one event; of several shards, that of `shard`.
+
+        Raises `TopicNotFoundError`, `ValidationError` where there is no such event, and `ShardSetError` where several
+        shards have such an offset and none is named, or one that there is not.
+        """
+        if shard not in self._shards:
+            known = ", ".join(sorted(name for name in self._shards if name is not None))
+            raise ShardSetError(
+                f"offsets are each shard's own: choose one of {known} with --shard"
+                if shard is None
+                else f"there is no shard {shard!r}" + (f", but {known}" if known else "")
+            )
+        event = self._event(topic, offset, shard)
         if event is None:
             raise ValidationError(
                 f"topic {topic!r} holds no event with the offset {offset}: `eventsql tail {topic}` shows what it holds"
             )
-        return self._trace_event(event)
+        return self._trace_event(event, shard)
 
-    def _event(self, topic: str, offset: int) -> Event | None:
+    def _event(self, topic: str, offset: int, shard: str | None) -> Event | None:
         if offset < 1:
             return None
-        return next(iter(self.platform.reader.read(topic, after=offset - 1, upto=offset)), None)
+        return next(iter(self._shards[shard].reader.read(topic, after=offset - 1, upto=offset)), None)
 
-    def _trace_event(self, event: Event) -> Origin:
+    def _trace_event(self, event: Event, shard: str | None) -> Origin:
         copied = _copied_from(event)
         if copied is not None:
             # It has kept the metadata of the event that it is a copy of, which names that one's run.
-            return self._trace_copy(event, *copied)
+            return self._trace_copy(event, *copied, shard)
         metadata = event.metadata
         publisher = Publisher(*(_text(metadata, name) for name in (RUN_ID, ASSET_KEY, PARTITION)))
         at = event.buffered_at
-        return self._follow(_Group(event.topic, publisher, 1, event.id, event.id, at, at), self.depth)
+        return self._follow(_Group(event.topic, publisher, 1, event.id, event.id, at, at, shard), self.depth)
 
-    def _trace_copy(self, event: Event, topic: str, offset: int) -> Origin:
+    def _trace_copy(self, event: Event, topic: str, offset: int, shard: str | None) -> Origin:
+        # A dead letter lies on the shard of its event, and is redriven there.
         original = None
         self._copies.add((event.topic, event.id))
         try:
@@ -134,23 +157,26 @@ class Tracer:
                 note = f"a copy of event {offset} of topic {topic}, which is not followed any further"
             else:
                 note = f"event {offset} of topic {topic} is not kept any more"
-                original = self._event(topic, offset)
+                original = self._event(topic, offset, shard)
         except TopicNotFoundError as error:
             note = error.message
         return Origin(
             event.topic, 1, event.id, event.id, Publisher(),
-            original=None if original is None else self._trace_event(original),
-            notes=() if original is not None else (note,),
+            original=None if original is None else self._trace_event(original, shard),
+            notes=() if original is not None else (note,), shard=shard,
         )  # fmt: skip
 
     def _follow(self, group: _Group, depth: int) -> Origin:
         def origin(run: RunFacts | None = None, inputs: tuple[Input, ...] = (), *notes: str) -> Origin:
-            return Origin(group.topic, group.events, group.first, group.last, group.publisher, run, inputs, notes=notes)
+            return Origin(
+                group.topic, group.events, group.first, group.last, group.publisher, run, inputs,
+                notes=notes, shard=group.shard,
+            )  # fmt: skip
 
         run_id = group.publisher.run_id
         if run_id is None:
             return origin()
-        key = (run_id, group.topic, group.first, group.last)
+        key = (run_id, group.shard, group.topic, group.first, group.last)
         if key in self._seen:
             return origin(None, (), "followed above")
         self._seen.add(key)
@@ -187,27 +213,30 @@ class Tracer:
 
     def _of_publisher(self, group: _Group, claimed: Sequence[RunInput]) -> list[RunInput]:
         """Of the claims of a run that several consumers share, those that the publisher's asset had."""
-        rows = self._rows(
-            Queries("lineage", self.platform.database.schema)("writers_between"),
-            {"first": group.since, "last": group.until},
-        )
-        committed = {claim_of(writer) for (writer,) in rows if asset_of(writer) == group.publisher.asset}
-        by_record = [each for each in claimed if each.claim in committed]
+        committed = {
+            (shard_of(writer), claim_of(writer))
+            for shard in self._shards
+            for (writer,) in self._rows(shard, "writers_between", {"first": group.since, "last": group.until})
+            if asset_of(writer) == group.publisher.asset
+        }
+        by_record = [each for each in claimed if (each.shard, each.claim) in committed]
         # The record may be gone, or the asset has published without its claim; most are called like their consumer.
         by_name = [each for each in claimed if each.consumer == group.publisher.asset]
         return by_record or by_name or list(claimed)
 
     def _claims(self, run_id: str, since: datetime, until: datetime) -> Iterator[RunInput]:
-        rows = self._rows(
-            Queries("lineage", self.platform.database.schema)("claims_of_run"),
-            {"owner": owner_of_run(run_id), "first": since, "last": until},
-        )
-        for claim, topic, consumer, partition, after, upto, _events, _state in rows:
-            yield RunInput(topic, partition, after, upto, consumer, claim)
+        values = {"owner": owner_of_run(run_id), "first": since, "last": until}
+        for shard in self._shards:
+            rows = self._rows(shard, "claims_of_run", values)
+            for claim, topic, consumer, partition, after, upto, _events, _state in rows:
+                yield RunInput(topic, partition, after, upto, consumer, claim, shard)
 
     def _input(self, read: RunInput, depth: int) -> Input:
+        if read.shard not in self._shards:
+            where = "it does not say on which shard" if read.shard is None else f"there is no shard {read.shard!r}"
+            return Input(read, notes=(where,))
         try:
-            self.platform.registry.topic(read.topic)
+            self._shards[read.shard].registry.topic(read.topic)
         except TopicNotFoundError as error:
             return Input(read, notes=(error.message,))
         groups = self._groups(read)
@@ -218,14 +247,17 @@ class Tracer:
 
     def _groups(self, read: RunInput) -> list[_Group]:
         name = "origins" if read.partition == NOT_PARTITIONED else "origins_in_partition"
-        rows = self._rows(
-            Queries("lineage", self.platform.database.schema)(name, topic=read.topic),
-            {"after": read.after, "upto": read.upto, "partition": read.partition},
-        )
-        return [_Group(read.topic, Publisher(*row[:3]), *row[3:]) for row in rows]
+        values = {"after": read.after, "upto": read.upto, "partition": read.partition}
+        rows = self._rows(read.shard, name, values, topic=read.topic)
+        return [
+            _Group(read.topic, Publisher(run, asset, partition), events, first, last, since, until, read.shard)
+            for run, asset, partition, events, first, last, since, until in rows
+        ]
 
-    def _rows(self, statement: Any, values: dict[str, Any]) -> list[Any]:
-        with self.platform.database.connection() as connection:
+    def _rows(self, shard: str | None, name: str, values: dict[str, Any], *, topic: str | None = None) -> list[Any]:
+        database = self._shards[shard].database
+        statement = Queries("lineage", database.schema)(name, topic=topic)
+        with database.connection() as connection:
             return connection.cursor(row_factory=tuple_row).execute(statement, values, prepare=False).fetchall()
 
 

@@ -11,8 +11,9 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.batches import Consumed
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.draining import Consumed, Drained, run_of_owner
+from eventsql_orchestration.dagster.draining import Drained, run_of_owner
 from eventsql_orchestration.dagster.windows import Backfill, Replayed, Window, partition_key, resume_command
 from eventsql_orchestration.errors import ClaimLostError, EventSQLError
 from eventsql_orchestration.log.claims import Claim
@@ -111,6 +112,7 @@ class WindowReplay:
             # Somebody has it locked just now; or the next look says why.
             time.sleep(POLL)
             return
+        claim = replace(claim, shard=self._platform.shard)
         try:
             if claim.range.upto > self._window.upto:
                 # Another run got further between the look and the claim.

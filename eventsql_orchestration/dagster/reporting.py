@@ -10,10 +10,11 @@ import dagster as dg
 from eventsql_orchestration import NOT_PARTITIONED, Consumer
 from eventsql_orchestration.dagster.draining import Drained
 from eventsql_orchestration.dagster.lineage import input_metadata
-from eventsql_orchestration.dagster.publishing import leave_out
+from eventsql_orchestration.dagster.published import leave_out
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.consumption import Failure
 from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.model import how_often
 
 
 def name_of(consumer: Consumer, partition: int) -> str:
@@ -63,10 +64,9 @@ def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: boo
         )
     else:
         advice = f"it is tried again after a pause; with topic {topic}_dlt it goes there when its attempts are spent"
-    often = "once" if failure.attempts == 1 else f"{failure.attempts} times"
     return dg.Failure(
-        f"event {event.id} of {name_of(consumer, claim.range.partition)} failed {often} in consumer "
-        f"{consumer.name} ({failure.error}): {advice}",
+        f"event {event.id} of {name_of(consumer, claim.range.partition)} failed {how_often(failure.attempts)} in "
+        f"consumer {consumer.name} ({failure.error}): {advice}",
         metadata={
             "topic": topic,
             "consumer": consumer.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import dagster as dg
 import psycopg
@@ -14,13 +14,14 @@ from sqlalchemy import event
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.dagster.lineage import ExecutionContext, lineage
+from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.database import is_pooled, parse_dsn
-from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from eventsql_orchestration.errors import ConfigurationError, ShardSetError, ShardUnavailableError, ValidationError
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.lag import ConsumerLag
 from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
-from eventsql_orchestration.rules import DEFAULT_SCHEMA
+from eventsql_orchestration.rules import DEFAULT_SCHEMA, split_urls
 from eventsql_orchestration.spark import FORMAT, range_options
 from eventsql_orchestration.spark.options import Source
 
@@ -30,19 +31,28 @@ if TYPE_CHECKING:
 RESOURCE_KEY = "eventsql"
 """The name under which a code location provides its `EventSQLResource`; the builders of this package ask for it."""
 
+CONNECT_SECONDS: Final = 3
+"""Seconds that a tick waits for a connection to one of several shards, where its URL does not say: the others wait."""
+
 
 class EventSQLResource(dg.ConfigurableResource[Any]):
-    """The events platform on one database.
+    """The events platform on one database, or over several that are its shards.
 
     Nothing connects before `platform` is used; what it opened is closed when the run or the tick ends. Runs and ticks
     never transfer in the background: that is the transfer schedule's work.
+
+    Shards are named by several URLs in `dsn`, with spaces or line ends between them. `platform` is over all of them
+    then, and `shard(name)` on one: a run consumes on one of them, which `claim.shard` names.
 
     Give `dsn` as `dg.EnvVar(…)`, which keeps its password out of Dagster's UI and storage. One that stands in the code
     is checked when the location is loaded, one of the environment when a run or a tick begins; `ConfigurationError`
     names the field, never the password.
     """
 
-    dsn: str = Field(description="URL of the PostgreSQL database, postgresql://user:password@host:5432/database")
+    dsn: str = Field(
+        description="URL of the PostgreSQL database, postgresql://user:password@host:5432/database, or those of all "
+        "shards with spaces between them"
+    )
     db_schema: str = Field(default=DEFAULT_SCHEMA, description="The schema that holds the platform's tables")
 
     _platform: EventSQL | None = PrivateAttr(default=None)
@@ -53,10 +63,13 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     def _dsn_is_a_url(cls, value: object) -> object:
         # Not a `ValueError`, whose message would repeat the password.
         if isinstance(value, str) and not isinstance(value, dg.EnvVar):
-            try:
-                parse_dsn(value)
-            except ConfigurationError as error:
-                raise ConfigurationError(f"dsn of EventSQLResource: {error}") from None
+            urls = split_urls(value)
+            for position, url in enumerate(urls, start=1):
+                try:
+                    parse_dsn(url)
+                except ConfigurationError as error:
+                    which = f", URL {position} of {len(urls)}" if len(urls) > 1 else ""
+                    raise ConfigurationError(f"dsn of EventSQLResource{which}: {error}") from None
         return value
 
     @field_validator("db_schema", mode="before")
@@ -68,11 +81,44 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
 
     @property
     def platform(self) -> EventSQL:
-        """The platform, the same object at each use."""
+        """The platform, the same object at each use: over all shards where there are several."""
         with self._lock:
             if self._platform is None:
-                self._platform = EventSQL(self.dsn, schema=self.db_schema, transfer=False)
+                self._platform = EventSQL(*split_urls(self.dsn), schema=self.db_schema, transfer=False)
             return self._platform
+
+    @property
+    def shards(self) -> tuple[EventSQL, ...]:
+        """The platform on each database by itself, on the only one where there is one; see `EventSQL.shards`.
+
+        Of several, raises `ShardSetError` where they are not the shards of one set, and `DatabaseUnavailableError`
+        where none can be reached.
+        """
+        return shards_of(self.platform)
+
+    def shard(self, name: str | None) -> EventSQL:
+        """The platform on one shard by itself; of one database None, and no other name, gives the platform.
+
+        Raises `ShardSetError` for a name that is no shard's, and for None where there are several;
+        `ShardUnavailableError` where it cannot be told because shards are down.
+        """
+        shards = self.shards
+        if len(shards) == 1 and name is None:
+            return shards[0]
+        for each in shards:
+            if name is not None and each.shard == name:
+                return each
+        known = ", ".join(each.shard for each in shards if each.shard is not None)
+        if name is None:
+            raise ShardSetError(f"there are several shards ({known}), and this is done on one: name it")
+        if len(shards) > 1 and any(each.shard is None for each in shards):
+            down = ", ".join(str(each.database) for each in shards if each.shard is None)
+            raise ShardUnavailableError(f"shard {name!r} is none of {known}, and {down} cannot be reached", shard=name)
+        raise ShardSetError(
+            f"there is no shard {name!r}: the shards are {known}"
+            if known
+            else f"there is no shard {name!r}: `dsn` of EventSQLResource names one database, {shards[0].database}"
+        )
 
     def bounded(self, timeout: float) -> EventSQL:
         """A platform of its own, to be closed by the caller, on which no statement takes longer than `timeout` seconds.
@@ -80,7 +126,10 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
         For ticks: one whose caller gave up must not go on holding locks. It finds the schema as it is and never
         migrates it, which may take longer.
         """
-        platform = EventSQL(self.dsn, schema=self.db_schema, migrate=False, transfer=False)
+        urls = split_urls(self.dsn)
+        if len(urls) > 1:
+            urls = tuple(_connecting_within(url, CONNECT_SECONDS) for url in urls)
+        platform = EventSQL(*urls, schema=self.db_schema, migrate=False, transfer=False)
         milliseconds = round(timeout * 1000)
 
         def limit(connection: Any, _record: object) -> None:
@@ -96,31 +145,43 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
             )
             driver.autocommit = autocommit
 
-        event.listen(platform.database.engine, "connect", limit)
+        for shard in platform.shards:
+            event.listen(shard.database.engine, "connect", limit)
         return platform
 
-    def read_range(self, spark: SparkSession, events: Claim | OffsetRange, *, columns: str | None = None) -> DataFrame:
+    def read_range(
+        self, spark: SparkSession, events: Claim | OffsetRange, *, columns: str | None = None, shard: str | None = None
+    ) -> DataFrame:
         """The events of a claim, or of a range, as a DataFrame of the `eventsql` data source.
 
-        Of a claim these are the events that are not committed yet and that its consumer's filter lets through. Spark
-        asks for them when the frame is first evaluated, which raises `ClaimLostError` where the claim is over by then.
-        Of a range it is every event, whoever claimed it. `columns` is a schema such as `"key string, value binary"`: no
-        other column is fetched.
+        Of a claim these are the events that are not committed yet and that its consumer's filter lets through, on the
+        claim's shard. Spark asks for them when the frame is first evaluated, which raises `ClaimLostError` where the
+        claim is over by then. Of a range it is every event, whoever claimed it; offsets are those of one `shard`, to be
+        named where there are several. `columns` is a schema such as `"key string, value binary"`: no other column is
+        fetched.
         """
-        wanted = {"claim": str(events.id)} if isinstance(events, Claim) else range_options(events)
-        reader = spark.read.format(FORMAT).options(**self.spark_options(), **wanted)
+        if isinstance(events, Claim):
+            wanted, on = {"claim": str(events.id)}, events.shard
+        else:
+            wanted, on = range_options(events), shard
+        source = self._source_of(self.shard(on))
+        reader = spark.read.format(FORMAT).options(dsn=source.dsn, schema=source.schema, **wanted)
         if columns is not None:
             reader = reader.schema(columns)
         return reader.load()
 
-    def spark_options(self) -> Mapping[str, str]:
-        """The options of the `eventsql` data source that name this database. They hold its password."""
-        return {"dsn": self.platform.database.dsn, "schema": self.db_schema}
+    def spark_options(self, shard: str | None = None) -> Mapping[str, str]:
+        """The options of the `eventsql` data source that name the database: all shards, or one. They hold passwords."""
+        source = self.source(shard)
+        return {"dsn": source.dsn, "schema": source.schema}
 
-    def source(self) -> Source:
-        """The database as Spark's tasks know it, password included."""
-        database = self.platform.database
-        return Source(database.dsn, database.schema, str(database))
+    def source(self, shard: str | None = None) -> Source:
+        """The database as Spark's tasks know it, passwords included: all shards, or one. Raises as `shard`."""
+        return self._source_of(self.platform if shard is None else self.shard(shard))
+
+    def _source_of(self, platform: EventSQL) -> Source:
+        databases = [each.database for each in platform.shards]
+        return Source(" ".join(each.dsn for each in databases), self.db_schema, ", ".join(map(str, databases)))
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002 - Dagster gives it
         """Close what was opened."""
@@ -202,7 +263,10 @@ class TopicResource(dg.ConfigurableResource[Any]):
         context: ExecutionContext | None = None,
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> int:
-        """Publish any number of events in order and in one commit; gives their number. Otherwise as `publish`."""
+        """Publish any number of events in order and in one commit, on each shard; gives their number.
+
+        Otherwise as `publish`, and over shards as `EventSQL.publisher.publish_all`.
+        """
         origin = lineage(context)
         return self.platform.publisher.publish_all(
             (self._mine(publication, origin) for publication in publications), connection=connection
@@ -224,14 +288,31 @@ class TopicResource(dg.ConfigurableResource[Any]):
         )
 
     def read(
-        self, *, after: int = 0, upto: int | None = None, partition: int | None = None, limit: int | None = None
+        self,
+        *,
+        after: int = 0,
+        upto: int | None = None,
+        partition: int | None = None,
+        limit: int | None = None,
+        shard: str | None = None,
     ) -> list[Event]:
-        """At most `limit` events with `after < id <= upto`, of one partition or of all, in order."""
-        return self.platform.reader.read(self.topic, after=after, upto=upto, partition=partition, limit=limit)
+        """At most `limit` events with `after < id <= upto`, of one partition or of all, in order.
+
+        Offsets are those of one `shard`, to be named where there are several: `ShardSetError`.
+        """
+        reader = self.eventsql.shard(shard).reader
+        return reader.read(self.topic, after=after, upto=upto, partition=partition, limit=limit)
 
     def lag(self) -> list[ConsumerLag]:
-        """The lag of each partition of each consumer of the topic."""
+        """The lag of each partition of each consumer of the topic, on each shard where there are several."""
         return self.platform.lag(self.topic)
+
+
+def _connecting_within(url: str, seconds: int) -> str:
+    parsed = parse_dsn(url)
+    if "connect_timeout" in parsed.query:
+        return url
+    return parsed.update_query_dict({"connect_timeout": str(seconds)}).render_as_string(hide_password=False)
 
 
 def _kind(value: object) -> str:

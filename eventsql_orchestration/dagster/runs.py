@@ -51,7 +51,8 @@ query ($run: ID!, $cursor: String, $limit: Int) {{ logsForRun(runId: $run, after
 class RunInput:
     """A range of offsets that a run has read, `after` exclusive and `upto` inclusive; -1 is every partition.
 
-    `consumer` and `claim` are those under which it was read, where there were any.
+    `consumer` and `claim` are those under which it was read, where there were any. `shard` is that of the offsets,
+    where there are several.
     """
 
     topic: str
@@ -60,6 +61,7 @@ class RunInput:
     upto: int
     consumer: str | None = None
     claim: int | None = None
+    shard: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def _ranges(metadata: Mapping[str, Any]) -> Iterator[RunInput]:
     for each in ranges:
         if not isinstance(each, dict):
             continue
-        partition, claim = each.get("partition", NOT_PARTITIONED), each.get("claim")
+        partition, claim, shard = each.get("partition", NOT_PARTITIONED), each.get("claim"), each.get("shard")
         if all(type(number) is int for number in (each.get("after"), each.get("upto"), partition)):
             yield RunInput(
                 topic=topic,
@@ -195,6 +197,7 @@ def _ranges(metadata: Mapping[str, Any]) -> Iterator[RunInput]:
                 upto=each["upto"],
                 consumer=consumer if isinstance(consumer, str) else None,
                 claim=claim if type(claim) is int else None,
+                shard=shard if isinstance(shard, str) else None,
             )
 
 

@@ -14,6 +14,8 @@ A tick can only claim: its row lock is gone before the run exists. What may happ
 | after the offset | a committed claim | claims what comes next |
 
 A run that starts after its claim was given to another finds it lost, and ends.
+
+Where the platform is on several databases, a tick looks at each of them; a claim and its run are of one.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import dagster as dg
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Topic
 from eventsql_orchestration.dagster.consumer_watch import ConsumerWatch, SharedWatch
 from eventsql_orchestration.dagster.definition import Limits
+from eventsql_orchestration.dagster.lingering import evaluate_and_linger
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_CONSUMER, HOUSEKEEPING_TAG
+from eventsql_orchestration.dagster.ticks import Watch
 from eventsql_orchestration.dagster.watch import TICK_TIMEOUT, PartitionWatch
 
 MIN_INTERVAL: Final = 1
@@ -47,20 +51,8 @@ def build_partition_sensor(
     """The sensor of one consumer partition, called like its job, with the partition's number where it has one."""
     name = job.name if partition == NOT_PARTITIONED else f"{job.name}_{partition}"
     watch = PartitionWatch(topic, consumer, partition, op_name, limits, sensor=name)
-
-    @dg.sensor(
-        name=name,
-        job=job,
-        minimum_interval_seconds=MIN_INTERVAL,
-        default_status=default_status,
-        description=f"Claims events of {watch.label} for consumer {consumer.name}, and requests a run for them.",
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER},
-    )
-    def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.RunRequest | dg.SkipReason:
-        with eventsql.bounded(TICK_TIMEOUT) as platform:
-            return watch.evaluate(platform, context.instance, context.log)
-
-    return tick
+    description = f"Claims events of {watch.label} for consumer {consumer.name}, and requests a run for them."
+    return _build(name, watch, job, default_status, description)
 
 
 def build_consumer_sensor(
@@ -73,22 +65,12 @@ def build_consumer_sensor(
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> dg.SensorDefinition:
     """One sensor for all partitions of a consumer, called like its job: a tick requests a run per lagging partition."""
-    watch = ConsumerWatch(topic, consumer, op_name, limits, sensor=job.name)
-
-    @dg.sensor(
-        name=job.name,
-        job=job,
-        minimum_interval_seconds=MIN_INTERVAL,
-        default_status=default_status,
-        description=f"Claims events of {topic.name} for consumer {consumer.name}, partition by partition, and requests "
-        "a run for each that has some.",
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER},
+    description = (
+        f"Claims events of {topic.name} for consumer {consumer.name}, partition by partition, and requests a run for "
+        "each that has some."
     )
-    def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
-        with eventsql.bounded(TICK_TIMEOUT) as platform:
-            return watch.evaluate(platform, context.instance, context.log, context.cursor)
-
-    return tick
+    watch = ConsumerWatch(topic, consumer, op_name, limits, sensor=job.name)
+    return _build(job.name, watch, job, default_status, description)
 
 
 def build_shared_sensor(
@@ -97,20 +79,31 @@ def build_shared_sensor(
     job: dg.UnresolvedAssetJobDefinition,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> dg.SensorDefinition:
-    """One sensor for consumers that share their runs, called like their job: a tick requests at most one run."""
-    watch = SharedWatch(tuple(members))
+    """One sensor for consumers that share their runs, called like their job: at most one run at a time on a shard."""
+    description = (
+        f"Claims events for one of {', '.join(member.label for member in members)}, and requests a run of all, unless "
+        "one is under way."
+    )
+    return _build(job.name, SharedWatch(tuple(members)), job, default_status, description)
 
+
+def _build(
+    name: str,
+    watch: Watch,
+    job: dg.UnresolvedAssetJobDefinition | dg.JobDefinition,
+    default_status: dg.DefaultSensorStatus,
+    description: str,
+) -> dg.SensorDefinition:
     @dg.sensor(
-        name=job.name,
+        name=name,
         job=job,
         minimum_interval_seconds=MIN_INTERVAL,
         default_status=default_status,
-        description=f"Claims events for one of {', '.join(member.label for member in watch.members)}, and requests a "
-        "run of all, unless one is under way.",
+        description=description,
         tags={HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER},
     )
     def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
         with eventsql.bounded(TICK_TIMEOUT) as platform:
-            return watch.evaluate(platform, context.instance, context.log, context.cursor)
+            return evaluate_and_linger(watch, platform, context)
 
     return tick

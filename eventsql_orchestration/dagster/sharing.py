@@ -33,8 +33,9 @@ def share_runs(
 
     The sensor claims for one of them and requests a run, whose process consumes that claim and then, one consumer after
     the other, what waits for each. What starts once for a process, such as a Spark session and its workers, starts once
-    for all. There is one run at a time, so what comes for a consumer that had its turn waits until the run has ended:
-    the `drain_seconds` of all of them, at most. A consumer that fails keeps no other from its turn.
+    for all. There is one run at a time (on each shard, where there are several), so what comes for a consumer that had
+    its turn waits until the run has ended: the `drain_seconds` of all of them, at most. A consumer that fails keeps no
+    other from its turn.
 
     Raises `ValidationError` for fewer than two consumers, and where one of them reads what another materializes, whose
     step would have to come first: such consumers have runs of their own.

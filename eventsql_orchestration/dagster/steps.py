@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration import Consumer
+from eventsql_orchestration import Consumer, EventSQL
+from eventsql_orchestration.dagster.batches import ReplayError
 from eventsql_orchestration.dagster.definition import ClaimConfig
-from eventsql_orchestration.dagster.draining import Draining, ReplayError
+from eventsql_orchestration.dagster.draining import Draining
 from eventsql_orchestration.dagster.reporting import name_of
-from eventsql_orchestration.dagster.tags import REPLAY_TAG, SHARED_TAG
+from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.dagster.tags import REPLAY_TAG, SHARD_TAG, SHARED_TAG
+from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.log.claims import Claim
 
+DrainingOn: TypeAlias = Callable[[EventSQL], Draining]
+"""What drains on a shard, or on the only database."""
 
-def drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer) -> None:
+
+def drain(
+    context: dg.AssetExecutionContext,
+    eventsql: EventSQLResource,
+    draining_on: DrainingOn,
+    config: ClaimConfig,
+    consumer: Consumer,
+) -> None:
     """Consume what a step of a run is to consume: its claim, what waits where it has none, or a range once more.
 
-    Raises `ReplayError`, and `ForeignClaimError` for a claim of another consumer.
+    That is done on the shard of the run; a run that has none, because somebody launched it, goes from one to the other,
+    and passes over those that are down. Raises `ReplayError`, `ForeignClaimError` for a claim of another consumer, and
+    `ShardSetError` for a claim whose shard is not known.
     """
+    shards = _shards(context, eventsql, config)
+    down: list[str] = []
+    for shard in shards:
+        draining = draining_on(shard)
+        try:
+            _drain(context, draining, config, consumer)
+        except DatabaseUnavailableError as error:
+            down.append(shard.shard or str(shard.database))
+            if len(down) == len(shards):
+                raise
+            context.log.warning("shard %s is down: %s", down[-1], error)
+            draining.drained.lost = f"not all is consumed of {', '.join(down)}, which is down"
+        if draining.drained.failure is not None:
+            return
+
+
+def _shards(context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig) -> Sequence[EventSQL]:
+    shard, claim = config.shard or context.run.tags.get(SHARD_TAG), config.claim
+    if SHARED_TAG in context.run.tags and (requested := _requested(context)):
+        shard, claim = shard or requested.get("shard"), requested["claim"]
+    return eventsql.shards if shard is None and claim is None else (eventsql.shard(shard),)
+
+
+def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer) -> None:
     shared = SHARED_TAG in context.run.tags
-    requested_for = _requested_for(context) if shared else None
+    requested_for = _requested(context).get("claim") if shared else None
     if config.claim is not None:
         if draining.is_another_claim(config.claim, context.run.tags):
             if _replays(context, config):
@@ -46,11 +85,11 @@ def drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimCo
             _claim_and_drain(context, draining, config, consumer)
 
 
-def _requested_for(context: dg.AssetExecutionContext) -> int | None:
-    """The claim that a shared run was requested for, which one of its steps has in its config."""
+def _requested(context: dg.AssetExecutionContext) -> Mapping[str, Any]:
+    """The config of that step which has the claim that a shared run was requested for; empty where none has."""
     run_config: Mapping[str, Any] = context.run.run_config
-    claims = [step.get("config", {}).get("claim") for step in run_config.get("ops", {}).values()]
-    return next((claim for claim in claims if claim is not None), None)
+    configs = (step.get("config", {}) for step in run_config.get("ops", {}).values())
+    return next((config for config in configs if config.get("claim") is not None), {})
 
 
 def _claim_and_drain(
@@ -58,13 +97,24 @@ def _claim_and_drain(
 ) -> None:
     """Consume what waits, of one partition or of each that the consumer has now."""
     for partition in draining.partitions(consumer) if config.partition is None else (config.partition,):
-        found = draining.claim(consumer.topic, consumer.name, partition)
+        if config.succeeds is None:
+            found = draining.claim(consumer.topic, consumer.name, partition)
+        else:
+            found = draining.succeed(
+                consumer.topic, consumer.name, partition, is_over=partial(_is_over, context, config.succeeds)
+            )
         if isinstance(found, Claim):
             draining.run(found)
         else:
-            context.log.info("nothing to consume of %s: %s", name_of(consumer, partition), found)
+            on = "" if draining.shard is None else f" on shard {draining.shard!r}"
+            context.log.info("nothing to consume of %s%s: %s", name_of(consumer, partition), on, found)
         if draining.drained.failure is not None:
             return
+
+
+def _is_over(context: dg.AssetExecutionContext, run_id: str) -> bool:
+    run = context.instance.get_run_by_id(run_id)
+    return run is None or run.is_finished
 
 
 def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:

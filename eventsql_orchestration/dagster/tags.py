@@ -10,6 +10,9 @@ import dagster as dg
 TOPIC_TAG: Final = "eventsql/topic"
 CONSUMER_TAG: Final = "eventsql/consumer"
 PARTITION_TAG: Final = "eventsql/partition"
+SHARD_TAG: Final = "eventsql/shard"
+"""The shard that a run consumes on, where the platform is on several databases."""
+
 CLAIM_TAG: Final = "eventsql/claim"
 CLAIMED_AT_TAG: Final = "eventsql/claimed_at"
 """When the run's claim was made, in microseconds since 1970: ids of claims come again in a database that is restored or
@@ -17,6 +20,9 @@ made anew."""
 
 AFTER_TAG: Final = "eventsql/after"
 """The offset that a run's claim begins after: failures of runs from one offset are counted by it."""
+
+SUCCEEDS_TAG: Final = "eventsql/succeeds"
+"""Carried by a run that takes a partition over from one that drains it; its value is that run."""
 
 SHARED_TAG: Final = "eventsql/shared"
 """Carried by runs of a job whose consumers share them: those without a claim consume what waits."""
@@ -38,14 +44,16 @@ TRANSFER_TAG: Final = "eventsql/transfer"
 MOVING_TAG: Final = "eventsql/moving"
 """Carried by a run of the transfer once it moves events; its value names the database."""
 
-SPARK_TAG: Final = "eventsql/spark"
-"""For runs that start a Spark session: a run queue can limit them apart from all others."""
+SPARK_POOL: Final = "eventsql/spark"
+"""The pool of Dagster's that assets are in which start a Spark session: a run queue limits their runs by it, whoever
+launches them and from where."""
 
 HOUSEKEEPING_TAG: Final = "eventsql/housekeeping"
-"""Which of this package's runs a run is, for housekeeping: `consumer` or `internal`."""
+"""Which of this package's runs a run is, for housekeeping: `consumer`, `internal` or `backfill`."""
 
 HOUSEKEEPING_CONSUMER: Final = "consumer"
 HOUSEKEEPING_INTERNAL: Final = "internal"
+HOUSEKEEPING_BACKFILL: Final = "backfill"
 
 PRIORITY_TAG: Final = "dagster/priority"
 MAX_RUNTIME_TAG: Final = "dagster/max_runtime"
@@ -53,6 +61,11 @@ MAX_RUNTIME_TAG: Final = "dagster/max_runtime"
 FINISHED: Final = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 
 
-def partition_tags(topic: str, consumer: str, partition: int) -> Mapping[str, str]:
+def shard_tags(shard: str | None) -> dict[str, str]:
+    """The tag that names the shard of a run; none where there is one database."""
+    return {} if shard is None else {SHARD_TAG: shard}
+
+
+def partition_tags(topic: str, consumer: str, partition: int, shard: str | None = None) -> Mapping[str, str]:
     """The tags that every run of a consumer partition carries."""
-    return {TOPIC_TAG: topic, CONSUMER_TAG: consumer, PARTITION_TAG: str(partition)}
+    return {TOPIC_TAG: topic, CONSUMER_TAG: consumer, PARTITION_TAG: str(partition), **shard_tags(shard)}

@@ -12,6 +12,7 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.metadata import (
+    INPUT_SHARD,
     PUBLISHED_EVENTS,
     PUBLISHED_FIRST,
     PUBLISHED_LAST,
@@ -19,8 +20,9 @@ from eventsql_orchestration.dagster.metadata import (
     PUBLISHED_TRACE,
     trace_command,
 )
+from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.errors import TopicNotFoundError
+from eventsql_orchestration.errors import DatabaseUnavailableError, TopicNotFoundError
 from eventsql_orchestration.model import Topic, check_topic_name
 
 TOPIC_PREFIX: Final = "topic"
@@ -98,30 +100,40 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
 
     For a sensor's `SensorResult(asset_events=…)`, with `TopicNews.seen` in its cursor. They are materializations
     because nothing else counts for a freshness policy. The first look at a topic only remembers how far it goes: its
-    events may be as old as the topic. A topic that is not registered is `missing`, with the reason.
+    events may be as old as the topic. A topic that is not registered is `missing`, with the reason. Of several shards,
+    each has a materialization of its own, which names it; those that are down are looked at when they are back.
     """
     reported: dict[str, int] = {}
     materializations: list[dg.AssetMaterialization] = []
     missing: list[str] = []
-    for topic in topics:
-        name = topic if isinstance(topic, str) else topic.name
-        try:
-            end = platform.reader.end(name)
-        except TopicNotFoundError as error:
-            missing.append(error.message)
-            continue
-        before, reported[name] = seen.get(name), end
-        if before is not None and end not in (0, before):
-            # A topic that was deleted and created anew begins anew.
-            materializations.append(_arrival(platform, name, before if before < end else None, end))
-    return TopicNews(tuple(materializations), reported, tuple(missing))
+    names = [topic if isinstance(topic, str) else topic.name for topic in topics]
+    for shard in shards_of(platform):
+        for name in names:
+            key = name if shard.shard is None else f"{shard.shard}/{name}"
+            before = seen.get(key)
+            try:
+                end = shard.reader.end(name)
+            except TopicNotFoundError as error:
+                missing.append(error.message)
+                continue
+            except DatabaseUnavailableError:
+                if len(platform.shards) == 1:
+                    raise
+                reported |= {} if before is None else {key: before}
+                continue
+            reported[key] = end
+            if before is not None and end not in (0, before):
+                # A topic that was deleted and created anew begins anew.
+                materializations.append(_arrival(shard, name, before if before < end else None, end))
+    return TopicNews(tuple(materializations), reported, tuple(dict.fromkeys(missing)))
 
 
 def _arrival(platform: EventSQL, topic: str, after: int | None, end: int) -> dg.AssetMaterialization:
     metadata: dict[str, Any] = {
         PUBLISHED_TOPIC: topic,
         PUBLISHED_LAST: end,
-        PUBLISHED_TRACE: trace_command(topic, end),
+        PUBLISHED_TRACE: trace_command(topic, end, platform.shard),
+        **({} if platform.shard is None else {INPUT_SHARD: platform.shard}),
     }
     if after is not None:
         with platform.database.connection() as connection:

@@ -3,12 +3,14 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_INTERNAL,
     HOUSEKEEPING_TAG,
@@ -17,6 +19,7 @@ from eventsql_orchestration.dagster.tags import (
     PRIORITY_TAG,
     TRANSFER_TAG,
 )
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.log.transfer import Transfer
 
 LOOK_AROUND: Final = 1.0
@@ -37,7 +40,8 @@ def build_transfer_schedule(
     """The transfer, as a schedule of one minute with its job.
 
     A run moves what is in the buffer, looks again after `polling_delay` seconds, and ends when a newer run of the job
-    moves events of the same database, or after `limit_seconds`. Runs may overlap; a missed tick costs delay alone.
+    moves events of the same database, or after `limit_seconds`. Runs may overlap; a missed tick costs delay alone. Of
+    several shards it is on all of them at once, and on one that is down when that is back.
     """
 
     @dg.op(name="move_events", description="Moves events from the buffer to their topics' logs.")
@@ -73,8 +77,9 @@ def build_transfer_schedule(
 
 
 def database_label(platform: EventSQL) -> str:
-    """The database and schema that a run moves events of, without a password."""
-    return f"{platform.database} {platform.database.schema}"
+    """The databases and the schema that a run moves events of, without a password."""
+    databases = sorted(str(shard.database) for shard in platform.shards)
+    return f"{', '.join(databases)} {platform.shards[0].database.schema}"
 
 
 def transfer_until_relieved(
@@ -85,44 +90,99 @@ def transfer_until_relieved(
     Ends at once when the run is terminated. Raises what the transfer raises, `DatabaseUnavailableError` excepted, which
     is waited for.
     """
-    moved: Counter[str] = Counter()
-    faults: list[BaseException] = []
-    stop, ended = threading.Event(), threading.Event()
-    # The platform's own transfer would make its teardown wait for a loop that does not end.
-    transfer = Transfer(platform.database, announce=platform.announce)
-
-    def loop() -> None:
-        try:
-            transfer.run(stop, polling_delay=polling_delay, on_moved=moved.update)
-        except BaseException as error:  # noqa: BLE001 - raised in the main thread
-            faults.append(error)
-        finally:
-            ended.set()
-
+    moving = _Moving(shards_of(platform), polling_delay)
+    moving.check()
     # The database answers and the tables are there: from here on this run relieves the one before it.
-    transfer.run_once(topics=())
     label = database_label(platform)
     context.instance.add_run_tags(context.run.run_id, {MOVING_TAG: label})
-    thread = threading.Thread(target=loop, name="eventsql-transfer-run", daemon=True)
     deadline = time.monotonic() + limit_seconds
     reason = f"its limit of {limit_seconds:g} s"
-    thread.start()
+    moving.begin()
     try:
-        while not ended.wait(min(LOOK_AROUND, max(0.0, deadline - time.monotonic()))):
+        while not moving.ended.wait(min(LOOK_AROUND, max(0.0, deadline - time.monotonic()))):
+            _let_consumers_go(context, platform)
             if (newer := _newer_run(context, label)) is not None:
                 reason = f"run {newer}, which has taken over"
                 break
             if time.monotonic() >= deadline:
                 break
     finally:
-        stop.set()
-        thread.join(STOP_TIMEOUT)
-        if not thread.is_alive():
-            transfer.close()
-    if faults:
-        raise faults[0]
-    context.log.info("moved %d events (%s); ended by %s", sum(moved.values()), dict(moved) or "no topic", reason)
-    return dict(moved)
+        moving.end()
+    if moving.faults:
+        raise moving.faults[0]
+    moved = dict(moving.moved)
+    context.log.info("moved %d events (%s); ended by %s", sum(moved.values()), moved or "no topic", reason)
+    return moved
+
+
+class _Moving:
+    """The transfer of each shard, or of the only database, in a thread of its own."""
+
+    def __init__(self, shards: Sequence[EventSQL], polling_delay: float) -> None:
+        # The platform's own transfer would make its teardown wait for a loop that does not end.
+        self._transfers = [Transfer(shard.database, announce=shard.announce) for shard in shards]
+        self._threads = [
+            threading.Thread(target=self._loop, args=(each, polling_delay), name="eventsql-transfer-run", daemon=True)
+            for each in self._transfers
+        ]
+        self._stop = threading.Event()
+        self._counting = threading.Lock()
+        self.moved: Counter[str] = Counter()
+        self.faults: list[BaseException] = []
+        self.ended = threading.Event()
+
+    def check(self) -> None:
+        """Raise what is wrong with a database, or `DatabaseUnavailableError` where none can be reached."""
+        down: list[DatabaseUnavailableError] = []
+        for each in self._transfers:
+            try:
+                each.run_once(topics=())
+            except DatabaseUnavailableError as error:
+                down.append(error)
+        if len(down) == len(self._transfers):
+            raise down[0]
+
+    def begin(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        self._stop.set()
+        deadline = time.monotonic() + STOP_TIMEOUT
+        for transfer, thread in zip(self._transfers, self._threads, strict=True):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if not thread.is_alive():
+                transfer.close()
+
+    def _loop(self, transfer: Transfer, polling_delay: float) -> None:
+        try:
+            transfer.run(self._stop, polling_delay=polling_delay, on_moved=self._count)
+        except BaseException as error:  # noqa: BLE001 - raised in the main thread
+            self.faults.append(error)
+        finally:
+            self.ended.set()
+
+    def _count(self, moved: dict[str, int]) -> None:
+        with self._counting:
+            self.moved.update(moved)
+
+
+def _let_consumers_go(context: dg.OpExecutionContext, platform: EventSQL) -> None:
+    """Let consumers go on with a shard that was added, where they have come so far on the others.
+
+    And finish what was published over several shards at once, and lies on some of them only.
+    """
+    if len(platform.shards) == 1:
+        return
+    # Whoever has one database does not load what many need.
+    from eventsql_orchestration.sharded import ShardedEventSQL  # noqa: PLC0415
+
+    assert isinstance(platform, ShardedEventSQL), "it has several"
+    try:
+        platform.unfinished()
+        platform.held_back()
+    except EventSQLError as error:
+        context.log.info("consumers of a shard that was added are looked at again in a moment: %s", error)
 
 
 def _newer_run(context: dg.OpExecutionContext, label: str) -> str | None:

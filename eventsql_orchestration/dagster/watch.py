@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -15,6 +15,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.claim_times import claim_tags, made_at, run_key
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.draining import run_of_owner
+from eventsql_orchestration.dagster.handover import START_TIMEOUT, Relay, decide, relays, since_change
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
     CLAIM_TAG,
@@ -23,9 +24,11 @@ from eventsql_orchestration.dagster.tags import (
     FINISHED,
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_TAG,
+    SUCCEEDS_TAG,
     TOPIC_TAG,
     partition_tags,
 )
+from eventsql_orchestration.dagster.ticks import Budget, Leased, NothingYet
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
@@ -39,18 +42,26 @@ from eventsql_orchestration.log.claims import Claim
 TICK_TIMEOUT: Final = 10.0
 """Seconds that a statement of a tick may take. Dagster gives a tick 60, and one that it gave up keeps running."""
 
-START_TIMEOUT: Final = 300.0
-"""Seconds after which a run that was created or is starting, and never started, is given up; Dagster's own monitoring
-does so after 180 where it is on. A queued run waits as long as its queue lets it."""
-
 ADOPT_TIMEOUT: Final = 60.0
 """The same for a run that has started and does not take its claim over, which it does first of all: its process died.
 Dagster's default launcher does not notice."""
+
+MOST_DOUBLINGS: Final = 4
+"""How often `ADOPT_TIMEOUT` is doubled at most, to 16 minutes."""
 
 FIRST_BACKOFF: Final = 10.0
 MAX_BACKOFF: Final = 600.0
 """Seconds between runs that keep failing at the same offset for reasons that are no event's: they pile up otherwise,
 one every 5 seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a tick finds of a partition: its live claim, the run that has or is to have it, what else is under way."""
+
+    live: Claim | None
+    run: dg.RunRecord | None
+    relay: Relay | None = None
 
 
 @dataclass(frozen=True)
@@ -69,18 +80,39 @@ class PartitionWatch:
         """The partition, for people."""
         return self.topic.name if self.partition == NOT_PARTITIONED else f"{self.topic.name}[{self.partition}]"
 
+    @property
+    def topics(self) -> tuple[str]:
+        """The one whose events it waits for."""
+        return (self.topic.name,)
+
     def evaluate(
-        self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger
-    ) -> dg.RunRequest | dg.SkipReason:
+        self,
+        platform: EventSQL,
+        instance: dg.DagsterInstance,
+        log: logging.Logger,
+        cursor: str | None = None,
+        budget: Budget | None = None,  # noqa: ARG002 - one partition takes no more than a tick may
+    ) -> dg.SensorResult:
         """One tick. Raises `RedefinitionError` where the topic has more partitions than are watched, once there is
         nothing to do for this one, and `DatabaseUnavailableError`.
         """
+        answer = self._answer(platform, instance, log)
+        if isinstance(answer, dg.SkipReason):
+            return dg.SensorResult(skip_reason=answer, cursor=cursor)
+        return dg.SensorResult(run_requests=[answer], cursor=cursor)
+
+    def _answer(
+        self, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger
+    ) -> dg.RunRequest | dg.SkipReason:
         registered = self.topic
         try:
             registered = platform.registry.topic(self.topic.name)
             live = platform.claims.live(self.topic.name, self.consumer.name, self.partition)
             run = None if live is None else runs_of([live], self.consumer, platform, instance).get(live.id)
-            answer = self.attend(live, run, platform, instance, log)
+            drain_seconds = self.limits.drain_seconds
+            under_way = relays(instance, self.consumer, platform.shard, drain_seconds, self.partition)
+            found = Situation(live, run, under_way.get(self.partition))
+            answer = self.attend(found, platform, instance, log)
         except ConsumerNotFoundError as error:
             return dg.SkipReason(self._why_missing(registered) or error.message)
         except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
@@ -107,22 +139,21 @@ class PartitionWatch:
         )
 
     def attend(
-        self,
-        live: Claim | None,
-        run: dg.RunRecord | None,
-        platform: EventSQL,
-        instance: dg.DagsterInstance,
-        log: logging.Logger,
+        self, found: Situation, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger
     ) -> dg.RunRequest | dg.SkipReason:
-        """Decide about the partition whose live claim and run these are. Raises `ConsumerNotFoundError`,
-        `DatabaseBusyError`, `DatabaseUnavailableError`.
+        """Decide about the partition as it was found. Raises `ConsumerNotFoundError`, `DatabaseBusyError`,
+        `DatabaseUnavailableError`.
         """
+        live, run = found.live, found.run
         if (
             live is not None
             and run is not None
             and (reason := self._wait_for(live, run, platform, instance, log)) is not None
         ):
             return dg.SkipReason(reason)
+        decided = None if found.relay is None else decide(found.relay, live, self.limits.drain_seconds)
+        if decided is not None:
+            return self.succession(decided, platform.shard) if isinstance(decided, str) else decided
         claim = platform.claims.claim(
             self.topic.name,
             self.consumer.name,
@@ -135,30 +166,42 @@ class PartitionWatch:
             timeout=TICK_TIMEOUT,
         )
         if not isinstance(claim, Claim):
-            return dg.SkipReason(claim.reason)
+            if claim.leased_by is not None:
+                return Leased(claim.reason)
+            return (dg.SkipReason if claim.waiting is None else NothingYet)(claim.reason)
         if run is not None and run.dagster_run.status not in FINISHED:
             # Dagster's default launcher does not notice, and the run would count as one of its queue's for ever.
             _report_dead(run, "did not renew its lease, and its partition was claimed anew", instance, log)
         made = made_at(platform, [claim.id]).get(claim.id)
         if made is None:
             return dg.SkipReason(f"{claim} is gone: its consumer or topic was deleted just now")
-        return self.request(claim, made)
+        return self.request(replace(claim, shard=platform.shard), made)
 
     def request(self, claim: Claim, made: int) -> dg.RunRequest:
         """The run of a claim, which was `made` then. Its key is the claim's: a reused one would swallow the run."""
+        config = {"claim": claim.id} if claim.shard is None else {"claim": claim.id, "shard": claim.shard}
         return dg.RunRequest(
-            run_key=run_key(claim.id, made),
-            run_config={"ops": {self.op_name: {"config": {"claim": claim.id}}}},
+            run_key=run_key(claim.id, made, claim.shard),
+            run_config={"ops": {self.op_name: {"config": config}}},
             tags={
-                **self._tags(),
-                **claim_tags(claim.id, made),
+                **self._tags(claim.shard),
+                **claim_tags(claim.id, made, claim.shard),
                 AFTER_TAG: str(claim.range.after),
                 HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER,
             },
         )
 
-    def _tags(self) -> Mapping[str, str]:
-        return partition_tags(self.topic.name, self.consumer.name, self.partition)
+    def succession(self, run_id: str, shard: str | None) -> dg.RunRequest:
+        """The run that takes over from one that drains: one for each, whoever asks."""
+        config = {"partition": self.partition, "succeeds": run_id, **({} if shard is None else {"shard": shard})}
+        return dg.RunRequest(
+            run_key=f"succeeds-{run_id}",
+            run_config={"ops": {self.op_name: {"config": config}}},
+            tags={**self._tags(shard), SUCCEEDS_TAG: run_id, HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER},
+        )
+
+    def _tags(self, shard: str | None) -> Mapping[str, str]:
+        return partition_tags(self.topic.name, self.consumer.name, self.partition, shard)
 
     def _wait_for(
         self,
@@ -174,8 +217,7 @@ class PartitionWatch:
         status = run.dagster_run.status
         if status in FINISHED:
             return self._give_back(claim, run, platform, instance, log)
-        patience = ADOPT_TIMEOUT if status == dg.DagsterRunStatus.STARTED else START_TIMEOUT
-        if status != dg.DagsterRunStatus.QUEUED and _age(run) > patience:
+        if status != dg.DagsterRunStatus.QUEUED and since_change(run) > self._patience(claim, run, platform, instance):
             platform.claims.release(claim)
             return None
         # Otherwise the run took it over just now.
@@ -192,7 +234,7 @@ class PartitionWatch:
         log: logging.Logger,
     ) -> str | None:
         run_id, status = run.dagster_run.run_id, run.dagster_run.status
-        failures, last_end = self._failures_from(claim.range.after, instance)
+        failures, last_end = self._failures_from(claim.range.after, platform.shard, instance)
         if failures > 1 and last_end is not None:
             pause = min(FIRST_BACKOFF * 2 ** min(failures - 2, 20), MAX_BACKOFF)
             left = pause - (datetime.now(UTC).timestamp() - last_end)
@@ -205,10 +247,24 @@ class PartitionWatch:
             log.info("%s is given back: run %s is %s", claim, run_id, status.value.lower())
         return None
 
-    def _failures_from(self, after: int, instance: dg.DagsterInstance) -> tuple[int, float | None]:
+    def _patience(self, claim: Claim, run: dg.RunRecord, platform: EventSQL, instance: dg.DagsterInstance) -> float:
+        """Seconds in which the run of a claim is to take it over.
+
+        Runs that succeeded from an offset and left it where it was came too late, such as those whose resources take
+        long to set up: each of them doubles the time, or none would ever be in time.
+        """
+        if run.dagster_run.status != dg.DagsterRunStatus.STARTED:
+            return START_TIMEOUT
+        if since_change(run) <= ADOPT_TIMEOUT:
+            return ADOPT_TIMEOUT
+        tags = {**self._tags(platform.shard), AFTER_TAG: str(claim.range.after)}
+        late = instance.get_runs_count(dg.RunsFilter(tags=tags, statuses=[dg.DagsterRunStatus.SUCCESS]))
+        return float(ADOPT_TIMEOUT * 2 ** min(late, MOST_DOUBLINGS))
+
+    def _failures_from(self, after: int, shard: str | None, instance: dg.DagsterInstance) -> tuple[int, float | None]:
         """How many runs failed from an offset since one did not, and when the last of them ended."""
         runs = instance.get_run_records(
-            dg.RunsFilter(tags={**self._tags(), AFTER_TAG: str(after)}, statuses=list(FINISHED)), limit=20
+            dg.RunsFilter(tags={**self._tags(shard), AFTER_TAG: str(after)}, statuses=list(FINISHED)), limit=20
         )
         failures = 0
         for run in runs:
@@ -230,7 +286,7 @@ def lease_decides(claim: Claim, run: dg.RunRecord | None) -> bool:
 def runs_of(
     claims: Sequence[Claim], consumer: Consumer, platform: EventSQL, instance: dg.DagsterInstance
 ) -> Mapping[int, dg.RunRecord]:
-    """For each claim of a consumer, the run that has it or is to have it; of several, one that has not ended."""
+    """For each claim of a consumer on one shard, the run that has it or is to have it; of several, one that lives."""
     if not claims:
         return {}
     owners = {claim.id: owner for claim in claims if (owner := run_of_owner(claim.owner)) is not None}
@@ -249,7 +305,11 @@ def runs_of(
     for claim in claims:
         runs = [
             *(run for run in owning if run.dagster_run.run_id == owners.get(claim.id)),
-            *(run for run in requested if claim.id in made and _is_for(run, claim_tags(claim.id, made[claim.id]))),
+            *(
+                run
+                for run in requested
+                if claim.id in made and _is_for(run, claim_tags(claim.id, made[claim.id], platform.shard))
+            ),
         ]
         waiting = [run for run in runs if run.dagster_run.status not in FINISHED]
         if runs:
@@ -265,11 +325,3 @@ def _report_dead(run: dg.RunRecord, why: str, instance: dg.DagsterInstance, log:
     """Tell Dagster that a run's process is gone. Where it is not, the claim's epoch keeps it from committing."""
     log.warning("run %s %s: it is reported as failed", run.dagster_run.run_id, why)
     instance.report_run_failed(run.dagster_run, message=f"The run {why}: its process is taken for dead.")
-
-
-def _age(run: dg.RunRecord) -> float:
-    """Seconds since a run's status changed last."""
-    updated = run.update_timestamp
-    if updated.tzinfo is None:
-        updated = updated.replace(tzinfo=UTC)
-    return (datetime.now(UTC) - updated).total_seconds()

@@ -24,7 +24,10 @@ SIDE_CONSUMER: Final = re.compile(
     r"(?P<consumer>.+)__backfill_(?P<id>[a-z0-9][a-z0-9-]*)_(?P<after>\d+)_(?P<upto>\d+)(?:__into_(?P<into>.+))?",
     re.ASCII | re.DOTALL,
 )
-_KEY: Final = re.compile(r"(?P<id>[a-z0-9][a-z0-9-]*):(?P<after>\d+)-(?P<upto>\d+)(?::(?P<partition>\d+))?", re.ASCII)
+_KEY: Final = re.compile(
+    r"(?P<id>[a-z0-9][a-z0-9-]*):(?P<after>\d+)-(?P<upto>\d+)(?::(?P<partition>\d+))?(?:@(?P<shard>[^\s@]+))?",
+    re.ASCII,
+)
 
 Place: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back
 """Where a range begins or ends. It ends with the event at an offset, and before the first that was logged at a time."""
@@ -46,10 +49,14 @@ def new_id() -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
-    """A part of a backfill's range: the offsets after `after` up to and with `upto`, of all partitions."""
+    """A part of a backfill's range: the offsets after `after` up to and with `upto`, of all partitions.
+
+    Offsets are those of `shard`, where there are several.
+    """
 
     after: int
     upto: int
+    shard: str | None = None
 
     def consumer(self, consumer: str, backfill_id: str, into: str | None) -> str:
         """The name of its side consumer. Raises `InvalidNameError` where that would be too long."""
@@ -72,9 +79,10 @@ class PlannedRun:
 
 
 def partition_key(backfill_id: str, window: Window, partition: int) -> str:
-    """`<id>:<after>-<upto>`, and `:<partition>` where the consumer is partitioned."""
+    """`<id>:<after>-<upto>`, `:<partition>` where the consumer is partitioned, `@<shard>` where there are several."""
     of = "" if partition == NOT_PARTITIONED else f":{partition}"
-    return f"{backfill_id}:{window.after}-{window.upto}{of}"
+    at = "" if window.shard is None else f"@{window.shard}"
+    return f"{backfill_id}:{window.after}-{window.upto}{of}{at}"
 
 
 def read_key(key: str) -> tuple[str, Window, int]:
@@ -82,10 +90,11 @@ def read_key(key: str) -> tuple[str, Window, int]:
     match = _KEY.fullmatch(key)
     if match is None:
         raise ValidationError(
-            f"{key!r} is no window of a backfill: it would be ID:AFTER-UPTO or ID:AFTER-UPTO:PARTITION"
+            f"{key!r} is no window of a backfill: it would be ID:AFTER-UPTO or ID:AFTER-UPTO:PARTITION, and @SHARD "
+            "where there are several"
         )
     partition = NOT_PARTITIONED if match["partition"] is None else int(match["partition"])
-    return match["id"], Window(int(match["after"]), int(match["upto"])), partition
+    return match["id"], Window(int(match["after"]), int(match["upto"]), match["shard"]), partition
 
 
 @dataclass(frozen=True, slots=True)

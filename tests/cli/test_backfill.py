@@ -19,11 +19,11 @@ from click.testing import Result
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.cli.backfill import RangeEnd
 from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Standing
-from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.development import LocalDagster, free_port, running_url
 from eventsql_orchestration.dagster.instance import write_instance
 from eventsql_orchestration.dagster.launching import Ended, RemoteDagster, Target
 from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
+from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
 from eventsql_orchestration.errors import LocalDagsterError, ValidationError
 from eventsql_orchestration.log.positions import AtOffset, Back, Earliest, Latest
 from tests.dagster import backfill_location as location
@@ -260,7 +260,7 @@ def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledg
 
 def test_a_deleted_backfill_leaves_nothing_behind(run: Run, ledger: Ledger) -> None:
     ledger.publish(5)
-    backfills = Backfills(ledger.platform)
+    backfills = ShardedBackfills(ledger.platform.shards)
     backfills.register(backfills.plan("orders", "ledger", start=Earliest(), end=Latest()), "may")
     assert "may" in run("backfill", "list").stdout
     assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 0
@@ -350,7 +350,7 @@ class Recorder:
 @pytest.mark.parametrize(("parallel", "launched"), [(1, 1), (2, 3)])
 def test_one_at_a_time_nothing_overtakes_a_run_that_failed(ledger: Ledger, parallel: int, launched: int) -> None:
     ledger.publish(30)
-    backfills, launcher = Backfills(ledger.platform), Recorder()
+    backfills, launcher = ShardedBackfills(ledger.platform.shards), Recorder()
     plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
     backfill = backfills.register(plan, "one")
     launcher.results = {run.key("one"): Ended(False, "it broke") for run in plan.runs}
@@ -375,7 +375,7 @@ def test_one_at_a_time_nothing_overtakes_a_run_that_failed(ledger: Ledger, paral
 
 def test_a_backfill_that_somebody_deletes_is_not_taken_for_done(ledger: Ledger) -> None:
     ledger.publish(20)
-    backfills, launcher = Backfills(ledger.platform), Recorder()
+    backfills, launcher = ShardedBackfills(ledger.platform.shards), Recorder()
     plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
     backfill = backfills.register(plan, "one")
     keys = [run.key("one") for run in plan.runs]
@@ -392,7 +392,7 @@ def test_a_backfill_that_somebody_deletes_is_not_taken_for_done(ledger: Ledger) 
 
 def test_a_backfill_of_the_same_id_that_takes_its_place_is_not_taken_for_it(ledger: Ledger) -> None:
     ledger.publish(20)
-    backfills, launcher = Backfills(ledger.platform), Recorder()
+    backfills, launcher = ShardedBackfills(ledger.platform.shards), Recorder()
     plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
     backfill = backfills.register(plan, "one")
     keys = [run.key("one") for run in plan.runs]

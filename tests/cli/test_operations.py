@@ -171,6 +171,26 @@ def test_a_blocked_partition_is_a_problem_until_it_has_dead_letters(
 
 
 @pytest.mark.usefixtures("java")
+def test_events_that_were_written_past_a_repartitioning_are_named(run: Run, consumer: str, platform: EventSQL) -> None:
+    platform.repartitioner.repartition(TOPIC, 1)
+    assert diagnose(run)[0] == 0
+    with platform.database.transaction() as connection:
+        # As before logs had guards.
+        connection.execute("SET LOCAL session_replication_role TO replica")
+        connection.execute(
+            f"INSERT INTO eventsql.{TOPIC}_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+            "SELECT 1, '', now(), '{}' FROM generate_series(1, 2)"
+        )
+    code, findings = diagnose(run)
+    assert code == 0
+    (finding,) = findings["logs"]
+    assert finding["status"] == "warning"
+    assert f"2 events of topic {TOPIC} from offset 1 to 2 came into partition 1" in finding["message"]
+    command = finding["remedy"].partition("eventsql ")[2].split()
+    assert len(run(*command).stdout.splitlines()) == 2
+
+
+@pytest.mark.usefixtures("java")
 def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.registry.pause(TOPIC, consumer)
     code, findings = diagnose(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import dagster as dg
@@ -11,6 +12,14 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.shards.conftest import database_of
+
+EFFECTS = """
+CREATE TABLE effect (
+    position bigserial, id bigint NOT NULL, partition int NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp()
+)
+"""
 
 
 def await_(condition: Callable[[], bool], what: str, *, timeout: float = 120.0) -> None:
@@ -140,10 +149,7 @@ class Workbench:
 @pytest.fixture
 def bench(platform: EventSQL, eventsql: EventSQLResource, instance: dg.DagsterInstance) -> Workbench:
     with platform.database.connection() as connection:
-        connection.execute(
-            "CREATE TABLE effect (position bigserial, id bigint NOT NULL, partition int NOT NULL, at timestamptz "
-            "NOT NULL DEFAULT clock_timestamp())"
-        )
+        connection.execute(EFFECTS)
     return Workbench(platform, eventsql, instance)
 
 
@@ -161,3 +167,17 @@ def metadata() -> Callable[..., dict[str, Any]]:
         return {name: value.value for name, value in found[0].metadata.items()}
 
     return read
+
+
+@pytest.fixture
+def shards(server: EmbeddedPostgres, instance: dg.DagsterInstance) -> Iterator[dict[str, Workbench]]:
+    """Two databases as shards of one platform: a workbench on each, whose ticks and runs are over both."""
+    with ExitStack() as stack:
+        dsns = [stack.enter_context(database_of(server)) for _ in range(2)]
+        platform = stack.enter_context(EventSQL(*dsns, transfer=False)).open()
+        for shard in platform.shards:
+            with shard.database.connection() as connection:
+                connection.execute(EFFECTS)
+        eventsql = EventSQLResource(dsn=" ".join(dsns))
+        stack.callback(eventsql.platform.close)
+        yield {str(shard.shard): Workbench(shard, eventsql, instance) for shard in platform.shards}

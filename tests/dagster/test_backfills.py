@@ -18,7 +18,6 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
 from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.instance import instance_config
-from eventsql_orchestration.dagster.tags import SPARK_TAG
 from eventsql_orchestration.dagster.windows import (
     MARK,
     Backfill,
@@ -93,8 +92,8 @@ def failure(result: dg.ExecuteInProcessResult) -> str:
 def test_what_is_live_goes_before_a_backfill_in_the_queue(bench: Workbench) -> None:
     backfill, live = location.BACKFILLS[0].job, location.BACKFILLS[0].consumer.job
     assert int((backfill.tags or {})["dagster/priority"]) < int((live.tags or {}).get("dagster/priority", 0))
-    limits = instance_config(max_concurrent_runs=6)["run_coordinator"]["config"]["tag_concurrency_limits"]
-    (limit,) = [each["limit"] for each in limits if each["key"] in (backfill.tags or {}) and each["key"] != SPARK_TAG]
+    limits = instance_config(max_concurrent_runs=6)["concurrency"]["runs"]["tag_concurrency_limits"]
+    (limit,) = [each["limit"] for each in limits if each["key"] in (backfill.tags or {})]
     assert limit == 3, "half of the runs at once"
     assert not any(each["key"] in (live.tags or {}) for each in limits)
 
@@ -529,6 +528,10 @@ def test_a_range_in_which_the_topic_was_repartitioned_is_cut_there_and_replayed_
     before = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(ids[29]))
     assert before.partitions == (0, 1)
     assert sum(run.events for run in before.runs) == 30
+    one = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(ids[29]), partition=1)
+    with pytest.raises(ValidationError, match="as a whole: leave one with all of the partitions"):
+        backfills.register(one, "two", into="ledger_3")
+    backfills.register(one, "two")
 
 
 def test_a_side_consumer_that_would_look_like_a_window_is_refused(bench: Workbench, backfills: Backfills) -> None:

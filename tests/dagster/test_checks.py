@@ -227,7 +227,7 @@ def test_delivered_turns_red_with_a_dead_letter_names_it_and_is_green_when_it_wa
     (red,) = watch.at(1_015.0)
     assert (red.passed, red.severity) == (False, dg.AssetCheckSeverity.ERROR)
     assert red.description == (
-        f"1 dead letter is open: event rides:1:{offset} failed 1 times (ValueError: not a number)"
+        f"1 dead letter is open: event rides:1:{offset} failed once (ValueError: not a number)"
     )
     metadata: dict[str, Any] = {name: value.value for name, value in red.metadata.items()}
     assert metadata["open dead letters"] == 1
@@ -250,7 +250,7 @@ def test_delivered_is_red_while_an_event_blocks_a_partition_and_green_when_it_ha
     (red,) = watch.at(1_000.0)
     assert not red.passed
     assert red.description == (
-        f"rides is blocked by event {offset}, which failed 1 times (ValueError: not a number), "
+        f"rides is blocked by event {offset}, which failed once (ValueError: not a number), "
         "and topic rides_dlt does not exist"
     )
     assert red.metadata["resume"].value == "eventsql consumer resume rides eager"

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset, consumer_watch
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset, ticks
 from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.log.claims import Claims
 from tests.dagster.conftest import Workbench
@@ -114,7 +114,7 @@ def test_a_look_at_hundreds_of_partitions_takes_few_statements(
 def test_a_tick_requests_some_runs_and_the_next_goes_on_after_them(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer_watch, "MAX_REQUESTS", 4)
+    monkeypatch.setattr(ticks, "MAX_REQUESTS", 4)
     publish(bench, *range(10))
     first = evaluate(bench)
     assert (partitions_of(first), first.cursor) == ([0, 1, 2, 3], "4")
@@ -132,7 +132,7 @@ def test_a_tick_that_has_used_its_time_up_goes_on_in_the_next(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(bench, 3, 4)
-    monkeypatch.setattr(consumer_watch, "TICK_BUDGET", 0.0)
+    monkeypatch.setattr(ticks, "TICK_BUDGET", 0.0)
     assert evaluate(bench, cursor="4").cursor == "4"
     monkeypatch.undo()
     assert partitions_of(evaluate(bench, cursor="4")) == [4, 3]

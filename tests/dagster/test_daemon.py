@@ -1,4 +1,4 @@
-"""A real daemon on a real instance: ticks, the queue, runs in processes of their own, and one of these killed."""
+"""A real daemon over two shards: ticks, the queue, runs in processes of their own, and one of these killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster import SPARK_TAG, write_instance
+from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database.database import parse_dsn
@@ -51,10 +51,9 @@ def test_an_instance_can_be_written_again_and_holds_no_password(home: Path, tmp_
     assert file.read_text() == written
     config = yaml.safe_load(written)
     assert config["telemetry"] == {"enabled": False}
-    limits = config["run_coordinator"]["config"]["tag_concurrency_limits"]
-    assert limits[0] == {"key": SPARK_TAG, "limit": 1}
-    assert limits[1]["key"] == BACKFILL_OF_TAG
-    assert 0 < limits[1]["limit"] < config["run_coordinator"]["config"]["max_concurrent_runs"]
+    (limit,) = config["concurrency"]["runs"]["tag_concurrency_limits"]
+    assert limit["key"] == BACKFILL_OF_TAG
+    assert 0 < limit["limit"] < config["concurrency"]["runs"]["max_concurrent_runs"]
 
 
 def test_the_storage_has_its_own_schema_whatever_options_the_url_has() -> None:
@@ -73,9 +72,10 @@ def test_an_instance_on_a_database_that_is_not_there_says_so(tmp_path: Path, mon
 
 
 @pytest.fixture
-def environment(home: Path, dsn: str) -> dict[str, str]:
+def environment(home: Path, shards: dict[str, Workbench]) -> dict[str, str]:
     """What Dagster's processes need to know; consumer `slow` takes half a second over each batch."""
-    return {**os.environ, "DAGSTER_HOME": str(home), "EVENTSQL_DSN": dsn, "EVENTSQL_TEST_DELAY": "0.5"}
+    dsns = shards["shard-1"].eventsql.dsn
+    return {**os.environ, "DAGSTER_HOME": str(home), "EVENTSQL_DSN": dsns, "EVENTSQL_TEST_DELAY": "0.5"}
 
 
 @pytest.fixture
@@ -114,45 +114,45 @@ def process_of(instance: dg.DagsterInstance, run_id: str) -> int | None:
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_is_followed_by_another_and_each_event_takes_effect_once(
-    bench: Workbench, home: Path, daemon: subprocess.Popen[bytes], environment: dict[str, str]
+def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that_each_event_takes_effect_once(
+    shards: dict[str, Workbench],
+    platform: EventSQL,
+    home: Path,
+    daemon: subprocess.Popen[bytes],
+    environment: dict[str, str],
 ) -> None:
-    location.slow.register(bench.platform)
-    location.ledger.register(bench.platform)
-    ids = bench.publish("orders", 60)
+    one, other = shards.values()
+    location.slow.register(one.eventsql.platform)
+    ids = [bench.publish("orders", events) for bench, events in ((one, 60), (other, 20))]
     with dg.DagsterInstance.from_config(str(home)) as instance:
 
-        def consuming() -> list[dg.DagsterRun]:
-            return list(instance.get_runs(dg.RunsFilter(tags={"eventsql/consumer": "slow"})))
+        def consuming(shard: str) -> list[dg.DagsterRun]:
+            tags = {"eventsql/consumer": "slow", "eventsql/shard": shard}
+            return list(instance.get_runs(dg.RunsFilter(tags=tags)))
 
-        def slow_effects() -> int:
-            (state,) = bench.platform.registry.consumer("orders", "slow")
-            return state.consumed_events
-
-        await_(lambda: slow_effects() >= location.SLOW_BATCH, "the first batch of the first run")
-        (run,) = consuming()
+        await_(lambda: len(one.effects()) >= location.SLOW_BATCH, "the first batch of the first run")
+        (run,) = consuming("shard-1")
         pid = process_of(instance, run.run_id)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
-        await_(lambda: bench.offset(location.slow) == ids[-1], "the end of the log")
-        await_(lambda: sum(bench.offset(location.ledger, p) > 0 for p in (0, 1)) == 2, "the other consumer")
-        await_(lambda: len(bench.effects()) == 2 * len(ids), "every effect")
-        runs = consuming()
+        for bench, published in zip((one, other), ids, strict=True):
+            await_(lambda bench=bench, end=published[-1]: bench.offset(location.slow) == end, "the end of a log")  # type: ignore[misc]
+        runs = consuming("shard-1")
+        assert len(consuming("shard-2")) == 1
 
-    # Both consumers write the one table, each event once for each of them.
-    assert sorted(bench.effects()) == sorted([*ids, *ids])
+    assert [one.effects(), other.effects()] == ids
     assert len(runs) == 2
     assert {run.tags["dagster/run_key"] for run in runs} == {
-        f"eventsql-claim-{run.tags['eventsql/claim']}-{run.tags['eventsql/claimed_at']}" for run in runs
+        f"eventsql-claim-{run.tags['eventsql/claim']}-{run.tags['eventsql/claimed_at']}-shard-1" for run in runs
     }
     assert all(run.tags["eventsql/topic"] == "orders" for run in runs)
 
     now = time.time()
     command = [sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.location", "-j", "housekeeping"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    assert not ticks(bench.platform, "consume_slow", before=now)
-    assert ticks(bench.platform, "somebody_elses", before=now), "they are somebody else's to purge"
+    assert not ticks(platform, "consume_slow", before=now)
+    assert ticks(platform, "somebody_elses", before=now), "they are somebody else's to purge"
 
 
 def ticks(platform: EventSQL, sensor: str, *, before: float) -> int:

@@ -12,15 +12,19 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, Topic
 from eventsql_orchestration.dagster import (
-    SPARK_TAG,
+    SPARK_POOL,
     ConsumerDefinition,
     EventSQLResource,
+    build_backfill,
+    build_definitions,
     build_housekeeping_schedule,
     build_lag_check,
     build_lag_sensor,
+    build_register_job,
     build_transfer_schedule,
     consumer_asset,
     range_asset,
+    share_runs,
     topic_asset,
     topic_key,
 )
@@ -119,12 +123,40 @@ def test_tags_go_to_the_runs_of_a_consumer() -> None:
     tags = job_tags(consumer_asset(topic=TOPIC, consumer="c", name="tagged", tags={"team": "rides"})(consume))
     assert tags["team"] == "rides"
     assert (tags["eventsql/topic"], tags["eventsql/consumer"]) == ("rides", "c")
-    assert SPARK_TAG not in tags
 
 
-def test_runs_of_a_spark_asset_can_be_limited_by_their_tag() -> None:
-    assert SPARK_TAG in job_tags(range_asset(topic=TOPIC, consumer="c", name="spark")(consume_range))
-    assert SPARK_TAG not in job_tags(range_asset(topic=TOPIC, consumer="c", name="plain", kinds=())(consume_range))
+def test_spark_assets_and_their_backfills_are_in_the_pool_that_limits_their_runs_and_others_in_one_if_asked() -> None:
+    spark = range_asset(topic=TOPIC, consumer="c", name="spark")(consume_range)
+    assert spark.asset.op.pool == build_backfill(spark).asset.op.pool == SPARK_POOL
+    assert range_asset(topic=TOPIC, consumer="c", name="own", pool="own")(consume_range).asset.op.pool == "own"
+    assert range_asset(topic=TOPIC, consumer="c", name="plain", kinds=())(consume_range).asset.op.pool is None
+    assert consumer_asset(topic=TOPIC, consumer="c", name="batches")(consume).asset.op.pool is None
+    assert consumer_asset(topic=TOPIC, consumer="c", name="sums", pool=SPARK_POOL)(consume).asset.op.pool == SPARK_POOL
+
+
+def consumer(name: str, of: str = "c", **options: Any) -> ConsumerDefinition:
+    return consumer_asset(topic=TOPIC, consumer=of, name=name, **options)(consume)
+
+
+@pytest.mark.parametrize("build", [build_definitions, build_lag_sensor, build_register_job])
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (consumer("a"), consumer("a", "d"), "two consumers are called 'a'"),
+        (consumer("a"), consumer("b"), "'a' and 'b' are both consumer 'c' of topic 'rides'"),
+        (consumer("a", partitioned=True), consumer("a_1", "d"), "'a' and 'a_1' both have a sensor 'consume_a_1'"),
+    ],
+)
+def test_consumers_that_would_take_one_anothers_place_are_refused(
+    build: Callable[..., object], first: ConsumerDefinition, second: ConsumerDefinition, message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        build([first, second])
+
+
+def test_consumers_that_share_their_runs_have_one_sensor_and_one_job() -> None:
+    both = share_runs("both", [consumer("a"), consumer("b", "d")])
+    assert [sensor.name for sensor in build_definitions(both).sensors or ()] == ["both", "lag"]
 
 
 def without_events(rows: Any, connection: Connection) -> None: ...

@@ -15,23 +15,38 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import (
     EventSQLResource,
+    build_backfill,
     build_delivered_check,
     build_housekeeping_schedule,
     build_transfer_schedule,
+    claim_history,
     consumer_asset,
     write_instance,
 )
+from eventsql_orchestration.dagster.backfill_history import delete_windows
+from eventsql_orchestration.dagster.claim_history import delete_claims
 from eventsql_orchestration.dagster.housekeeping import delete_reports, delete_runs, purge_ticks
 from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
 from eventsql_orchestration.dagster.lag_sensor import OWN_EVENT
-from eventsql_orchestration.dagster.tags import HOUSEKEEPING_CONSUMER, HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
+from eventsql_orchestration.dagster.tags import (
+    BACKFILL_OF_TAG,
+    BACKFILL_TAG,
+    HOUSEKEEPING_BACKFILL,
+    HOUSEKEEPING_CONSUMER,
+    HOUSEKEEPING_INTERNAL,
+    HOUSEKEEPING_TAG,
+)
+from eventsql_orchestration.errors import ClaimLostError, ValidationError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.model import Retention
+from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
 ASSET = dg.AssetKey("ledger")
 DAY = 86_400
+
+eager = consumer_asset(topic=Topic("rides"), consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0)(record)
 
 
 @dg.op
@@ -103,7 +118,7 @@ def test_ticks_can_be_purged_where_there_are_none(shared_instance: dg.DagsterIns
 
 
 def test_keeping_less_than_nothing_is_refused() -> None:
-    for option in ("keep_hours", "keep_consumer_hours", "keep_observation_hours", "keep_publication_hours"):
+    for option in ("keep_hours", "keep_consumer_hours", "keep_backfill_hours", "keep_claim_hours"):
         with pytest.raises(ValidationError):
             build_housekeeping_schedule(**{option: -1.0})  # type: ignore[arg-type]  # mypy does not know which it is
 
@@ -122,6 +137,70 @@ def test_the_job_keeps_topics_to_their_retention(
             platform.transfer.run_once()
             assert location.resolve_job_def("housekeeping").execute_in_process(instance=instance).success
         assert platform.reader.count("orders") == 5
+
+
+def test_claims_that_ended_long_ago_are_deleted_and_live_ones_stay(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_history, "BATCH", 2)
+    eager.register(bench.platform)
+    for _ in range(4):
+        bench.publish("rides", 1)
+        (request,) = bench.tick(eager.sensors[0])
+        assert bench.run(eager, request).success
+    bench.publish("rides", 1)
+    bench.tick(eager.sensors[0])
+    with bench.platform.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '31 days', "
+            "eql_finished_at = eql_finished_at - interval '31 days' WHERE eql_id <> 2"
+        )
+    before = datetime.now(UTC) - timedelta(days=30)
+    assert delete_claims(bench.platform, before=before) == 1, "ids grow with time: those after a young one are young"
+    with bench.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '31 days'")
+    assert delete_claims(bench.platform, before=before) == 2
+    assert [state for _, _, state in bench.claims()] == ["committed", "claimed"], "one ended just now, one has not"
+    with pytest.raises(ClaimLostError, match="housekeeping"):
+        bench.platform.claims.get(1)
+
+
+def test_the_windows_of_a_backfill_go_with_its_last_run(bench: Workbench) -> None:
+    backfill = build_backfill(eager)
+    name = str(backfill.partitions.name)
+    location = dg.Definitions(
+        assets=[eager.asset, backfill.asset],
+        jobs=[eager.job, *backfill.jobs],
+        resources={"eventsql": bench.eventsql},
+    )
+    eager.register(bench.platform)
+    bench.publish("rides", 4)
+    configured = {"ops": {"plan_eager_backfill_windows": {"config": {"window_events": 2}}}}
+    planning = location.resolve_job_def("plan_eager_backfill")
+    assert planning.execute_in_process(instance=bench.instance, run_config=configured).success
+    windows = bench.instance.get_dynamic_partitions(name)
+    assert len(windows) == 2
+    bench.instance.add_dynamic_partitions(name, ["somebody's own"])
+
+    def keep_house() -> dict[str, int]:
+        delete_runs(bench.instance, HOUSEKEEPING_BACKFILL, before=datetime.now(UTC) + timedelta(seconds=1))
+        return delete_windows(
+            ShardedBackfills([bench.platform]), bench.instance, [*eager.asset.specs, *backfill.asset.specs]
+        )
+
+    assert keep_house() == {}, "it is registered"
+    replay = location.resolve_job_def("backfill_eager")
+    for key in windows:
+        assert replay.execute_in_process(instance=bench.instance, partition_key=key).success
+    running = bench.instance.create_run_for_job(
+        replay,
+        tags={BACKFILL_TAG: windows[0].partition(":")[0], BACKFILL_OF_TAG: "rides/eager"},
+        status=dg.DagsterRunStatus.STARTED,
+    )
+    assert keep_house() == {}, "a run of it is not over"
+    bench.instance.delete_run(running.run_id)
+    assert keep_house() == {name: 2}
+    assert bench.instance.get_dynamic_partitions(name) == ["somebody's own"]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -12,7 +13,7 @@ import pytest
 from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.dagster import build_lag_sensor, consumer_asset, topic_key
 from eventsql_orchestration.dagster.lag import TRANSFER_STALLED
-from eventsql_orchestration.dagster.lag_sensor import IDLE_INTERVAL, TOPIC_INTERVAL, observe_lag
+from eventsql_orchestration.dagster.lag_sensor import IDLE_INTERVAL, TOPIC_INTERVAL, observe_lag, stopped_sensors
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
@@ -24,6 +25,28 @@ eager = consumer_asset(topic=Topic("rides"), consumer="eager", name="eager", max
 def registered(bench: Workbench) -> None:
     ledger.register(bench.platform)
     eager.register(bench.platform)
+
+
+@pytest.mark.parametrize(
+    ("default", "switched", "off"),
+    [
+        (dg.DefaultSensorStatus.RUNNING, None, False),
+        (dg.DefaultSensorStatus.RUNNING, "STOPPED", True),
+        (dg.DefaultSensorStatus.RUNNING, "DECLARED_IN_CODE", False),
+        (dg.DefaultSensorStatus.STOPPED, None, True),
+        (dg.DefaultSensorStatus.STOPPED, "RUNNING", False),
+        (dg.DefaultSensorStatus.STOPPED, "DECLARED_IN_CODE", True),
+    ],
+)
+def test_a_sensor_is_off_when_it_was_switched_off_or_nobody_switched_it_on(
+    default: dg.DefaultSensorStatus, switched: str | None, off: bool
+) -> None:
+    resting = consumer_asset(topic=Topic("rides"), consumer="resting", name="resting", default_status=default)(record)
+    state = SimpleNamespace(instigator_name="consume_resting", status=SimpleNamespace(value=switched))
+    instance: Any = SimpleNamespace(
+        schedule_storage=object(), all_instigator_state=lambda: [] if switched is None else [state]
+    )
+    assert stopped_sensors(instance, [resting]) == ({"consume_resting"} if off else set())
 
 
 def observed(result: dg.SensorResult) -> dict[str, dict[str, Any]]:

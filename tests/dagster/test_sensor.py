@@ -15,6 +15,7 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
 from eventsql_orchestration.dagster.tags import FINISHED
+from eventsql_orchestration.dagster.watch import ADOPT_TIMEOUT
 from eventsql_orchestration.errors import RedefinitionError
 from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
@@ -140,6 +141,23 @@ def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench, mo
 
     request_of(bench.tick(eager.sensors[0]))
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
+
+
+def test_a_run_that_is_slow_to_take_its_claim_over_has_longer_after_each_that_came_too_late(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.publish("rides", 5)
+    monkeypatch.setattr("eventsql_orchestration.dagster.watch.since_change", lambda _: 1.5 * ADOPT_TIMEOUT)
+    slow = request_of(bench.tick(eager.sensors[0]))
+    bench.requested(eager, slow, dg.DagsterRunStatus.STARTED)
+    again = request_of(bench.tick(eager.sensors[0]))
+    assert bench.run(eager, slow).success, "it finds its claim lost, and ends"
+    assert bench.effects() == []
+
+    run_id = bench.requested(eager, again, dg.DagsterRunStatus.STARTED)
+    assert bench.tick(eager.sensors[0]).startswith(f"run {run_id} of claim")
+    monkeypatch.setattr("eventsql_orchestration.dagster.watch.since_change", lambda _: 2.5 * ADOPT_TIMEOUT)
+    request_of(bench.tick(eager.sensors[0]))
 
 
 def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:

@@ -10,7 +10,6 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
 from eventsql_orchestration.dagster.instance import instance_config
-from eventsql_orchestration.dagster.tags import SPARK_TAG
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -98,5 +97,4 @@ def test_drivers_are_told_of_the_cluster_and_nobody_else_reaches_it() -> None:
 
 
 def test_one_run_at_a_time_has_the_cores_of_the_cluster() -> None:
-    limits = instance_config()["run_coordinator"]["config"]["tag_concurrency_limits"]
-    assert {"key": SPARK_TAG, "limit": 1} in limits
+    assert instance_config()["concurrency"]["pools"] == {"granularity": "run", "default_limit": 1}

@@ -9,6 +9,7 @@ import dagster as dg
 
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.dagster import (
+    SPARK_POOL,
     CheckAlert,
     EventSQLResource,
     build_alert_sensor,
@@ -29,6 +30,9 @@ MAX_LAG = 10
 
 GATE_FILE = "EVENTSQL_TEST_GATE"
 """The environment variable that names a file; while it is not there, an event of value GATE takes its time."""
+
+SESSION_FILE = "EVENTSQL_TEST_SESSION"
+"""The same of a file that ends the runs of `session` and `other_session`."""
 
 ALERTS_FILE = "EVENTSQL_TEST_ALERTS"
 
@@ -61,6 +65,20 @@ def fare_totals(events: Sequence[Event], connection: Connection) -> None:
         time.sleep(0.05)
 
 
+@dg.asset(pool=SPARK_POOL)
+def session() -> None:
+    while not Path(os.environ[SESSION_FILE]).exists():
+        time.sleep(0.05)
+
+
+@dg.asset(pool=SPARK_POOL)
+def other_session() -> None: ...
+
+
+@dg.asset
+def without_session() -> None: ...
+
+
 def notify(alert: CheckAlert) -> None:
     with Path(os.environ[ALERTS_FILE]).open("a", encoding="utf-8") as alerts:
         alerts.write(f"{alert}\n")
@@ -71,7 +89,7 @@ CHECKS = [build_delivered_check(order_status), build_lag_check(order_status, max
 fare_totals_backfill = build_backfill(fare_totals)
 
 defs = dg.Definitions(
-    assets=[order_status.asset, fare_totals.asset, fare_totals_backfill.asset],
+    assets=[order_status.asset, fare_totals.asset, fare_totals_backfill.asset, session, other_session, without_session],
     asset_checks=[check.definition for check in CHECKS],
     jobs=[order_status.job, fare_totals.job, *fare_totals_backfill.jobs],
     sensors=[

@@ -24,6 +24,7 @@ from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.development import LocalDagster, free_port, only_one
 from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, instance_directory
+from eventsql_orchestration.dagster.webserver import Webserver
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import Topic
 from tests.system import operated_location as location
@@ -35,6 +36,14 @@ BROKEN_WINDOW, SLOW_WINDOWS, WINDOWS = 2, (3, 4), 6
 """Of the backfill's windows one fails and two take their time, so that each state of a partition is to be seen."""
 
 
+LAUNCH = """
+mutation ($parameters: ExecutionParams!) {
+    launchRun(executionParams: $parameters) { __typename ... on LaunchRunSuccess { run { runId } } }
+}
+"""
+LOCATION = "{ repositoriesOrError { ... on RepositoryConnection { nodes { name location { name } } } } }"
+
+
 @dataclass
 class System:
     """A running Dagster on the location, and the platform under it."""
@@ -44,6 +53,25 @@ class System:
     alerts: Path
     gate: Path
     backfill: subprocess.Popen[str]
+    session: Path
+
+    def materialize(self, asset: str) -> str:
+        """Launch the run that an asset's page launches; gives its id."""
+        webserver = Webserver(self.dagster.url, remedy="")
+        (repository,) = webserver.ask(LOCATION)["repositoriesOrError"]["nodes"]
+        selector = {
+            "repositoryLocationName": repository["location"]["name"],
+            "repositoryName": repository["name"],
+            "jobName": "__ASSET_JOB",
+            "assetSelection": [{"path": [asset]}],
+        }
+        launched = webserver.ask(LAUNCH, parameters={"selector": selector, "runConfigData": {}})["launchRun"]
+        return str(launched["run"]["runId"])
+
+    def status(self, run_id: str) -> str:
+        with self.dagster.instance() as instance:
+            run = instance.get_run_by_id(run_id)
+        return "" if run is None else run.status.value
 
     def lags(self) -> list[int]:
         """The lags of consumer order_status that its sensor observed, in events, the newest first."""
@@ -108,7 +136,7 @@ def backfilling(dagster: LocalDagster, dsn: str, directory: Path) -> Iterator[su
 def system(server: EmbeddedPostgres) -> Iterator[System]:
     root = Path(tempfile.mkdtemp(prefix="eventsql-operating-"))
     dsn = server.create_database("operating")
-    alerts, gate = root / "alerts", root / "gate"
+    alerts, gate, session = root / "alerts", root / "gate", root / "session"
     values = {BROKEN_WINDOW: location.BROKEN, **dict.fromkeys(SLOW_WINDOWS, location.GATE)}
     history = [[values.get(window, b"paid"), *[b"paid"] * (WINDOW - 1)] for window in range(1, WINDOWS + 1)]
     with (
@@ -129,13 +157,19 @@ def system(server: EmbeddedPostgres) -> Iterator[System]:
             Path(location.__file__),
             instance_home=write_instance(root, dsn),
             port=free_port(0),
-            environment={"EVENTSQL_DSN": dsn, location.GATE_FILE: str(gate), location.ALERTS_FILE: str(alerts)},
+            environment={
+                "EVENTSQL_DSN": dsn,
+                location.GATE_FILE: str(gate),
+                location.SESSION_FILE: str(session),
+                location.ALERTS_FILE: str(alerts),
+            },
         )
         with transferring(platform), dagster:
             dagster.start()
             with backfilling(dagster, dsn, root) as backfill:
-                yield System(dagster, platform, alerts, gate, backfill)
+                yield System(dagster, platform, alerts, gate, backfill, session)
             gate.touch()
+            session.touch()
     server.drop_database("operating")
     shutil.rmtree(root, ignore_errors=True)
 
@@ -204,3 +238,16 @@ def test_a_backfills_progress_is_that_of_its_partitions(
     output, _ = system.backfill.communicate(timeout=120)
     assert system.backfill.returncode == 1, output
     assert sorted(system.windows().values()) == ["FAILURE", *["SUCCESS"] * (WINDOWS - 1)]
+
+
+@pytest.mark.timeout(300)
+def test_one_run_at_a_time_starts_a_spark_session_wherever_it_is_launched(system: System) -> None:
+    first = system.materialize("session")
+    wait_for(lambda: system.status(first) == "STARTED", "the first session", timeout=120)
+    second = system.materialize("other_session")
+    # The queue has looked at the second when one that came after it has been through.
+    after = system.materialize("without_session")
+    wait_for(lambda: system.status(after) == "SUCCESS", "a run without a session", timeout=120)
+    assert (system.status(first), system.status(second)) == ("STARTED", "QUEUED")
+    system.session.touch()
+    wait_for(lambda: system.status(second) == "SUCCESS", "the second session", timeout=120)

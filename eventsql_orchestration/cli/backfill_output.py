@@ -1,0 +1,174 @@
+"""What `eventsql backfill` shows: a plan, its runs and what became of them, and the backfills that are not done."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from eventsql_orchestration.cli.output import (
+    counted,
+    on_shard,
+    partition_name,
+    say,
+    show_fields,
+    show_table,
+    stderr_is_terminal,
+    write_json,
+)
+from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Outcome, Standing
+from eventsql_orchestration.dagster.launching import Target
+from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedPlan
+from eventsql_orchestration.dagster.windows import PlannedRun, resume_command
+from eventsql_orchestration.errors import RunFailedError
+
+RUNS_SHOWN: Final = 50
+
+
+def drive(driver: BackfillDriver, found: ShardedBackfill, *, outlives: bool) -> Outcome:
+    """Drive a backfill to its end with a progress bar. Ctrl-C ends that, and says what goes on."""
+    resume = f"`{resume_command(found.topic, found.consumer, found.id)}`"
+    say(f"backfill {found.id} runs; should it be interrupted, {resume} goes on with it")
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("events"), TimeElapsedColumn(),
+        console=Console(stderr=True), disable=not stderr_is_terminal(),
+    )  # fmt: skip
+    try:
+        with progress:
+            task = progress.add_task("Replaying", total=None)
+
+            def show(standing: Standing) -> None:
+                failed = f", {standing.failed} failed" if standing.failed else ""
+                progress.update(
+                    task, total=standing.events, completed=standing.done_events,
+                    description=f"{standing.done_runs} of {counted(standing.runs, 'run')}, "
+                    f"{standing.running} under way{failed}",
+                )  # fmt: skip
+
+            return driver.run(show)
+    except KeyboardInterrupt:
+        left = f"; {counted(driver.running, 'run')} go on in Dagster" if outlives and driver.running else ""
+        say(f"interrupted{left}: {resume} goes on with the rest")
+        raise
+
+
+def conclude(found: ShardedBackfill, runs: tuple[PlannedRun, ...], outcome: Outcome) -> None:
+    """Say that it is done. Raises `RunFailedError` where a run failed."""
+    if outcome.done:
+        say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}")
+        return
+    key, why = next(iter(outcome.failures.items()), ("", "it is not known why"))
+    raise RunFailedError(
+        f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed, {key} for example: {why}; "
+        f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
+    )
+
+
+def summary_of_plan(plan: ShardedPlan, target: Target, into: str | None) -> dict[str, Any]:
+    """What would run. The offsets of several shards are those of its runs."""
+    first_at, last_at = plan.times
+    return {
+        "topic": plan.topic,
+        "consumer": plan.consumer,
+        "id": None,
+        **_ends(plan.range),
+        "events": plan.events,
+        "first_at": first_at,
+        "last_at": last_at,
+        "into": into,
+        "job": target.job,
+        "assets": list(target.assets),
+        "remarks": list(plan.remarks),
+    }
+
+
+def summary_of(found: ShardedBackfill, runs: tuple[PlannedRun, ...], target: Target) -> dict[str, Any]:
+    """What is left to run of a backfill that is registered."""
+    return {
+        "topic": found.topic,
+        "consumer": found.consumer,
+        "id": found.id,
+        **_ends(found.range),
+        "events": sum(run.events for run in runs),
+        "first_at": None,
+        "last_at": None,
+        "into": found.into,
+        "job": target.job,
+        "assets": list(target.assets),
+        "remarks": [],
+    }
+
+
+def _ends(offsets: tuple[int, int] | None) -> dict[str, int | None]:
+    return {"from": None, "to": None} if offsets is None else {"from": offsets[0] + 1, "to": offsets[1]}
+
+
+def show_backfill(
+    summary: dict[str, Any],
+    runs: tuple[PlannedRun, ...],
+    *,
+    executed: bool,
+    as_json: bool,
+    outcome: Outcome | None = None,
+) -> None:
+    """The summary and the runs of a backfill, with `outcome` what became of each."""
+    if as_json:
+        listed = [_object(run, summary["id"], outcome) for run in runs]
+        result = {} if outcome is None else {"done": outcome.done}
+        write_json({**summary, "executed": executed, **result, "runs": listed})
+        return
+    texts = {name: ", ".join(value) if isinstance(value, list) else value for name, value in summary.items()}
+    show_fields({name.replace("_", " "): value for name, value in texts.items() if value and name != "remarks"})
+    for remark in summary["remarks"]:
+        say(f"note: {remark}")
+    if runs:
+        several = any(run.window.shard is not None for run in runs)
+        show_table(
+            ["run", *(["shard"] if several else []), "partition", "from", "to", "events"],
+            [
+                (
+                    number,
+                    *([run.window.shard] if several else []),
+                    partition_name(run.partition),
+                    run.window.after + 1,
+                    run.window.upto,
+                    run.events,
+                )
+                for number, run in enumerate(runs[:RUNS_SHOWN], start=1)
+            ],
+        )
+    if len(runs) > RUNS_SHOWN:
+        say(f"and {counted(len(runs) - RUNS_SHOWN, 'run')} more; --json lists them all")
+
+
+def _object(run: PlannedRun, backfill_id: str | None, outcome: Outcome | None) -> dict[str, Any]:
+    planned = {
+        **on_shard(run.window.shard),
+        "partition": run.partition,
+        "from": run.window.after + 1,
+        "to": run.window.upto,
+        "events": run.events,
+    }
+    if outcome is None or backfill_id is None:
+        return planned
+    key = run.key(backfill_id)
+    state = "done" if key in outcome.done_keys else "failed" if key in outcome.failures else "left"
+    return {**planned, "key": key, "state": state, "failure": outcome.failures.get(key)}
+
+
+def standing(each: ShardedBackfill) -> dict[str, Any]:
+    """One that is not done, and how far it is."""
+    return {
+        "topic": each.topic,
+        "consumer": each.consumer,
+        "id": each.id,
+        **_ends(each.range),
+        "replayed": sum(part.consumed for part in each.parts),
+        "windows": len(each.parts),
+        "done": sum(part.done for part in each.parts),
+        "under_way": sum(part.owner is not None and not part.done for part in each.parts),
+        "failing": sum(part.failed_event is not None and not part.done for part in each.parts),
+        "since": each.created_at,
+        "into": each.into,
+    }

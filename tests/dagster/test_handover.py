@@ -1,0 +1,165 @@
+"""A partition under steady traffic goes from one run to the next, and is never without one."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
+from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
+from tests.dagster.conftest import Workbench, await_
+from tests.dagster.location import record
+
+RIDES = Topic("rides", partitions=2)
+
+draining = consumer_asset(
+    topic=RIDES, consumer="draining", partitioned=True, name="draining", max_wait=0.0, drain_seconds=3.0,
+    drain_idle=1.0,
+)(record)  # fmt: skip
+watched = consumer_asset(
+    topic=RIDES, consumer="watched", partitioned=True, name="watched", max_wait=0.0, drain_seconds=3.0,
+    sensor="consumer",
+)(record)  # fmt: skip
+long = consumer_asset(topic=Topic("long"), consumer="long", name="long", max_wait=0.0, drain_seconds=600.0)(record)
+
+
+@pytest.fixture(autouse=True)
+def registered(bench: Workbench) -> None:
+    for definition in (draining, watched, long):
+        definition.register(bench.platform)
+
+
+@pytest.fixture
+def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a successor requested after a second of a run, as its window is shorter than in use."""
+    monkeypatch.setattr("eventsql_orchestration.dagster.handover.LEAD", 1.0)
+
+
+class Traffic:
+    """Publishes an event into partition 0 every 20 ms, until it is ended."""
+
+    def __init__(self, platform: EventSQL) -> None:
+        self.published = 0
+        self._platform = platform
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._publish)
+
+    def _publish(self) -> None:
+        while not self._end.wait(0.02):
+            self._platform.publisher.publish(Publication("rides", b"%d" % self.published, partition=0))
+            self._platform.transfer.run_once()
+            self.published += 1
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def requests_of(answer: Any) -> list[dg.RunRequest]:
+    return answer if isinstance(answer, list) else []
+
+
+@pytest.mark.usefixtures("sooner")
+@pytest.mark.parametrize("definition", [draining, watched], ids=["a sensor per partition", "one sensor"])
+def test_a_successor_begins_before_the_run_that_drains_has_ended(
+    platform: EventSQL, dsn: str, shared_instance: dg.DagsterInstance, definition: Any
+) -> None:
+    bench = Workbench(platform, EventSQLResource(dsn=dsn), shared_instance)
+    sensor = definition.sensors[0]
+    successors: list[dg.RunRequest] = []
+
+    def tick() -> bool:
+        # Its cursor would name a partition; one tick looks at both.
+        requested = requests_of(bench.tick(sensor))
+        assert all(SUCCEEDS_TAG in request.tags for request in requested), "it claimed beside a run that drains"
+        successors.extend(requested)
+        return bool(successors)
+
+    with ThreadPoolExecutor(max_workers=2) as pool, Traffic(platform) as traffic:
+        await_(lambda: traffic.published > 0, "an event")
+        (request,) = requests_of(bench.tick(sensor))
+        first = pool.submit(bench.run, definition, request)
+        await_(tick, "a successor to be requested")
+        assert not first.done()
+        second = pool.submit(bench.run, definition, successors[0])
+        run_id = first.result().run_id
+        await_(lambda: any(owner != f"run {run_id}" for owner, _ in _claims(platform, definition)), "its first claim")
+    ended = second.result()
+
+    assert ended.success
+    assert first.result().success
+    assert successors[0].run_key == f"succeeds-{run_id}"
+    assert successors[0].tags[SUCCEEDS_TAG] == run_id
+    assert bench.effects() == [event.id for event in platform.reader.read("rides", partition=0)]
+    assert len(bench.effects()) == traffic.published
+    record_of_first = shared_instance.get_run_record_by_id(run_id)
+    assert record_of_first is not None
+    assert record_of_first.end_time is not None
+    taken = min(at for owner, at in _claims(platform, definition) if owner == f"run {ended.run_id}")
+    assert taken < record_of_first.end_time, "nobody had the partition in between"
+    bench.eventsql.platform.close()
+
+
+def _claims(platform: EventSQL, definition: Any) -> list[tuple[str, float]]:
+    with platform.database.connection() as connection:
+        return [
+            (owner, float(at))
+            for owner, at in connection.execute(
+                "SELECT eql_owner, extract(epoch FROM eql_created_at) FROM eventsql.consumer_claim "
+                "WHERE eql_consumer = %s ORDER BY eql_id",
+                (definition.consumer.name,),
+            )
+        ]
+
+
+def test_a_tick_takes_nothing_from_a_run_that_drains(bench: Workbench) -> None:
+    bench.publish("long", 3)
+    (request,) = requests_of(bench.tick(long.sensors[0]))
+    run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
+    claim = bench.platform.claims.adopt(int(request.tags["eventsql/claim"]), owner=f"run {run_id}")
+    with bench.platform.database.transaction() as connection:
+        bench.platform.claims.commit(connection, claim)
+    bench.publish("long", 3)
+
+    reason = bench.tick(long.sensors[0])
+    assert reason.startswith(f"run {run_id} drains the partition, for "), reason
+    assert len(bench.claims()) == 1
+
+
+def test_a_successor_that_starts_is_waited_for_and_one_that_ended_is_not(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.publish("long", 3)
+    run = bench.instance.create_run_for_job(
+        bench.job(long),
+        status=dg.DagsterRunStatus.STARTING,
+        tags={
+            "eventsql/topic": "long", "eventsql/consumer": "long", "eventsql/partition": "-1",
+            SUCCEEDS_TAG: "one-that-ended",
+        },
+    )  # fmt: skip
+    reason = bench.tick(long.sensors[0])
+    assert reason == f"run {run.run_id} takes over from run one-that-ended"
+
+    bench.instance.report_run_failed(run)
+    (request,) = requests_of(bench.tick(long.sensors[0]))
+    assert "eventsql/claim" in request.tags
+
+
+def test_a_successor_for_which_nothing_comes_ends_with_the_run_before_it(bench: Workbench) -> None:
+    succeeded = bench.run(long)
+    ended = bench.job(long).execute_in_process(
+        instance=bench.instance,
+        run_config={"ops": {"long": {"config": {"partition": -1, "succeeds": succeeded.run_id}}}},
+    )
+    assert ended.success
+    assert bench.claims() == []

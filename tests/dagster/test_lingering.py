@@ -1,0 +1,125 @@
+"""A tick that found nothing waits for an event for a while, where there are threads for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.dagster import EventSQLResource, consumer_asset, lingering
+from tests.dagster.conftest import Workbench, await_
+from tests.dagster.location import record
+
+RIDES = Topic("rides", 2)
+THREADS = {"use_threads": True, "num_workers": 8}
+LONG = 100.0
+"""Longer than a test may take: what lingers that long fails by its timeout."""
+
+parted = consumer_asset(topic=RIDES, consumer="parted", partitioned=True, name="parted", max_wait=0.0)(record)
+whole = consumer_asset(topic=RIDES, consumer="whole", partitioned=True, name="whole", max_wait=0.0, sensor="consumer")(
+    record
+)
+
+
+@pytest.fixture
+def threaded(
+    bench: Workbench, platform: EventSQL, eventsql: EventSQLResource, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Workbench]:
+    """A workbench whose daemon would evaluate its sensors in threads."""
+    monkeypatch.setattr(lingering, "LINGER_SECONDS", LONG)
+    for definition in (parted, whole):
+        definition.register(platform)
+    with dg.instance_for_test(overrides={"sensors": THREADS}) as instance:
+        yield Workbench(platform, eventsql, instance)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as threads:
+        yield threads
+
+
+def lingers(pool: ThreadPoolExecutor, bench: Workbench, sensor: dg.SensorDefinition) -> Future[Any]:
+    """A tick that has begun to linger."""
+    before = lingering.LINGERING.ticks
+    tick = pool.submit(bench.tick, sensor)
+    await_(lambda: lingering.LINGERING.ticks > before or tick.done(), "a tick that lingers", timeout=30.0)
+    assert not tick.done(), tick.result()
+    return tick
+
+
+@pytest.mark.parametrize("sensor", [parted.sensors[1], whole.sensors[0]], ids=["of a partition", "of a consumer"])
+def test_an_event_that_comes_while_a_tick_lingers_is_claimed_by_it(
+    threaded: Workbench, pool: ThreadPoolExecutor, sensor: dg.SensorDefinition
+) -> None:
+    tick = lingers(pool, threaded, sensor)
+    if sensor in parted.sensors:
+        # It is told of these too, and they are not for it.
+        threaded.publish("rides", 3, partition=0)
+    ids = threaded.publish("rides", 2, partition=1)
+    (request,) = tick.result()
+    assert request.tags["eventsql/partition"] == "1"
+    assert threaded.claims()[0][1] == ids[-1]
+    assert lingering.LINGERING.ticks == 0
+
+
+def test_a_tick_that_waits_in_vain_ends_as_any_other(threaded: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lingering, "LINGER_SECONDS", 0.3)
+    assert threaded.tick(parted.sensors[0]) == "no events wait after offset 0"
+    assert lingering.LINGERING.ticks == 0
+
+
+def test_what_no_event_changes_is_not_waited_for(threaded: Workbench) -> None:
+    threaded.platform.registry.pause("rides", "parted")
+    assert threaded.tick(parted.sensors[0]) == "the consumer is paused"
+
+
+def test_only_so_many_ticks_linger_at_once(
+    threaded: Workbench, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lingering, "at_once", lambda *_: 1)
+    first = lingers(pool, threaded, parted.sensors[0])
+    assert threaded.tick(parted.sensors[1]) == "no events wait after offset 0"
+    threaded.publish("rides", 1, partition=0)
+    assert len(first.result()) == 1
+
+
+def test_none_lingers_where_sensors_are_evaluated_one_after_the_other(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lingering, "LINGER_SECONDS", LONG)
+    parted.register(bench.platform)
+    assert bench.tick(parted.sensors[0]) == "no events wait after offset 0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sensors", "cores", "expected"),
+    [
+        ({}, 1, 2, 0),
+        ({"use_threads": False, "num_workers": 8}, 1, 2, 0),
+        ({"use_threads": True, "num_workers": 3}, 1, 2, 0),
+        ({"use_threads": True, "num_workers": 8}, 30, 2, 3),
+        ({"use_threads": True, "num_workers": 8}, 31, 2, 0),
+        ({"use_threads": True, "num_workers": 8}, 1, 16, 5),
+        ({"use_threads": True}, 1, 2, 3),
+    ],
+)
+def test_threads_are_left_to_others(settings: dict[str, Any], sensors: int, cores: int, expected: int) -> None:
+    assert lingering.at_once(settings, sensors, cores=cores) == expected
+
+
+def test_a_tick_listens_on_every_shard(
+    shards: dict[str, Workbench], pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lingering, "LINGER_SECONDS", LONG)
+    first, second = shards.values()
+    whole.register(first.eventsql.platform)
+    with dg.instance_for_test(overrides={"sensors": THREADS}) as instance:
+        tick = lingers(pool, Workbench(first.platform, first.eventsql, instance), whole.sensors[0])
+        second.publish("rides", 1, partition=0)
+        (request,) = tick.result()
+    assert request.tags["eventsql/shard"] == second.platform.shard

@@ -1,0 +1,249 @@
+"""Backfills and traces over shards: offsets are each shard's own, and one id is for all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from click.testing import CliRunner, Result
+
+from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration.cli import main
+from eventsql_orchestration.dagster import build_backfill, consumer_asset
+from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Standing
+from eventsql_orchestration.dagster.launching import Ended, Launcher, Target
+from eventsql_orchestration.dagster.provenance import Tracer
+from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills, ShardedPlan
+from eventsql_orchestration.dagster.shards import shards_of
+from eventsql_orchestration.errors import PartitionLeasedError, RegistryError, ShardSetError, ValidationError
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.positions import AtOffset, Earliest, Latest
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
+
+ORDERS = Topic("orders", 2)
+ONE, OTHER = "shard-1", "shard-2"
+
+ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", max_wait=0.0)(record)
+ledger_backfill = build_backfill(ledger)
+TARGET = Target("backfill_ledger", "ledger_backfill", ("ledger",), "orders/ledger")
+
+
+@pytest.fixture
+def backfills(shards: dict[str, Workbench]) -> ShardedBackfills:
+    platform = shards[ONE].eventsql.platform
+    ledger.register(platform)
+    for bench, count in zip(shards.values(), (3, 5), strict=True):
+        bench.publish("orders", count, partition=0)
+    return ShardedBackfills(shards_of(platform))
+
+
+@pytest.fixture
+def location(shards: dict[str, Workbench]) -> dg.Definitions:
+    return dg.Definitions(
+        assets=[ledger.asset, ledger_backfill.asset],
+        jobs=[ledger.job, *ledger_backfill.jobs],
+        resources={"eventsql": shards[ONE].eventsql},
+    )
+
+
+def everything(backfills: ShardedBackfills, **cut: Any) -> ShardedPlan:
+    return backfills.plan("orders", "ledger", start=Earliest(), end=Latest(), **cut)
+
+
+class InProcess(Launcher):
+    """Executes each run when it is launched."""
+
+    outlives = False
+
+    def __init__(self, location: dg.Definitions, instance: dg.DagsterInstance) -> None:
+        self.job = location.resolve_job_def(TARGET.job)
+        self.instance = instance
+        self.results: dict[str, Ended] = {}
+
+    def target(self, topic: str, consumer: str) -> Target:
+        return TARGET
+
+    def require_running(self) -> None: ...
+
+    def prepare(self, target: Target, keys: Any) -> None:
+        self.instance.add_dynamic_partitions(target.partitions, list(keys))
+
+    def was_run(self, target: Target, backfill_id: str) -> bool:
+        return False
+
+    def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
+        return {}
+
+    def launch(self, target: Target, backfill_id: str, key: str) -> str:
+        result = self.job.execute_in_process(instance=self.instance, partition_key=key, raise_on_error=False)
+        self.results[result.run_id] = Ended(result.success, "it failed")
+        return result.run_id
+
+    def ended(self, runs: Any) -> dict[str, Ended]:
+        return {run: self.results[run] for run in runs}
+
+    def close(self) -> None: ...
+
+
+def test_each_shard_is_replayed_by_runs_of_its_own_and_live_offsets_stay(
+    shards: dict[str, Workbench], backfills: ShardedBackfills, location: dg.Definitions
+) -> None:
+    plan = everything(backfills, window_events=3)
+    assert [(run.window.shard, run.events) for run in plan.runs] == [(ONE, 3), (OTHER, 3), (OTHER, 2)]
+    assert (plan.events, plan.range) == (8, None)
+    instance = shards[ONE].instance
+    done: list[int] = []
+
+    def note(standing: Standing) -> None:
+        done.append(standing.done_events)
+
+    outcome = BackfillDriver(
+        backfills, backfills.register(plan, "may"), plan.runs,
+        launcher=InProcess(location, instance), target=TARGET, parallel=1,
+    ).run(note)  # fmt: skip
+    assert (outcome.done, done[-1]) == (True, 8)
+    assert backfills.find("orders", "may") is None
+    for bench, count in zip(shards.values(), (3, 5), strict=True):
+        assert len(bench.effects()) == count
+        assert bench.offset(ledger, 0) == 0
+    tagged = [run.tags["eventsql/shard"] for run in instance.get_runs(dg.RunsFilter(tags={"eventsql/backfill": "may"}))]
+    assert sorted(tagged) == [ONE, OTHER, OTHER]
+
+
+def test_what_is_done_on_one_shard_does_not_end_it_on_another(
+    shards: dict[str, Workbench], backfills: ShardedBackfills, location: dg.Definitions
+) -> None:
+    plan = everything(backfills)
+    found = backfills.register(plan, "may")
+    instance = shards[ONE].instance
+    keys = [run.key("may") for run in plan.runs]
+    instance.add_dynamic_partitions("ledger_backfill", keys)
+    assert location.resolve_job_def(TARGET.job).execute_in_process(instance=instance, partition_key=keys[0]).success
+    assert shards[OTHER].effects() == []
+    left = backfills.get("orders", "may")
+    assert set(left.of) == {OTHER}
+    assert backfills.registered() == [left]
+    assert found.created_at <= left.created_at
+    backfills.delete(left)
+    with pytest.raises(RegistryError, match="has no backfill"):
+        backfills.get("orders", "may")
+
+
+def test_what_one_shard_refuses_is_registered_on_none(
+    shards: dict[str, Workbench], backfills: ShardedBackfills
+) -> None:
+    plan = everything(backfills)
+    shards[OTHER].platform.registry.unregister_consumer("orders", "ledger")
+    with pytest.raises(RegistryError, match="deleted or registered anew"):
+        backfills.register(plan, "may")
+    assert backfills.registered() == []
+
+
+def test_offsets_and_a_consumer_left_behind_are_of_one_shard(
+    shards: dict[str, Workbench], backfills: ShardedBackfills
+) -> None:
+    with pytest.raises(ValidationError, match="--shard"):
+        backfills.plan("orders", "ledger", start=AtOffset(1), end=Latest())
+    with pytest.raises(ValidationError, match="would not be on all shards"):
+        backfills.register(everything(backfills), "may", into="copy")
+    alone = ShardedBackfills([shards[OTHER].platform])
+    plan = alone.plan("orders", "ledger", start=AtOffset(1), end=Latest())
+    assert [run.window.shard for run in plan.runs] == [OTHER]
+
+
+def test_a_range_that_is_taken_over_moves_the_offsets_of_each_shard(
+    shards: dict[str, Workbench], backfills: ShardedBackfills
+) -> None:
+    found = backfills.register(everything(backfills), "may")
+    claim = shards[OTHER].platform.claims.claim("orders", "ledger", 0, owner="somebody", max_wait=0.0)
+    moved = []
+    with pytest.raises(PartitionLeasedError):
+        moved += list(backfills.take_over(found))
+    assert shards[ONE].offset(ledger, 0) > 0, "the shards before the one that fails have moved"
+    assert isinstance(claim, Claim)
+    shards[OTHER].platform.claims.release(claim)
+    assert [move.partition for move in backfills.take_over(found)] == [0]
+    assert shards[OTHER].offset(ledger, 0) > 0
+
+
+def test_the_plan_from_the_ui_is_for_all_shards_and_leaves_nothing_where_it_is_refused(
+    shards: dict[str, Workbench], backfills: ShardedBackfills, location: dg.Definitions
+) -> None:
+    job, instance = location.resolve_job_def("plan_ledger_backfill"), shards[ONE].instance
+
+    def plan(**config: Any) -> bool:
+        configured = {"ops": {"plan_ledger_backfill_windows": {"config": config}}}
+        return job.execute_in_process(instance=instance, run_config=configured, raise_on_error=False).success
+
+    assert not plan(into="copy")
+    assert instance.get_dynamic_partitions("ledger_backfill") == []
+    assert plan()
+    keys = instance.get_dynamic_partitions("ledger_backfill")
+    assert sorted(key.partition("@")[2] for key in keys) == [ONE, OTHER]
+    (found,) = backfills.registered()
+    assert {run.key(found.id) for run in backfills.runs_of(found)} == set(keys)
+
+
+# The program
+
+
+@pytest.fixture
+def run(shards: dict[str, Workbench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    # Without the settings and the instance of a directory that is in use.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    monkeypatch.setenv("EVENTSQL_DSN", " ".join(bench.platform.database.dsn for bench in shards.values()))
+
+    def invoke(*arguments: str) -> Result:
+        return CliRunner().invoke(main, list(arguments))
+
+    return invoke
+
+
+def test_the_program_plans_for_all_shards_or_for_the_one_that_is_named(
+    run: Callable[..., Result], backfills: ShardedBackfills
+) -> None:
+    module = ("-m", "tests.dagster.backfill_location", "--json")
+    result = run("backfill", "orders", "ledger", "--from", "earliest", *module)
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert [(each["shard"], each["events"]) for each in plan["runs"]] == [(ONE, 3), (OTHER, 5)]
+    assert (plan["from"], plan["events"]) == (None, 8)
+    alone = json.loads(run("--shard", OTHER, "backfill", "orders", "ledger", "--from", "1", *module).stdout)
+    assert [each["shard"] for each in alone["runs"]] == [OTHER]
+    assert run("--shard", "shard-9", "backfill", "orders", "ledger", "--from", "1", *module).exit_code == 2
+
+    backfills.register(everything(backfills), "may")
+    (listed,) = json.loads(run("backfill", "list", "--json").stdout)
+    assert (listed["id"], listed["windows"]) == ("may", 2)
+    assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 0
+    assert backfills.registered() == []
+
+
+# Traces
+
+
+def test_an_event_is_followed_to_the_claim_of_its_run_on_whatever_shard_that_was(
+    shards: dict[str, Workbench], run: Callable[..., Result], backfills: ShardedBackfills
+) -> None:
+    platform, here = shards[ONE].eventsql.platform, shards[OTHER]
+    platform.registry.register_topic(Topic("echoes"))
+    claimed = here.platform.claims.claim("orders", "ledger", 0, owner="run 1234", max_wait=0.0)
+    assert isinstance(claimed, Claim)
+    here.platform.publisher.publish(Publication("echoes", b"", metadata={"dagster_run_id": "1234"}))
+    here.platform.transfer.run_once()
+    origin = Tracer(platform).trace("echoes", 1, shard=OTHER)
+    (read,) = origin.inputs
+    assert (origin.shard, read.range.shard, read.range.claim) == (OTHER, OTHER, claimed.id)
+    with pytest.raises(ShardSetError, match="choose one of shard-1, shard-2 with --shard"):
+        Tracer(platform).trace("echoes", 1)
+
+    traced = json.loads(run("--shard", OTHER, "trace", "echoes", "1", "--json").stdout)
+    assert (traced["shard"], traced["inputs"][0]["shard"]) == (OTHER, OTHER)
+    assert "on shard-2" in run("--shard", OTHER, "trace", "echoes", "1").stdout
+    assert run("--shard", ONE, "trace", "echoes", "1").exit_code == 2, "it is not there"

@@ -1,0 +1,442 @@
+"""Consumers over shards: ticks that look at each, runs that consume on one, and a shard that is down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Topic
+from eventsql_orchestration.dagster import (
+    ConsumerDefinition,
+    EventSQLResource,
+    consumer_asset,
+    range_asset,
+    share_runs,
+    ticks,
+)
+from eventsql_orchestration.dagster.lineage import SHARD, Origin, claim_of, shard_of
+from eventsql_orchestration.dagster.runs import StoredRuns
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    ShardSetError,
+)
+from eventsql_orchestration.log.claims import Claim
+from tests.dagster.conftest import Workbench, await_
+from tests.dagster.location import SLOW_BATCH, record, slow
+from tests.dagster.test_killed_run import run_process
+
+ORDERS = Topic("orders", 2)
+NOWHERE = "postgresql://nobody@127.0.0.1:1/nowhere"
+ONE, OTHER = "shard-1", "shard-2"
+LIMITS: dict[str, Any] = {"max_wait": 0.0, "drain_seconds": 0.0}
+
+ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", **LIMITS)(record)
+wide = consumer_asset(topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", **LIMITS)(record)
+
+
+@pytest.fixture
+def eventsql(shards: dict[str, Workbench]) -> EventSQLResource:
+    resource = shards[ONE].eventsql
+    for definition in (ledger, wide):
+        definition.register(resource.platform)
+    return resource
+
+
+@pytest.fixture
+def with_one_down(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> EventSQLResource:
+    """The same where the second shard's server is not there."""
+    return EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {NOWHERE}")
+
+
+def tick(bench: Workbench, sensor: dg.SensorDefinition, **options: Any) -> list[dg.RunRequest]:
+    answer = bench.tick(sensor, **options)
+    assert isinstance(answer, list), answer
+    return answer
+
+
+def shards_of(requests: Sequence[dg.RunRequest]) -> list[tuple[str, int]]:
+    return [(request.tags["eventsql/shard"], int(request.tags["eventsql/partition"])) for request in requests]
+
+
+# The resource
+
+
+def test_a_shard_is_had_by_its_name_and_the_platform_is_over_all(eventsql: EventSQLResource) -> None:
+    assert [shard.shard for shard in eventsql.shards] == [ONE, OTHER]
+    assert eventsql.shard(OTHER) is eventsql.platform.shards[1]
+    with pytest.raises(ShardSetError, match="no shard 'shard-9': the shards are shard-1, shard-2"):
+        eventsql.shard("shard-9")
+    with pytest.raises(ShardSetError, match=r"several shards .* name it"):
+        eventsql.shard(None)
+
+
+def test_a_shard_that_cannot_be_told_because_others_are_down_is_not_taken_for_another(
+    with_one_down: EventSQLResource,
+) -> None:
+    assert with_one_down.shard(OTHER).shard == OTHER, "the only one that is missing"
+    with pytest.raises(DatabaseUnavailableError):
+        with_one_down.shard(OTHER).registry.topics()
+    with_one_down.platform.close()
+
+
+def test_spark_is_given_the_urls_of_all_shards_or_of_one(eventsql: EventSQLResource) -> None:
+    dsns = [shard.database.dsn for shard in eventsql.shards]
+    assert eventsql.spark_options() == {"dsn": " ".join(dsns), "schema": "eventsql"}
+    assert eventsql.spark_options(OTHER)["dsn"] == dsns[1]
+    assert eventsql.source().urls == tuple(dsns)
+    assert eventsql.source(ONE).urls == (dsns[0],)
+
+
+def test_one_database_has_no_name_and_no_other_database(dsn: str) -> None:
+    resource = EventSQLResource(dsn=dsn)
+    assert resource.shards == (resource.platform,)
+    assert resource.shard(None) is resource.platform
+    with pytest.raises(ShardSetError, match="names one database"):
+        resource.shard(ONE)
+    resource.platform.close()
+
+
+def test_each_url_is_checked_when_the_location_is_loaded_and_no_password_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="dsn of EventSQLResource, URL 2 of 2") as caught:
+        EventSQLResource(dsn="postgresql://user:secret@host/a\nmysql://user:secret@host/b")
+    assert "secret" not in str(caught.value)
+
+
+def test_the_urls_may_come_from_the_environment_and_statements_of_ticks_are_bounded_on_each(
+    eventsql: EventSQLResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_TEST_DSN", eventsql.dsn)
+    named: list[str | None] = []
+
+    @dg.op
+    def use(eventsql: EventSQLResource) -> None:
+        with eventsql.bounded(0.2) as platform:
+            for shard in platform.open().shards:
+                named.append(shard.shard)
+                with pytest.raises(DatabaseError), shard.database.errors(), shard.database.connection() as connection:
+                    connection.execute("SELECT pg_sleep(20)")
+
+    @dg.job(resource_defs={"eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))})
+    def job() -> None:
+        use()
+
+    assert job.execute_in_process().success
+    assert named == [ONE, OTHER]
+
+
+def test_a_tick_waits_less_for_a_connection_to_one_of_several_unless_its_url_says_how_long() -> None:
+    dsns = ["postgresql://user:secret@a/x", "postgresql://b/x?connect_timeout=7"]
+    with EventSQLResource(dsn=" ".join(dsns)).bounded(1.0) as platform:
+        assert [shard.database.url.query["connect_timeout"] for shard in platform.shards] == ["3", "7"]
+        assert platform.shards[0].database.url.password == "secret"
+    with EventSQLResource(dsn=dsns[0]).bounded(1.0) as platform:
+        assert "connect_timeout" not in platform.database.url.query
+
+
+# Ticks and runs
+
+
+def test_a_tick_claims_on_each_shard_and_each_run_consumes_on_its_own(
+    eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Callable[..., dict[str, Any]]
+) -> None:
+    ids = {name: bench.publish("orders", 3 + n, partition=1) for n, (name, bench) in enumerate(shards.items())}
+    one, other = tick(shards[ONE], ledger.sensors[1])
+    assert shards_of([one, other]) == [(ONE, 1), (OTHER, 1)]
+    assert one.tags["eventsql/claim"] == other.tags["eventsql/claim"], "each shard counts its own claims"
+    assert one.run_key != other.run_key
+    assert one.run_config["ops"]["ledger"]["config"] == {"claim": 1, "shard": ONE}
+
+    # In whatever order they come.
+    result = shards[OTHER].run(ledger, other)
+    assert result.success
+    assert (shards[ONE].effects(), shards[OTHER].effects()) == ([], ids[OTHER])
+    told = metadata(result, ledger.key)
+    assert told["shard"] == OTHER
+    assert told["ranges"] == [
+        {"shard": OTHER, "claim": 1, "partition": 1, "after": 0, "upto": ids[OTHER][-1], "events": 4}
+    ]
+    assert told["trace"] == f"eventsql --shard {OTHER} trace orders {ids[OTHER][-1]}"
+    (read,) = StoredRuns(shards[ONE].instance).run(result.run_id).inputs  # type: ignore[union-attr]
+    assert (read.shard, read.upto) == (OTHER, ids[OTHER][-1])
+
+    assert shards[ONE].run(ledger, one).success
+    assert shards[ONE].effects() == ids[ONE]
+    skipped = shards[ONE].tick(ledger.sensors[1])
+    assert (
+        skipped
+        == f"shard-1: no events wait after offset {ids[ONE][-1]}; shard-2: no events wait after offset "
+        + str(ids[OTHER][-1])
+    )
+
+
+def test_one_run_at_a_time_is_requested_for_a_partition_of_a_shard(
+    eventsql: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    bench = shards[ONE]
+    for each in shards.values():
+        each.publish("orders", 2, partition=0)
+    one, other = tick(bench, ledger.sensors[0])
+    queued = bench.requested(ledger, one, dg.DagsterRunStatus.NOT_STARTED)
+    failed = bench.requested(ledger, other, dg.DagsterRunStatus.FAILURE)
+    assert queued != failed
+    for each in shards.values():
+        each.end_lease(ledger)
+
+    (again,) = tick(bench, ledger.sensors[0])
+    assert shards_of([again]) == [(OTHER, 0)], "the queued run of the one keeps its claim, though their ids are equal"
+    assert again.run_key not in {one.run_key, other.run_key}
+    assert [state for *_, state in shards[ONE].claims()] == ["claimed"]
+    assert [state for *_, state in shards[OTHER].claims()] == ["released", "claimed"]
+
+
+def test_the_failures_of_a_shard_are_its_own(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> None:
+    bench = shards[ONE]
+    for each in shards.values():
+        each.publish("orders", 2, partition=0)
+    for attempt in range(2):
+        requests = {request.tags["eventsql/shard"]: request for request in tick(bench, ledger.sensors[0])}
+        assert set(requests) == ({ONE, OTHER} if not attempt else {OTHER})
+        dead = bench.instance.get_run_by_id(bench.requested(ledger, requests[OTHER], dg.DagsterRunStatus.STARTED))
+        assert dead is not None
+        bench.instance.report_run_failed(dead)
+        if not attempt:
+            assert bench.run(ledger, requests[ONE]).success
+    assert "2 runs failed from offset 0" in bench.tick(ledger.sensors[0])
+    later = shards[ONE].publish("orders", 1, partition=0)
+    assert shards_of(tick(bench, ledger.sensors[0])) == [(ONE, 0)]
+    assert later
+
+
+def test_the_one_sensor_of_a_consumer_looks_at_all_partitions_of_all_shards(
+    eventsql: EventSQLResource, shards: dict[str, Workbench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish() -> None:
+        for bench in shards.values():
+            for partition in (0, 1):
+                bench.publish("orders", 1, partition=partition)
+
+    def evaluate(cursor: str | None) -> tuple[list[tuple[str, int]], str | None]:
+        with dg.build_sensor_context(
+            instance=shards[ONE].instance, cursor=cursor, resources={"eventsql": EventSQLResource(dsn=eventsql.dsn)}
+        ) as context:
+            answer = wide.sensors[0].evaluate_tick(context)
+        for request in answer.run_requests or []:
+            assert shards[ONE].run(wide, request).success
+        return shards_of(answer.run_requests or []), answer.cursor
+
+    publish()
+    everything = [(ONE, 0), (ONE, 1), (OTHER, 0), (OTHER, 1)]
+    assert evaluate(None) == (everything, None)
+
+    # None starves where a tick does not get to all of them.
+    monkeypatch.setattr(ticks, "MAX_REQUESTS", 3)
+    served: list[tuple[str, int]] = []
+    cursor: str | None = "1"
+    for _ in range(3):
+        publish()
+        requested, cursor = evaluate(cursor)
+        served += requested
+    assert served[:3] == [(ONE, 0), (ONE, 1), (OTHER, 0)]
+    assert set(served[3:]) == set(everything)
+    assert served.count((OTHER, 1)) >= 1
+
+
+def test_a_run_that_succeeded_and_is_executed_again_replays_on_its_shard(
+    eventsql: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    ids = {name: bench.publish("orders", 3, partition=0) for name, bench in shards.items()}
+    requests = tick(shards[ONE], ledger.sensors[0])
+    for request in requests:
+        assert shards[ONE].run(ledger, request).success
+    _, other = requests
+    config = {**other.run_config["ops"]["ledger"]["config"], "replay": True}
+    # Somebody takes the config of the run alone.
+    again = (
+        shards[ONE]
+        .job(ledger)
+        .execute_in_process(instance=shards[ONE].instance, run_config={"ops": {"ledger": {"config": config}}})
+    )
+    assert again.success
+    assert shards[OTHER].effects() == [*ids[OTHER], *ids[OTHER]]
+    assert shards[ONE].effects() == ids[ONE]
+    assert shards[OTHER].offset(ledger, 0) == ids[OTHER][-1]
+
+
+def test_a_claim_whose_shard_nobody_names_is_not_looked_for_on_any(
+    eventsql: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    shards[ONE].publish("orders", 1, partition=0)
+    tick(shards[ONE], ledger.sensors[0])
+    result = (
+        shards[ONE]
+        .job(ledger)
+        .execute_in_process(
+            instance=shards[ONE].instance,
+            run_config={"ops": {"ledger": {"config": {"claim": 1}}}},
+            raise_on_error=False,
+        )
+    )
+    assert not result.success
+    assert shards[ONE].effects() == []
+
+
+def test_a_run_that_somebody_launches_consumes_what_waits_on_every_shard_or_on_the_one_that_he_names(
+    eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Callable[..., dict[str, Any]]
+) -> None:
+    ids = {name: bench.publish("orders", 2) for name, bench in shards.items()}
+    config = {"ops": {"ledger": {"config": {"shard": OTHER}}}}
+    assert shards[ONE].job(ledger).execute_in_process(instance=shards[ONE].instance, run_config=config).success
+    assert (shards[ONE].effects(), sorted(shards[OTHER].effects())) == ([], ids[OTHER])
+    ids[OTHER] += shards[OTHER].publish("orders", 1)
+    result = shards[ONE].run(ledger)
+    assert result.success
+    for name, bench in shards.items():
+        assert sorted(bench.effects()) == ids[name]
+    assert {each["shard"] for each in metadata(result, ledger.key)["ranges"]} == {ONE, OTHER}
+
+
+def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
+    eventsql: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    bench = shards[ONE]
+    both = share_runs(
+        "consume_together",
+        [
+            consumer_asset(topic=ORDERS, consumer=name, name=name, partitioned=True, **LIMITS)(record)
+            for name in ("first", "second")
+        ],
+    )
+    for definition in both:
+        definition.register(eventsql.platform)
+    job = dg.Definitions(
+        assets=[definition.asset for definition in both], jobs=[both[0].job], resources={"eventsql": eventsql}
+    ).resolve_job_def("consume_together")
+    ids = {name: each.publish("orders", 2, partition=1) for name, each in shards.items()}
+    one, other = tick(bench, both[0].sensors[0])
+    assert shards_of([one, other]) == [(ONE, 1), (OTHER, 1)]
+
+    # A run consumes what waits for all of them on its shard, and nothing of the other.
+    assert job.execute_in_process(instance=bench.instance, run_config=other.run_config, tags=dict(other.tags)).success
+    assert shards[OTHER].effects() == [*ids[OTHER], *ids[OTHER]]
+    assert shards[ONE].effects() == []
+
+    # While one is under way on a shard, the other shard has its own.
+    run = bench.instance.create_run_for_job(
+        job, run_config=one.run_config, tags=dict(one.tags), status=dg.DagsterRunStatus.STARTED
+    )
+    shards[ONE].platform.claims.adopt(int(one.tags["eventsql/claim"]), owner=f"run {run.run_id}")
+    for each in shards.values():
+        each.publish("orders", 1, partition=0)
+    assert shards_of(tick(bench, both[0].sensors[0])) == [(OTHER, 0)]
+
+
+def test_a_range_asset_is_given_a_claim_that_names_its_shard_and_commits_it_there(
+    eventsql: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    named: list[tuple[str | None, str, str | None]] = []
+
+    def commit(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> None:
+        origin = replace(Origin.of(context), shard=claim.shard)
+        named.append((claim.shard, origin.writer("sums", claim=claim.id), origin.metadata().get(SHARD)))
+        shard = eventsql.shard(claim.shard)
+        with shard.database.transaction() as connection:
+            shard.claims.check(connection, claim)
+            record(shard.reader.read("orders", after=claim.position, upto=claim.range.upto), connection)
+            shard.claims.commit(connection, claim)
+
+    whole = range_asset(topic=ORDERS, consumer="whole", name="whole", kinds=(), **LIMITS)(commit)
+    whole.register(eventsql.platform)
+    ids = {name: bench.publish("orders", 2) for name, bench in shards.items()}
+    for request in tick(shards[ONE], whole.sensors[0]):
+        assert shards[ONE].run(whole, request).success
+    for name, bench in shards.items():
+        assert bench.effects() == ids[name]
+        assert bench.offset(whole) == ids[name][-1]
+    # And a run that goes from one shard to the other.
+    for bench in shards.values():
+        bench.publish("orders", 1)
+    assert shards[ONE].run(whole).success
+    assert [shard for shard, *_ in named] == [ONE, OTHER, ONE, OTHER]
+    writers = [writer for _, writer, _ in named]
+    assert len(set(writers)) == 4, "ids of claims come again on each shard"
+    assert [(claim_of(writer), shard_of(writer)) for writer in writers] == [(1, ONE), (1, OTHER), (2, ONE), (2, OTHER)]
+    assert [told for *_, told in named] == [ONE, OTHER, ONE, OTHER]
+
+
+# A shard that is down
+
+
+@pytest.mark.parametrize("definition", [ledger, wide], ids=["a sensor per partition", "one sensor per consumer"])
+def test_a_shard_that_is_down_keeps_no_other_from_being_consumed(
+    definition: ConsumerDefinition, with_one_down: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    bench = shards[ONE]
+    sensor = definition.sensors[0]
+    skipped = bench.tick(sensor, eventsql=with_one_down)
+    assert skipped.startswith("shard-1: ")
+    assert "; shard-2: it is down: " in skipped
+    ids = bench.publish("orders", 3, partition=0)
+    (request,) = tick(bench, sensor, eventsql=with_one_down)
+    job = dg.Definitions(
+        assets=[definition.asset], jobs=[definition.job], resources={"eventsql": with_one_down}
+    ).resolve_job_def(definition.job.name)
+    assert job.execute_in_process(
+        instance=bench.instance, run_config=request.run_config, tags=dict(request.tags)
+    ).success
+    # And one that somebody launches.
+    ids += bench.publish("orders", 1, partition=0)
+    result = job.execute_in_process(instance=bench.instance)
+    (told,) = result.asset_materializations_for_node(definition.key.to_user_string())
+    assert told.metadata["note"].value == "not all is consumed of shard-2, which is down"
+    assert bench.effects() == ids
+
+
+def test_a_tick_fails_where_no_shard_can_be_reached(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> None:
+    nothing = EventSQLResource(dsn=f"{NOWHERE} {NOWHERE}2")
+    with pytest.raises(DatabaseUnavailableError):
+        shards[ONE].tick(ledger.sensors[0], eventsql=nothing)
+
+
+def test_a_tick_fails_where_the_databases_are_no_set(
+    eventsql: EventSQLResource, shards: dict[str, Workbench], dsn: str
+) -> None:
+    stranger = EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {dsn}")
+    with pytest.raises(ShardSetError):
+        shards[ONE].tick(ledger.sensors[0], eventsql=stranger)
+
+
+# A run that is killed
+
+
+def test_a_run_that_is_killed_on_one_shard_holds_up_no_other_and_each_event_takes_effect_once(
+    eventsql: EventSQLResource, shards: dict[str, Workbench], shared_instance: dg.DagsterInstance
+) -> None:
+    for bench in shards.values():
+        bench.instance = shared_instance
+    slow.register(eventsql.platform)
+    ids = {name: bench.publish("orders", 3 * SLOW_BATCH) for name, bench in shards.items()}
+    one, other = tick(shards[ONE], slow.sensors[0])
+    with run_process(shards[ONE], one, delay=1.0) as process:
+        await_(lambda: len(shards[ONE].effects()) >= SLOW_BATCH, "the first batch")
+        process.kill()
+        process.wait()
+    reached = shards[ONE].effects()
+    assert SLOW_BATCH <= len(reached) < 3 * SLOW_BATCH
+
+    assert shards[OTHER].run(slow, other).success
+    ids[OTHER] += shards[OTHER].publish("orders", 1)
+    await_(lambda: shards[ONE].lease_is_over(slow), "the lease of 2 s")
+    again = {request.tags["eventsql/shard"]: request for request in tick(shards[ONE], slow.sensors[0])}
+    assert again[ONE].tags["eventsql/after"] == str(reached[-1])
+    for request in again.values():
+        assert shards[ONE].run(slow, request).success
+    for name, bench in shards.items():
+        assert bench.effects() == ids[name]
+    killed = [run for run in shared_instance.get_runs() if run.status is dg.DagsterRunStatus.FAILURE]
+    assert [run.tags["eventsql/shard"] for run in killed] == [ONE]
