@@ -108,9 +108,13 @@ class Crew:
             self._messages.put((member, json.loads(line)))
         self._messages.put((member, None))
 
+    def ready(self) -> None:
+        """Wait until all are ready."""
+        self.wait(lambda: all(member.ready for member in self._members), limit=START_SECONDS, what="start")
+
     def go(self) -> float:
         """Wait until all are ready, let them begin, and give the time (`time.monotonic`) of that."""
-        self.wait(lambda: all(member.ready for member in self._members), limit=START_SECONDS, what="start")
+        self.ready()
         now = time.monotonic()
         for member in self._members:
             member.tell({"go": time.time_ns()})

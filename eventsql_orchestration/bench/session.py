@@ -252,19 +252,16 @@ class Session:
         every: float = SAMPLE_SECONDS,
     ) -> list[Sample]:
         """How many events a consumer has committed over time, until it has committed `events`."""
-        samples = [Sample(time.monotonic(), 0)]
+        return watch(
+            crew, lambda: self.consumed(topic, consumer), events=events, limit=limit, what=what, report=self.report,
+            every=every,
+        )  # fmt: skip
 
-        def consumed() -> bool:
-            row = self.connection.execute(self.queries("consumed"), {"topic": topic, "consumer": consumer}).fetchone()
-            assert row is not None, "an aggregate gives one row"
-            samples.append(Sample(time.monotonic(), int(row[0])))
-            self.report(what, min(samples[-1].events, events), events)
-            return samples[-1].events >= events
-
-        crew.wait(consumed, limit=limit, what=what, every=every)
-        if samples[-1].events > events:
-            raise BenchmarkError(f"{what}: {samples[-1].events} events were consumed of {events}, which is a defect")
-        return samples
+    def consumed(self, topic: str, consumer: str) -> int:
+        """How many events a consumer has committed."""
+        row = self.connection.execute(self.queries("consumed"), {"topic": topic, "consumer": consumer}).fetchone()
+        assert row is not None, "an aggregate gives one row"
+        return int(row[0])
 
     # Cleaning up
 
@@ -301,6 +298,30 @@ class Session:
         # On a server that is gone nothing is under way; what else is wrong with it the next statement says.
         with suppress(psycopg.Error):
             self.connection.execute(self.queries("end_sessions"), {"application": self._application})
+
+
+def watch(
+    crew: Crew,
+    consumed: Callable[[], int],
+    *,
+    events: int,
+    limit: float,
+    what: str,
+    report: Report,
+    every: float = SAMPLE_SECONDS,
+) -> list[Sample]:
+    """How many events `consumed` gives over time, until it gives `events`. Raises `BenchmarkError`."""
+    samples = [Sample(time.monotonic(), 0)]
+
+    def done() -> bool:
+        samples.append(Sample(time.monotonic(), consumed()))
+        report(what, min(samples[-1].events, events), events)
+        return samples[-1].events >= events
+
+    crew.wait(done, limit=limit, what=what, every=every)
+    if samples[-1].events > events:
+        raise BenchmarkError(f"{what}: {samples[-1].events} events were consumed of {events}, which is a defect")
+    return samples
 
 
 def limit_of(events: int) -> float:

@@ -2,7 +2,8 @@
 
 The servers share the machine's processors, its disk and its memory with each other and with the processes that publish
 and consume. So this does not show what shards gain, which is what further machines bring; it shows what they cost: how
-much of the rate of one server is left when the same events go over several.
+much of the rate of one server is left when the same events go over several, and how much processor time they take, at
+full speed or at the same rate offered to each.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 from eventsql_orchestration.bench import workload
-from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample, quarter_rates
+from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure
 from eventsql_orchestration.bench.processes import Crew
-from eventsql_orchestration.bench.session import RAW_BATCH, SAMPLE_SECONDS, Report, Session, limit_of
-from eventsql_orchestration.bench.stream import StreamSize
+from eventsql_orchestration.bench.session import RAW_BATCH, Report, Session
+from eventsql_orchestration.bench.stream import Run, StreamSize, play
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import BenchmarkError
@@ -29,6 +31,9 @@ from eventsql_orchestration.platform import EventSQL
 
 TOPIC: Final = "eventsql_bench_stream"
 CONSUMER: Final = "bench"
+
+_PROCESSOR: Final = "processor"
+_PROCESSOR_UNIT: Final = "CPU s per million events"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,63 +50,86 @@ def measure(home: Path, size: ShardsSize, report: Report) -> tuple[list[Figure],
 
     Raises `BenchmarkError`.
     """
-    figures: list[Figure] = []
+    figures: list[list[Figure]] = []
     environment: dict[str, object] = {}
-    with _servers(home, size.shards) as dsns:
+    with _servers(home, size.shards) as servers:
         for number in range(1, size.shards + 1):
-            figure, environment = _measure(dsns[number - 1], size, report)
-            figures.append(figure)
-    figures += [
-        Figure(f"{figure.name}_to_1", figure.value / figures[0].value, "of the rate of one server")
-        for figure in figures[1:]
+            measured, environment = _measure(servers.dsns[number - 1], servers.pids[:number], size, report)
+            figures.append(measured)
+    ratios = [
+        Figure(f"{figure.name}_to_1", figure.value / one.value, f"of that of one server ({one.unit})")
+        for measured in figures[1:]
+        for figure, one in zip(measured, figures[0], strict=True)
     ]
-    return figures, environment
+    return [*chain.from_iterable(figures), *ratios], environment
+
+
+@dataclass(frozen=True, slots=True)
+class _Servers:
+    """Servers by their process ids; for each number of them, the URLs of databases of its own on so many."""
+
+    pids: list[int]
+    dsns: list[list[str]]
 
 
 @contextmanager
-def _servers(home: Path, shards: int) -> Iterator[list[list[str]]]:
-    """Servers; gives, for each number of shards, the URLs of databases of its own on so many of them."""
+def _servers(home: Path, shards: int) -> Iterator[_Servers]:
     embedded = [EmbeddedPostgres(home / f"server-{number}") for number in range(1, shards + 1)]
     try:
-        for each in embedded:
-            each.start()
-        yield [
+        pids = [each.start().pid for each in embedded]
+        dsns = [
             [server.create_database(f"of_{number}") for server in embedded[:number]] for number in range(1, shards + 1)
         ]
+        yield _Servers(pids, dsns)
     finally:
         for each in embedded:
             each.destroy()
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _measure(dsns: Sequence[str], size: ShardsSize, report: Report) -> tuple[Figure, dict[str, object]]:
+def _measure(
+    dsns: Sequence[str], pids: Sequence[int], size: ShardsSize, report: Report
+) -> tuple[list[Figure], dict[str, object]]:
     with EventSQL(*dsns, transfer=False) as platform, ExitStack() as stack:
         platform.open()
         sessions = [
             stack.enter_context(Session(shard, raw_events=size.raw_events, report=report)) for shard in platform.shards
         ]
-        raw = [_raw_copy(sessions, size.raw_events)]
+        # What is offered at a rate is not compared with what a server takes at most.
+        paced = size.stream.rate is not None
+        raw = [] if paced else [_raw_copy(sessions, size.raw_events)]
         for session in sessions:
             session.settle()
         platform.registry.register_topic(Topic(TOPIC, size.stream.partitions))
         platform.registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True))
-        started, ended, samples = _stream(dsns, sessions, size.stream, report)
-        raw.append(_raw_copy(sessions, size.raw_events))
+        of_shards = [0] * len(sessions)
+
+        def consumed() -> int:
+            of_shards[:] = [session.consumed(TOPIC, CONSUMER) for session in sessions]
+            return sum(of_shards)
+
+        with Crew(*dsns, schema=sessions[0].platform.database.schema) as crew:
+            run = play(crew, size.stream, TOPIC, CONSUMER, consumed=consumed, report=report, servers=pids)
+        if not paced:
+            raw.append(_raw_copy(sessions, size.raw_events))
         environment = sessions[0].describe()
-    mean, events = sum(raw) / 2, size.stream.total
-    seconds = samples[-1][0] - started
-    of_shards = [consumed / seconds for consumed in samples[-1][1]]
-    quarters = quarter_rates(started, [Sample(at, sum(consumed)) for at, consumed in samples], events)
-    name = f"publish_and_consume_{len(dsns)}_shard{'s' if len(dsns) > 1 else ''}"
-    details = {
-        "seconds": seconds,
-        "published_per_second": events / (ended - started),
-        "of_shards": of_shards,
-        "quarters": quarters,
-        "raw_copy_before": raw[0],
-        "raw_copy_after": raw[1],
-    }
-    return Figure(name, events / seconds, EVENTS_PER_SECOND, events / seconds / mean, details), environment
+    return _figures(_name(size, len(dsns)), run, [count / run.seconds for count in of_shards], raw), environment
+
+
+def _name(size: ShardsSize, shards: int) -> str:
+    return f"{size.stream.name}_{shards}_shard{'s' if shards > 1 else ''}"
+
+
+def _figures(name: str, run: Run, of_shards: Sequence[float], raw: Sequence[float]) -> list[Figure]:
+    details = {**run.details(), "of_shards": of_shards}
+    if raw:
+        details |= {"raw_copy_before": raw[0], "raw_copy_after": raw[-1]}
+    ratio = run.per_second / (sum(raw) / len(raw)) if raw else None
+    figures = [Figure(name, run.per_second, EVENTS_PER_SECOND, ratio, details)]
+    if run.processor:
+        of_million = {kind: seconds / run.events * 1e6 for kind, seconds in run.processor.items()}
+        figures.append(Figure(f"{name}_{_PROCESSOR}", sum(of_million.values()), _PROCESSOR_UNIT, details=of_million))
+    return figures
 
 
 def _raw_copy(sessions: Sequence[Session], events: int) -> float:
@@ -131,53 +159,3 @@ def _raw_copy(sessions: Sequence[Session], events: int) -> float:
     if len(ended) < len(sessions):
         raise BenchmarkError(f"the raw COPY failed on one of {len(sessions)} servers: {event_table(tables[0])}")
     return share * len(sessions) / (max(ended) - started)
-
-
-def _stream(
-    dsns: Sequence[str], sessions: Sequence[Session], size: StreamSize, report: Report
-) -> tuple[float, float, list[tuple[float, list[int]]]]:
-    """When publishing began and ended, and how many events each shard had consumed at which time."""
-    events = size.total
-    with Crew(*dsns, schema=sessions[0].platform.database.schema) as crew:
-        shares = [events // size.publishers + (n < events % size.publishers) for n in range(size.publishers)]
-        publishers = [
-            crew.start(
-                "publish", f"publisher {number}", topic=TOPIC, events=share, batch=size.publication, seed=number,
-                straight=size.straight, transfer=size.straight,
-            )
-            for number, share in enumerate(shares, start=1)
-        ]  # fmt: skip
-        for number in range(1, size.consumers + 1):
-            crew.start(
-                "consume", f"consumer {number}", topic=TOPIC, consumer=CONSUMER, max_events=size.max_events,
-                polling_delay=size.polling_delay, handler_delay=size.handler_delay,
-            )  # fmt: skip
-        if not size.straight:
-            crew.start("transfer", "the transfer")
-        crew.go()
-        samples: list[tuple[float, list[int]]] = []
-        crew.wait(
-            _consumed(sessions, samples, events, report), limit=limit_of(events), what="publishing and consuming",
-            every=SAMPLE_SECONDS,
-        )  # fmt: skip
-        outcomes = [crew.outcome(publisher, limit=60.0) for publisher in publishers]
-    return min(each["started"] for each in outcomes), max(each["ended"] for each in outcomes), samples
-
-
-def _consumed(
-    sessions: Sequence[Session], samples: list[tuple[float, list[int]]], events: int, report: Report
-) -> Callable[[], bool]:
-    def consumed() -> bool:
-        counts = []
-        for session in sessions:
-            own = {"topic": TOPIC, "consumer": CONSUMER}
-            row = session.connection.execute(session.queries("consumed"), own).fetchone()
-            assert row is not None, "an aggregate gives one row"
-            counts.append(int(row[0]))
-        samples.append((time.monotonic(), counts))
-        report(f"{len(sessions)} servers", min(sum(counts), events), events)
-        if sum(counts) > events:
-            raise BenchmarkError(f"{sum(counts)} events were consumed of {events}, which is a defect")
-        return sum(counts) >= events
-
-    return consumed

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, quarter_rates
-from eventsql_orchestration.bench.session import Session, limit_of
+from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample, quarter_rates
+from eventsql_orchestration.bench.processes import Crew
+from eventsql_orchestration.bench.processor import Meter
+from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Report, Session, limit_of, watch
 from eventsql_orchestration.errors import ValidationError
 
 PACED_BATCH: Final = 100
@@ -73,18 +76,47 @@ QUICK: Final = StreamSize(events=20_000, seconds=2.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    published_per_second: float
-    consumed_per_second: float
-    quarters: list[float]
-    seconds: float
+class Run:
+    """What publishing and consuming at once came to.
+
+    `started` and `published` are when the first publication began and the last ended, by `time.monotonic`; `processor`
+    is the processor seconds of each kind of process until the last offset, where the system tells.
+    """
+
+    events: int
+    started: float
+    published: float
+    samples: Sequence[Sample]
+    processor: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """From the first publication to the last committed offset."""
+        return self.samples[-1].at - self.started
+
+    @property
+    def per_second(self) -> float:
+        """Events published and consumed."""
+        return self.events / self.seconds
+
+    @property
+    def published_per_second(self) -> float:
+        return self.events / (self.published - self.started)
+
+    @property
+    def behind(self) -> int:
+        """Events that were not consumed yet when the last was published."""
+        return self.events - max((each.events for each in self.samples if each.at <= self.published), default=0)
 
     def details(self) -> dict[str, object]:
+        quarters = quarter_rates(self.started, self.samples, self.events)
         return {
             "seconds": self.seconds,
             "published_per_second": self.published_per_second,
-            "quarters": self.quarters,
-            "last_quarter_to_first": self.quarters[3] / self.quarters[0],
+            "quarters": quarters,
+            "last_quarter_to_first": quarters[3] / quarters[0],
+            "behind": self.behind,
+            "processor_seconds": self.processor,
         }
 
 
@@ -102,47 +134,76 @@ def measure(session: Session, size: StreamSize) -> list[Figure]:
     return figures
 
 
-def _figure(name: str, run: _Run) -> Figure:
-    return Figure(name, run.consumed_per_second, EVENTS_PER_SECOND, details=run.details())
+def _figure(name: str, run: Run) -> Figure:
+    return Figure(name, run.per_second, EVENTS_PER_SECOND, details=run.details())
 
 
 def _paced(session: Session, size: StreamSize) -> list[Figure]:
     run = _run(session, size)
     return [
         Figure(f"{size.name}_published", run.published_per_second, EVENTS_PER_SECOND),
-        Figure(f"{size.name}_consumed", run.consumed_per_second, EVENTS_PER_SECOND, details=run.details()),
+        Figure(f"{size.name}_consumed", run.per_second, EVENTS_PER_SECOND, details=run.details()),
     ]
 
 
-def _run(session: Session, size: StreamSize, *, hold_xmin: bool = False) -> _Run:
-    events, label = size.total, "publishing and consuming"
+def _run(session: Session, size: StreamSize, *, hold_xmin: bool = False) -> Run:
     with session.topic("stream", partitions=size.partitions) as topic, session.crew() as crew:
         consumer = session.consumer(topic)
-        shares = [events // size.publishers + (n < events % size.publishers) for n in range(size.publishers)]
-        publishers = [
-            crew.start(
-                "publish", f"publisher {number}", topic=topic, events=share, batch=size.publication, seed=number,
-                straight=size.straight, transfer=size.straight,
-                rate=None if size.rate is None else size.rate / size.publishers,
+        with session.holding_xmin() if hold_xmin else nullcontext():
+            return play(
+                crew, size, topic, consumer, consumed=lambda: session.consumed(topic, consumer), report=session.report
             )
-            for number, share in enumerate(shares, start=1)
-        ]  # fmt: skip
-        for number in range(1, size.consumers + 1):
+
+
+def play(
+    crew: Crew,
+    size: StreamSize,
+    topic: str,
+    consumer: str,
+    *,
+    consumed: Callable[[], int],
+    report: Report,
+    servers: Sequence[int] = (),
+) -> Run:
+    """Publish and consume with the processes of `crew`, until `consumed` gives all events.
+
+    `servers` are the process ids of the database servers, where they are the benchmark's own. Each is asked for
+    offsets the less often the more there are, so that this costs the same. Raises `BenchmarkError`.
+    """
+    events, label = size.total, "publishing and consuming"
+    shares = [events // size.publishers + (n < events % size.publishers) for n in range(size.publishers)]
+    publishers = [
+        crew.start(
+            "publish", f"publisher {number}", topic=topic, events=share, batch=size.publication, seed=number,
+            straight=size.straight, transfer=size.straight,
+            rate=None if size.rate is None else size.rate / size.publishers,
+        )
+        for number, share in enumerate(shares, start=1)
+    ]  # fmt: skip
+    others = {
+        "consumers": [
             crew.start(
                 "consume", f"consumer {number}", topic=topic, consumer=consumer, max_events=size.max_events,
                 polling_delay=size.polling_delay, handler_delay=size.handler_delay,
-            )  # fmt: skip
-        if not size.straight:
-            crew.start("transfer", "the transfer")
-        with session.holding_xmin() if hold_xmin else nullcontext():
-            crew.go()
-            limit = limit_of(events) + (size.seconds if size.rate is not None else 0.0)
-            samples = session.watch_offsets(crew, topic, consumer, events=events, limit=limit, what=label)
-            outcomes = [crew.outcome(publisher, limit=60.0) for publisher in publishers]
-    started = min(outcome["started"] for outcome in outcomes)
-    published = max(outcome["ended"] for outcome in outcomes)
-    consumed = samples[-1].at
-    return _Run(
-        events / (published - started), events / (consumed - started), quarter_rates(started, samples, events),
-        consumed - started,
-    )  # fmt: skip
+            )
+            for number in range(1, size.consumers + 1)
+        ],
+        "transfers": [] if size.straight else [crew.start("transfer", "the transfer")],
+    }  # fmt: skip
+    crew.ready()
+    processes = {"publishers": publishers, **others}
+    meter = Meter(
+        {
+            **{kind: [each.process.pid for each in members] for kind, members in processes.items() if members},
+            **({"servers": servers} if servers else {}),
+        }
+    )
+    crew.go()
+    limit = limit_of(events) + (size.seconds if size.rate is not None else 0.0)
+    every = SAMPLE_SECONDS * max(1, len(servers))
+    samples = watch(crew, consumed, events=events, limit=limit, what=label, report=report, every=every)
+    processor = meter.taken()
+    outcomes = [crew.outcome(publisher, limit=60.0) for publisher in publishers]
+    return Run(
+        events, min(each["started"] for each in outcomes), max(each["ended"] for each in outcomes), samples, processor
+    )

@@ -152,8 +152,8 @@ def stream_command(
     many are offered for a minute. Its consumer slept 1 to 100 ms on each batch: --handler-delay 100.
 
     With --shards it starts servers on this machine and measures with one of them, with two and so on, each beside the
-    raw COPY rate of as many. They share its processors: it shows what shards cost, and nothing of what further machines
-    gain.
+    raw COPY rate of as many, or at the same --rate. They share its processors: it shows what shards cost, in rate and
+    in processor time, and nothing of what further machines gain.
     """
     if given["rate"] is None and given["seconds"] is not None:
         raise click.UsageError("--seconds is for --rate; without it, --events says when it ends")
@@ -162,8 +162,8 @@ def stream_command(
     delay = None if handler_delay is None else handler_delay / 1_000
     size = _sized(stream.QUICK if quick else stream.FULL, {**given, "handler_delay": delay})
     if shards is not None:
-        if given["rate"] is not None or given["hold_xmin"]:
-            raise click.UsageError("--shards is measured at full speed, with nothing else open")
+        if given["hold_xmin"]:
+            raise click.UsageError("--shards is measured with nothing else open: leave out --hold-xmin")
         _run_shards(context, size, shards, raw_events or (_QUICK_RAW_EVENTS if quick else RAW_EVENTS), as_json=as_json)
         return
     _run(context, stream.measure, size, raw_events, quick=quick, as_json=as_json)

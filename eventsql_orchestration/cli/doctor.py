@@ -17,6 +17,7 @@ from eventsql_orchestration.cli.parameters import json_option
 from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.errors import EventSQLError, ShardsDifferError
 from eventsql_orchestration.log.dead_letters import refused
+from eventsql_orchestration.log.guards import stranded
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, ConsumerState
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.sharded import ShardedEventSQL
@@ -137,6 +138,7 @@ def _database(context: CliContext, platform: EventSQL, stalled_after: float) -> 
     yield schema
     if schema.status is Status.OK and database.revision() is not None:
         yield from _transfer(platform, stalled_after)
+        yield from _stranded(platform)
         yield from _consumers(platform)
 
 
@@ -187,6 +189,21 @@ def _transfer(platform: EventSQL, stalled_after: float) -> Iterator[Finding]:
         yield Finding(
             "transfer", Status.OK, f"{counted(events, 'event')} in the buffer, none older than {stalled_after:g} s"
         )
+
+
+def _stranded(platform: EventSQL) -> Iterator[Finding]:
+    """Events that lie where nobody consumes, written by who knew nothing of a repartitioning."""
+    for topic in platform.registry.topics():
+        for lying in [] if topic.layout == 1 else stranded(platform.database, topic.name):
+            where = f"at offset {lying.first}" if lying.events == 1 else f"from offset {lying.first} to {lying.last}"
+            yield Finding(
+                "logs",
+                Status.WARNING,
+                f"{counted(lying.events, 'event')} of topic {topic.name} {where} came into partition "
+                f"{lying.partition} after the topic had lost it: nobody consumes what lies there",
+                f"look at what is to be published again: eventsql tail {topic.name} --partition {lying.partition} "
+                f"--from {lying.first}",
+            )
 
 
 def _consumers(platform: EventSQL) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from eventsql_orchestration.errors import (
     DatabaseError,
@@ -17,12 +18,17 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.log.consumer import MAX_WORKERS, Consumers, Consumption
 from eventsql_orchestration.log.consumption import BatchHandler, EventHandler
 from eventsql_orchestration.log.leased import LeasedHandler
+from eventsql_orchestration.log.pacing import Paces
 from eventsql_orchestration.log.retention import RUN_SECONDS, Dropped, Retainer
 from eventsql_orchestration.log.transfer import Transfer
+from eventsql_orchestration.sharded.decisions import Decisions
 from eventsql_orchestration.sharded.gates import Gates
 from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
 from eventsql_orchestration.sharded.registry import ShardedRegistry
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.platform import EventSQL
 
 
 class ShardedConsumption(Consumption):
@@ -93,7 +99,14 @@ class ShardedConsumers(Consumers):
         self._members = members
         self._sharded = registry
         self._gates = gates
+        self.paces = Paces()
+        for platform in members.platforms:
+            self.join(platform)
         self._started: weakref.WeakSet[ShardedConsumption] = weakref.WeakSet()
+
+    def join(self, platform: EventSQL) -> None:
+        """Have the consumers of a shard keep pace with those of the others."""
+        platform.consumers.paces = self.paces
 
     def start(
         self,
@@ -196,17 +209,21 @@ class ShardedConsumers(Consumers):
 
 
 class ShardedTransfer(Transfer):
-    """A `Transfer` over shards."""
+    """A `Transfer` over shards. Finishes what was published over several at once, too."""
 
     def __init__(self, members: Members, gates: Gates) -> None:
         self._members = members
         self._gates = gates
+        self.decisions = Decisions(
+            lambda: {member.name: member.platform for member in members.known() if member.down is None}
+        )
 
     def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
         """As on one database, on each shard that is up; gives the number of events moved per topic on all together."""
         wanted = None if topics is None else list(topics)
         moved: dict[str, int] = {}
         failed: list[EventSQLError] = []
+        self.decisions.finish()
         for member in self._members.up():
             try:
                 with self._members.using(member):
@@ -252,6 +269,7 @@ class ShardedTransfer(Transfer):
                         daemon=True,
                     )
                     running[member].start()
+            self.decisions.finish()
             self._gates.settle()
             stop.wait(1.0)
         for thread in running.values():

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
-    DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
     RegistryError,
@@ -28,6 +27,7 @@ from eventsql_orchestration.log.shard_store import ShardState
 from eventsql_orchestration.sharded.chores import Chores
 from eventsql_orchestration.sharded.founding import found, judge, unreached
 from eventsql_orchestration.sharded.member import Member
+from eventsql_orchestration.sharded.probing import probe
 from eventsql_orchestration.sharding import ShardSet
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ logger = logging.getLogger(__name__)
 OnShardDown: TypeAlias = Literal["fail", "wait"]
 
 Given = TypeVar("Given")
-
-FIRST_PROBE: Final = 0.25
-LAST_PROBE: Final = 5.0
-"""Seconds between two attempts to reach a shard that is down; the first ones come sooner."""
 
 PENDING_POLL: Final = 0.05
 """Seconds between two looks whether a shard that is being added takes events."""
@@ -305,34 +301,20 @@ class Members:
         threading.Thread(target=self._probe, args=(member,), name="eventsql-shard-probe", daemon=True).start()
 
     def _probe(self, member: Member) -> None:
-        delay, stop = FIRST_PROBE, self._stop
-        while not stop.wait(delay):
-            delay = min(delay * 2, LAST_PROBE)
-            try:
-                state = member.store.state()
-                with self._lock:
-                    if self._shards is not None:
-                        self._check_returned(member, state)
-            except EventSQLError as error:
-                member.down = error
-                continue
-            except Exception as error:
-                # A thread that dies would leave the shard down for ever.
-                logger.exception("shard %s cannot be looked at", member.name)
-                member.down = DatabaseError(str(error))
-                continue
+        if probe(member, self._stop, lambda state: self._check_returned(member, state)):
             with self._changed:
                 member.down = None
                 self._changed.notify_all()
             logger.warning("shard %s is back", member.name)
-            return
 
     def _check_returned(self, member: Member, state: ShardState) -> None:
-        assert self._shards is not None, "the caller looked"
-        taken = {other.platform.shard for other in self._members if other is not member}
-        if state.set != self._shards.id or state.name is None or state.name in taken:
-            raise ShardSetError(f"{member.platform.database} is none of the shards {', '.join(self._shards.names)}")
-        self._take_in({member: state})
+        with self._lock:
+            if self._shards is None:
+                return
+            taken = {other.platform.shard for other in self._members if other is not member}
+            if state.set != self._shards.id or state.name is None or state.name in taken:
+                raise ShardSetError(f"{member.platform.database} is none of the shards {', '.join(self._shards.names)}")
+            self._take_in({member: state})
 
     def attend(self, chore: Callable[[], object]) -> None:
         """Call `chore` again and again while this platform is open."""

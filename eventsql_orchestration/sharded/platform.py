@@ -17,6 +17,7 @@ from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.rules import DEFAULT_SCHEMA
 from eventsql_orchestration.sharded.buffered import ShardedAsyncPublisher, ShardedBufferedPublisher
 from eventsql_orchestration.sharded.consumers import ShardedConsumers, ShardedRetainer, ShardedTransfer
+from eventsql_orchestration.sharded.decisions import Unfinished
 from eventsql_orchestration.sharded.gates import Gates, HeldBack
 from eventsql_orchestration.sharded.members import Members, OnShardDown
 from eventsql_orchestration.sharded.operations import (
@@ -71,10 +72,10 @@ class ShardedEventSQL(EventSQL):
         sharded = self.registry
         self.publisher = self._publisher = ShardedPublisher(self._members, sharded)
         self.dead_letters = self._dead_letters = ShardedDeadLetters(self._members)
-        self.transfer = ShardedTransfer(self._members, self._gates)
+        self.transfer: ShardedTransfer = ShardedTransfer(self._members, self._gates)
         self.repartitioner = ShardedRepartitioner(self._members)
         self.retention = ShardedRetainer(self._members)
-        self.consumers = ShardedConsumers(self._members, sharded, self._gates)
+        self.consumers: ShardedConsumers = ShardedConsumers(self._members, sharded, self._gates)
         self.seeker = ShardedSeeker(self._members, sharded, self._gates)
         self._sharded_lag = ShardedLag(self._members, self._gates)
         self._buffering: weakref.WeakSet[BufferedPublisher | AsyncPublisher] = weakref.WeakSet()
@@ -83,7 +84,8 @@ class ShardedEventSQL(EventSQL):
         if name in _OF_ONE:
             raise SingleShardError(
                 f"platform.{name} is of one database, and this platform has {len(self.shards)}: use "
-                f"platform.shards[i].{name}, or --shard NAME on the command line"
+                f"platform.shards[i].{name}, or --shard NAME on the command line; a queue, an event store and views "
+                "live on one of them"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -113,9 +115,11 @@ class ShardedEventSQL(EventSQL):
         Its consumers and transfers go on with that one too. Raises `ShardSetError` for any other database.
         """
         platform = EventSQL(dsn, **self._options)
-        self._members.add(platform)
+        # Before anything is published to it or consumed from it.
         platform.publisher.configure_partitioner(self._publisher.chosen)
         platform.dead_letters.configure(self._dead_letters.made_by)
+        self.consumers.join(platform)
+        self._members.add(platform)
 
     def standing(self) -> list[Standing]:
         """Each shard, those first that were there first, and whether it can be reached."""
@@ -134,6 +138,11 @@ class ShardedEventSQL(EventSQL):
         """Let go the consumers that may go on with a shard that joined; gives those that may not yet."""
         self._members.open()
         return self._gates.settle()
+
+    def unfinished(self) -> list[Unfinished]:
+        """Finish what Spark has published over several shards at once; gives what waits for a shard that is down."""
+        self._members.open()
+        return self.transfer.decisions.finish()
 
     def buffered_publisher(self, **options: Unpack[BoundOptions]) -> BufferedPublisher:
         publisher = ShardedBufferedPublisher(self._members, self.registry, **options)

@@ -17,6 +17,7 @@ from eventsql_orchestration.errors import (
     PartlyPublishedError,
     RedefinitionError,
     RegistryError,
+    ShardSetError,
     ShardUnavailableError,
     WrongShardError,
 )
@@ -175,7 +176,7 @@ class _Batch:
         left: Sequence[Publication] = publications
         while left:
             groups = self._placing.groups(left)
-            members = {name: self._members.named(name) for name in groups}
+            members = self._named(groups)
             self._check(groups, members)
             refused = self._publish_groups(groups, members)
             if not refused:
@@ -185,6 +186,13 @@ class _Batch:
             left = [each for each in left if id(each) in moved]
             self._reconsider(refused, {each.topic for each in left})
         return sum(self._committed.values())
+
+    def _named(self, names: Iterable[str]) -> dict[str, Member]:
+        """The shards of these names, of which one may have joined while others have committed."""
+        try:
+            return {name: self._members.named(name) for name in names}
+        except ShardSetError as error:
+            self._fail(dict.fromkeys(names, error))
 
     def _check(self, groups: dict[str, list[Publication]], members: dict[str, Member]) -> None:
         """Find out what can be known before anything is written."""

@@ -44,6 +44,7 @@ CONSUMERS: Final = {"consume": "mailer", "consume_leased": "ledger", "consume_cl
 
 SERVER: Final = "server"
 PARTITIONS: Final = "partitions"
+SHARD: Final = "shard"
 
 MOST_PARTITIONS: Final = 12
 
@@ -52,7 +53,10 @@ MOST_VIOLATIONS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A run: how many events, in how many partitions, how many faults, and the seconds after which it is given up."""
+    """A run: how many events, in how many partitions, how many faults, and the seconds after which it is given up.
+
+    `additions` are of shards, in the run that has some.
+    """
 
     events: int
     seed: int
@@ -60,6 +64,7 @@ class Settings:
     kills: int = 100
     restarts: int = 10
     repartitionings: int = 10
+    additions: int = 0
     deadline: float = 1_200.0
 
 
@@ -75,8 +80,8 @@ class Player:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens once so many events are acknowledged: the process of this name is killed, the server restarts, or
-    the topic is repartitioned.
+    """What happens once so many events are acknowledged: the process of this name is killed, the server restarts, the
+    topic is repartitioned, or a shard is added.
     """
 
     at: int
@@ -169,7 +174,7 @@ def faults(settings: Settings, names: Mapping[str, str]) -> list[Fault]:
     for name, kind in names.items():
         of_kind.setdefault(kind, []).append(name)
     kinds = itertools.islice(itertools.cycle(drawn.sample(sorted(of_kind), len(of_kind))), settings.kills)
-    others = [SERVER] * settings.restarts + [PARTITIONS] * settings.repartitionings
+    others = [SERVER] * settings.restarts + [PARTITIONS] * settings.repartitionings + [SHARD] * settings.additions
     targets = [*(drawn.choice(of_kind[kind]) for kind in kinds), *others]
     drawn.shuffle(targets)
     moments = sorted(drawn.sample(range(settings.events // 50, settings.events * 9 // 10), len(targets)))
@@ -186,19 +191,25 @@ class RunEndedError(Exception):
 class Cast:
     """The processes of a run; one that is killed is followed by another in its role."""
 
-    def __init__(self, players: Sequence[Player], dsn: str, home: Path) -> None:
+    def __init__(
+        self, players: Sequence[Player], dsn: str, home: Path, roles: Callable[..., None] = worker.play
+    ) -> None:
+        """`roles` is the whole life of a process: it is called with a wire, a role, `dsn` and the arguments."""
         self.players = {player.name: player for player in players}
         self._dsn = dsn
         self._home = home
+        self._roles = roles
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["eventsql_orchestration.platform", "tests.log.worker"])
+        self._context.set_forkserver_preload(["eventsql_orchestration.platform", roles.__module__])
         self._playing = {player.name: self._start(player) for player in players}
 
     def _start(self, player: Player) -> _Playing:
         wire, theirs = self._context.Pipe()
         log = self._home / f"{player.name}.log"
         process = self._context.Process(
-            target=play, args=(theirs, log, player.role, self._dsn, *map(str, player.arguments)), daemon=True
+            target=play,
+            args=(self._roles, theirs, log, player.role, self._dsn, *map(str, player.arguments)),
+            daemon=True,
         )
         process.start()
         theirs.close()
@@ -253,12 +264,12 @@ class Cast:
 _Playing: TypeAlias = "tuple[multiprocessing.context.ForkServerProcess, Wire[str, str]]"
 
 
-def play(wire: Wire[str, str], log: Path, role: str, dsn: str, *arguments: str) -> None:
+def play(roles: Callable[..., None], wire: Wire[str, str], log: Path, role: str, dsn: str, *arguments: str) -> None:
     """The whole life of a process, which says what it has to say to a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    worker.play(wire, role, dsn, *arguments)
+    roles(wire, role, dsn, *arguments)
 
 
 class Run:
@@ -369,21 +380,9 @@ def check(platform: EventSQL, publishers: Iterable[Publisher], followed: Path) -
     expected: dict[str, int] = {}
     for publisher in publishers:
         expected |= publisher.of_keys()
-    log: dict[int, array[int]] = {NOT_PARTITIONED: array("q")}
-    layouts = platform.layouts.of(TOPIC)
-    partitions = platform.registry.topic(TOPIC).partitions
+    log: dict[int, array[int]] = {}
     strays: list[str] = []
-
-    def remembered(rows: Iterable[Row]) -> Iterator[Row]:
-        for row in rows:
-            key, _, partition, offset = row
-            log[NOT_PARTITIONED].append(offset)
-            log.setdefault(partition, array("q")).append(offset)
-            if partition != (home := partition_of_key(key, _partitions_at(layouts, offset) or partitions)):
-                strays.append(f"the log: {key} at offset {offset} is in partition {partition}, and belongs in {home}")
-            yield row
-
-    yield from wrong_order("the log", remembered(_log(platform)), expected)
+    yield from wrong_order("the log", log_of(platform, log, strays), expected)
     yield from strays
     seen = array("q")
     seen.frombytes(followed.read_bytes())
@@ -394,20 +393,38 @@ def check(platform: EventSQL, publishers: Iterable[Publisher], followed: Path) -
         yield f"the buffer is not empty: {buffered}"
 
 
+def log_of(platform: EventSQL, log: dict[int, array[int]], strays: list[str]) -> Iterator[Row]:
+    """The rows of one database's log; their offsets are put into `log`, by partition and all together.
+
+    Those that lie in another partition than their key's are named in `strays`.
+    """
+    layouts = platform.layouts.of(TOPIC)
+    partitions = platform.registry.topic(TOPIC).partitions
+    log[NOT_PARTITIONED] = array("q")
+    for row in _log(platform):
+        key, _, partition, offset = row
+        log[NOT_PARTITIONED].append(offset)
+        log.setdefault(partition, array("q")).append(offset)
+        if partition != (home := partition_of_key(key, _partitions_at(layouts, offset) or partitions)):
+            strays.append(f"the log: {key} at offset {offset} is in partition {partition}, and belongs in {home}")
+        yield row
+
+
 def _check_consumer(
     platform: EventSQL, consumer: str, expected: Mapping[str, int], log: Mapping[int, array[int]]
 ) -> Iterator[str]:
+    yield from wrong_order(f"effects of {consumer}", _effects(platform, consumer), expected)
+    yield from check_offsets(platform, consumer, log)
+
+
+def check_offsets(platform: EventSQL, consumer: str, log: Mapping[int, array[int]]) -> Iterator[str]:
+    """What of one database's log has no effect there, or more than one, or is not counted as consumed."""
     states = {state.partition: state for state in platform.registry.consumer(TOPIC, consumer)}
     whole = NOT_PARTITIONED in states
     kept = whole or not platform.layouts.of(TOPIC)
     handled: dict[int, array[int]] = {partition: array("q") for partition in (states if kept else log)}
-
-    def remembered(rows: Iterable[Row]) -> Iterator[Row]:
-        for row in rows:
-            handled[NOT_PARTITIONED if whole else row[2]].append(row[3])
-            yield row
-
-    yield from wrong_order(f"effects of {consumer}", remembered(_effects(platform, consumer)), expected)
+    for _, _, partition, offset in _effects(platform, consumer):
+        handled[NOT_PARTITIONED if whole else partition].append(offset)
     for partition in handled.keys() - ({NOT_PARTITIONED} - states.keys()):
         own = log.get(partition, array("q"))
         yield from difference(f"effects of {consumer}[{partition}]", handled[partition], own)

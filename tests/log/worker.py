@@ -187,7 +187,7 @@ class Progress:
         os.close(self._file)
 
 
-class _RolledBackError(Exception):
+class RolledBackError(Exception):
     """Ends a transaction that is not to be. psycopg's own gets through where its connection has broken meanwhile."""
 
 
@@ -278,7 +278,7 @@ class NumberedPublisher:
         self._rolled_back = not commits
         try:
             self._publish_in_transaction(platform, drawn, publications, upto, commits=commits)
-        except _RolledBackError:
+        except RolledBackError:
             return False
         return True
 
@@ -297,7 +297,7 @@ class NumberedPublisher:
             time.sleep(drawn.choice((0.0, 0.0, 0.002, 0.02)))
             platform.publisher.publish_all(publications[min(half, 20) :], connection=connection)
             if not commits:
-                raise _RolledBackError
+                raise RolledBackError
 
     def _publish_buffered(self, platform: EventSQL, publications: list[Publication]) -> None:
         if self._buffered is None:
@@ -322,11 +322,7 @@ class NumberedPublisher:
 
     def _find_out(self, platform: EventSQL) -> None:
         with platform.database.connection() as connection:
-            while connection.execute(
-                "SELECT 1 FROM pg_stat_activity WHERE starts_with(application_name, %s) AND application_name <> %s",
-                (f"{self._name} ", self.session),
-            ).fetchone():
-                time.sleep(0.005)
+            self._await_those_before(connection)
             if self._kind == "outbox":
                 row = connection.execute("SELECT published FROM outbox WHERE publisher = %s", (self._name,)).fetchone()
                 assert row is not None, "the run made it"
@@ -338,6 +334,14 @@ class NumberedPublisher:
             self._next += 1
         self._progress.acknowledge(self._slot, self._next, self._after)
         self._sure = True
+
+    def _await_those_before(self, connection: Connection) -> None:
+        """Wait until the sessions of those who had this role before have ended."""
+        while connection.execute(
+            "SELECT 1 FROM pg_stat_activity WHERE starts_with(application_name, %s) AND application_name <> %s",
+            (f"{self._name} ", self.session),
+        ).fetchone():
+            time.sleep(0.005)
 
     def _published(self, connection: Connection) -> Iterator[int]:
         """The numbers that lie in the buffer or, looked at after it, in the log."""
@@ -466,7 +470,12 @@ ROLES: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
+def attach(wire: Wire[str, str]) -> None:
+    """Have this process hear its test, and tell it."""
+    _wires.append(wire)
+
+
 def play(wire: Wire[str, str], role: str, dsn: str, *arguments: str) -> None:
     """The whole life of a process."""
-    _wires.append(wire)
+    attach(wire)
     ROLES[role](dsn, *arguments)

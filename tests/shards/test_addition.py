@@ -13,7 +13,13 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.errors import DatabaseBusyError, ShardPendingError, ShardSetError, WrongShardError
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    PartlyPublishedError,
+    ShardPendingError,
+    ShardSetError,
+    WrongShardError,
+)
 from eventsql_orchestration.log.lag import LagCause
 from eventsql_orchestration.log.positions import Earliest, Latest
 from eventsql_orchestration.log.shard_store import ShardStore
@@ -247,6 +253,22 @@ def test_a_process_without_the_url_of_the_new_shard_says_what_it_lacks(
         platform.publisher.publish(publication(key, 0))
     with pytest.raises(ShardSetError, match="no URL leads to shard-3"):
         opened(*dsns[:2]).open()
+
+
+def test_a_batch_that_is_published_in_part_before_it_is_known_that_a_shard_joined_says_so(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2])
+    platform.publisher.publish(publication(MOVING, 0))
+    addition(dsns).execute()
+    batch = [publication(MOVING, 1), publication(STAYING[1], 0)]
+    with pytest.raises(PartlyPublishedError, match="no URL of shard 'shard-3'") as raised:
+        platform.publisher.publish_all(batch)
+    assert raised.value.committed == {"shard-2": 1}
+    assert raised.value.failed.keys() == {"shard-3"}
+    platform.add_url(dsns[2])
+    platform.publisher.publish(batch[0])
+    assert numbers(platform, MOVING) == {"shard-1": [0], "shard-3": [1]}
 
 
 def consume_on(platform: ShardedEventSQL, name: str) -> list[int]:

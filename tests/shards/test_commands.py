@@ -178,16 +178,27 @@ def test_what_works_on_one_database_says_so(orders: Run, dsns: list[str]) -> Non
     assert "--shard NAME on the command line" in orders("bench", "publish", "--quick", code=1).stderr
 
 
-def test_bench_stream_measures_servers_of_its_own(tmp_path: Path) -> None:
-    arguments = ["bench", "stream", "--shards", "2", "--events", "2000", "--raw-events", "2000", "--json"]
+@pytest.mark.parametrize(
+    ("given", "name", "paced"),
+    [
+        (["--events", "2000", "--raw-events", "2000"], "publish_and_consume", False),
+        (["--rate", "2000", "--seconds", "0.5", "--batch", "250"], "publish_and_consume_at_2000", True),
+    ],
+)
+def test_bench_stream_measures_servers_of_its_own(tmp_path: Path, given: list[str], name: str, paced: bool) -> None:
+    arguments = ["bench", "stream", "--shards", "2", "--json", *given]
     result = CliRunner().invoke(main, ["--home", str(tmp_path / "home"), *arguments])
     assert result.exit_code == 0, result.output
-    one, two, ratio, _machine = json.loads(result.stdout)
-    assert [one["name"], two["name"]] == ["publish_and_consume_1_shard", "publish_and_consume_2_shards"]
-    assert [len(each["details"]["of_shards"]) for each in (one, two)] == [1, 2]
-    assert all(rate > 0 for rate in two["details"]["of_shards"]), "each takes its share of the keys"
-    assert sum(two["details"]["of_shards"]) == pytest.approx(two["value"])
-    assert ratio["value"] == pytest.approx(two["value"] / one["value"])
-    assert all(each["ratio_to_raw_copy"] > 0 for each in (one, two))
+    *figures, _machine = json.loads(result.stdout)
+    of = {figure["name"]: figure for figure in figures}
+    rates, costs = ([of[f"{name}_{shards}{what}"] for shards in ("1_shard", "2_shards")] for what in ("", "_processor"))
+    assert [len(each["details"]["of_shards"]) for each in rates] == [1, 2]
+    assert all(rate > 0 for rate in rates[1]["details"]["of_shards"]), "each takes its share of the keys"
+    assert sum(rates[1]["details"]["of_shards"]) == pytest.approx(rates[1]["value"])
+    assert all((each["ratio_to_raw_copy"] is None) is paced for each in rates)
+    assert all(each["details"].keys() == {"publishers", "consumers", "servers"} for each in costs)
+    assert all(sum(each["details"].values()) == pytest.approx(each["value"]) for each in costs)
+    for what, (one, two) in {"": rates, "_processor": costs}.items():
+        assert of[f"{name}_2_shards{what}_to_1"]["value"] == pytest.approx(two["value"] / one["value"])
     assert not (tmp_path / "home" / "bench-shards").exists(), "the servers are gone"
     assert "share" in result.stderr

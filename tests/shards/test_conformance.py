@@ -18,6 +18,7 @@ from eventsql_orchestration.log.repartition import Repartitioner
 from eventsql_orchestration.log.retention import Retainer
 from eventsql_orchestration.log.seek import Seeker
 from eventsql_orchestration.log.transfer import Transfer
+from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.sharded import ShardedEventSQL, buffered, consumers, operations, publisher, registry
 
 PARTS = [
@@ -64,6 +65,8 @@ def test_what_is_of_one_database_says_where_to_find_it() -> None:
     for name in ("claims", "database", "layouts", "listener", "notifier", "reader"):
         with pytest.raises(EventSQLError, match=rf"platform\.shards\[i\]\.{name}"):
             getattr(platform, name)
+    with pytest.raises(EventSQLError, match="a queue, an event store and views live on one of them"):
+        Queue(platform.database, "commands")
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = platform.nonsense  # type: ignore[attr-defined]
 

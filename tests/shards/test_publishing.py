@@ -199,6 +199,6 @@ def test_spark_does_not_write_to_one_shard_whatever_the_key(platform: ShardedEve
     database = platform.shards[0].database
     with (
         Publications(Source(database.dsn, database.schema, str(database))) as publications,
-        pytest.raises(ShardError, match="publish through a platform on all shards"),
+        pytest.raises(ShardError, match="give the URLs of all shards"),
     ):
-        publications.partitions("orders")
+        publications.places("orders", {})
