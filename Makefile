@@ -10,10 +10,10 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
 VENV_OLDEST := .venv-oldest
 
-.PHONY: help setup demo browser jdbc pooler java test oldest bench faults lint format types contracts check clean
+.PHONY: help setup demo browser jdbc pgbouncer java test pooler pooled oldest bench faults shardfaults lint format types contracts check clean
 
 help: ## List the tasks
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(VENV)/.installed ## Install everything from the lock file into .venv
 
@@ -50,7 +50,7 @@ jdbc: ## Install PostgreSQL's JDBC driver, with which `eventsql bench spark` com
 		fi; \
 	fi
 
-pooler: ## Install PgBouncer for the tests through a pooler, where apt-get can
+pgbouncer: ## Install PgBouncer for the tests through a pooler, where apt-get can
 	@if ! PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null; then \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends pgbouncer; \
@@ -62,17 +62,27 @@ pooler: ## Install PgBouncer for the tests through a pooler, where apt-get can
 java: ## Fetch EventSQL's Java library for the tests that share a database with it, where Maven and its repository have it
 	@if ! command -v mvn >/dev/null; then \
 		echo "No Maven here: the tests with EventSQL's Java library will say that they did not run."; \
-	elif ! mvn --quiet --batch-mode --file tests/java/pom.xml dependency:copy-dependencies \
+	elif ! mvn --quiet --batch-mode --update-snapshots --file tests/java/pom.xml dependency:copy-dependencies \
 		-DoutputDirectory="$(CURDIR)/.java" >/dev/null; then \
 		echo "EventSQL's Java library could not be fetched: the tests with it will say that they did not run."; \
 	fi
 
-test: setup browser jdbc pooler java ## Run all tests
+test: setup browser jdbc pgbouncer java ## Run all tests
 	@# Two processes of tests keep two cores busy. What fails beside the other is tried once more alone, and counts then.
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS) || { \
 		echo "Once more, alone: what failed above."; \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
 	}
+
+THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses 2 --dist loadfile
+
+pooler: setup pgbouncer ## Run the ordinary tests through PgBouncer, by transactions (ARGS=tests/…: some)
+	$(THROUGH) $(or $(ARGS),tests/log tests/queue tests/store tests/views $(wildcard tests/cli/test_[eoprs]*.py))
+
+pooled: setup pgbouncer
+	@if PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null; then $(THROUGH) --quiet \
+		tests/log/test_claims.py tests/log/test_leased.py tests/log/test_publisher.py tests/log/test_positions.py \
+		tests/queue/test_queue.py tests/store/test_repository.py; fi
 
 oldest: | uv ## Run Dagster's tests with the oldest versions that pyproject.toml allows (ARGS=tests: all tests)
 	@test -x $(VENV_OLDEST)/bin/python || $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV_OLDEST)
@@ -89,6 +99,9 @@ bench: setup ## Measure the whole table of docs/benchmarks.md (ARGS=--quick: a s
 faults: setup ## Kill processes and the server under load, then look for lost and repeated events (ARGS=--events N --seed N)
 	$(BIN)/python -m tests.log.faults $(ARGS)
 
+shardfaults: setup ## The same over two servers with a shard each, while further ones are added (ARGS=--events N --seed N)
+	$(BIN)/python -m tests.shards.faults $(ARGS)
+
 lint: setup ## Look for mistakes and unformatted code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -103,7 +116,7 @@ types: setup ## Check the types
 contracts: setup ## Check that no floor imports a higher one
 	$(BIN)/lint-imports
 
-check: lint types contracts test ## Everything that CI runs
+check: lint types contracts test pooled ## Everything that CI runs
 
 clean: ## Remove what tests and tools left behind (the demo's data in .eventsql stays)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build spark-warehouse

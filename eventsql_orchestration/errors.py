@@ -163,6 +163,14 @@ class PartlyPublishedError(ShardError):
         return type(self), (self.committed, self.failed)
 
 
+class PublicationUnfinishedError(ShardError):
+    """A publication over several shards is decided, and some of its events are not where they are read yet.
+
+    They will be, once their shard can be reached: the same writer's batch written again finishes it, and so does any
+    transfer over all shards. Published anew, they would be there twice.
+    """
+
+
 # Consuming
 
 

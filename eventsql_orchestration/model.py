@@ -445,6 +445,11 @@ class Event:
 _POSTGRESQL_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 
 
+def how_often(times: int | str) -> str:
+    """How often something happened, in words."""
+    return "once" if str(times) == "1" else f"{times} times"
+
+
 def _decoded_time(time: datetime | int) -> datetime:
     return _POSTGRESQL_EPOCH + timedelta(microseconds=time) if isinstance(time, int) else time
 

@@ -16,6 +16,11 @@ from psycopg import sql
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.poolers import through
+from tests.poolers.pgbouncer import PgBouncer, left_behind, running
+from tests.poolers.through import pytest_addoption, pytest_collection_modifyitems
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
 
 TEMPLATE = "eventsql_template"
 
@@ -50,8 +55,8 @@ def server() -> Iterator[EmbeddedPostgres]:
 
 
 @pytest.fixture
-def dsn(server: EmbeddedPostgres) -> Iterator[str]:
-    """A migrated database of the test's own.
+def direct_dsn(server: EmbeddedPostgres) -> Iterator[str]:
+    """A migrated database of the test's own, past any pooler.
 
     Copying the template takes 15 ms as files without fsync; 100 ms through the WAL, as is the default.
     """
@@ -65,6 +70,26 @@ def dsn(server: EmbeddedPostgres) -> Iterator[str]:
         )
     yield running.dsn_for(name)
     server.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def pooler(server: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterator[PgBouncer | None]:
+    """The pooler through which this run goes, with `--through-pooler`."""
+    if not request.config.getoption(through.OPTION):
+        yield None
+        return
+    with running(server.start().dsn, servers=through.SERVERS) as started:
+        yield started
+
+
+@pytest.fixture
+def dsn(direct_dsn: str, pooler: PgBouncer | None) -> Iterator[str]:
+    """The test's database as the platform is to reach it; what goes through a pooler leaves nothing on its sessions."""
+    if pooler is None:
+        yield direct_dsn
+        return
+    yield pooler.url(direct_dsn)
+    assert left_behind(pooler.url(direct_dsn), servers=through.sessions(direct_dsn)) == []
 
 
 @pytest.fixture

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import select
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
@@ -115,6 +117,10 @@ _SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "5330
 """SQLSTATEs of a server that shuts down or starts, has no connection left, or ended the session for being idle."""
 
 
+_CONNECTION: Final = "08"
+"""The class of SQLSTATEs about connections; a pooler whose server does not answer says 08P01."""
+
+
 def translate(error: Exception, where: str, schema: str) -> EventSQLError | None:
     """The error of ours that says what a driver's error means for its user, or None where it is not known.
 
@@ -143,7 +149,7 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
                 )
         case psycopg.ProgrammingError(sqlstate=None) if "connection option" in detail:
             meaning = ConfigurationError, f"has a URL that cannot be used ({detail})"
-        case psycopg.OperationalError(sqlstate=None) | psycopg.errors.ConnectionException():
+        case psycopg.OperationalError(sqlstate=sqlstate) if sqlstate is None or sqlstate.startswith(_CONNECTION):
             meaning = (
                 DatabaseUnavailableError,
                 f"cannot be reached ({detail}): is the server running, is the URL right?",
@@ -218,11 +224,26 @@ def _is_quiet(connection: Connection) -> bool:
     return not poll.poll(0)
 
 
+_USED: Final[weakref.WeakSet[Database]] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a process that was just forked: leave every pooled connection to the one that it is a copy of."""
+    for database in list(_USED):
+        database.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class Database:
     """A pool of connections to one database and the schema in it that holds the platform's tables.
 
     Nothing connects before the first connection is asked for. The first one finds the schema up to date, or brings it
     up to date (`migrate=True`), or raises `SchemaOutdatedError`.
+
+    A process that is forked, as a web server's workers are, begins with an empty pool.
 
     `dsn` is a PostgreSQL URL; `pool_size` bounds the connections that are kept, and `max_overflow` those that are
     opened beyond it under load. Where it leads to a pooler by transactions, such as PgBouncer, its option
@@ -256,6 +277,7 @@ class Database:
             connect_args=self._connect_args,
         )
         _check_at_checkout(self.engine)
+        _USED.add(self)
 
     def __repr__(self) -> str:
         return f"Database({self})"
@@ -413,6 +435,14 @@ class Database:
     def close(self) -> None:
         """Close every pooled connection; the database can be used again afterwards."""
         self.engine.dispose()
+
+    def leave_to_parent(self) -> None:
+        """Begin with an empty pool in a process that was forked: two would speak on one connection otherwise.
+
+        The connections stay open in the other; psycopg does not end those of another process either.
+        """
+        self._ready_lock = threading.Lock()
+        self.engine.dispose(close=False)
 
     def __enter__(self) -> Database:
         return self

@@ -49,6 +49,9 @@ MAX_RETRY_DELAY: Final = 5.0
 CLOSE_SECONDS: Final = 2.0
 """How long closing waits for a thread; one that is connecting ends by itself when that has ended."""
 
+_LOOKS: Final = 4
+"""How often it is asked which server process answers: each look alone can be deceived, in a busy pooler."""
+
 _FIRST_RETRY_DELAY: Final = 0.1
 _MAX_CHANNEL_BYTES: Final = 63
 
@@ -144,7 +147,9 @@ class Listener:
                             return
                         failures, delay = 0, RETEST_SECONDS
                         if not deaf and not _readable(ending, 0.0):
-                            logger.warning(
+                            logger.log(
+                                # Of interest to those alone whom it makes poll.
+                                logging.WARNING if self._has_consumers() else logging.INFO,
                                 "%s lets no notification arrive, as through a pooler by transactions: consumers poll; "
                                 "the option direct=host:port of its URL, which names the server itself, lets them wake "
                                 "up at once",
@@ -161,6 +166,10 @@ class Listener:
                 if _readable(ending, delay):
                     return
 
+    def _has_consumers(self) -> bool:
+        with self._lock:
+            return any(subscription.startswith(f"{LOG}:") for subscription in self._callbacks)
+
     def _become(self, *, listening: bool) -> None:
         own = threading.current_thread()
         with self._lock:
@@ -171,12 +180,19 @@ class Listener:
             _call(callbacks)
 
     def _shared(self, connection: Connection) -> bool:
-        """Whether a pooler has another connection answered by the same server process: LISTEN would stay with that."""
+        """Whether a pooler has a connection answered by several server processes, or by one that answers others too.
+
+        LISTEN would stay with one of them. It hands them out in turn or the last one first, and others take some in
+        between: hence more than one look.
+        """
         if not is_pooled(connection):
             return False
+        own, others = set(), set()
         with self._database.connection() as other:
-            own, others = (each.execute("SELECT pg_backend_pid()").fetchone() for each in (connection, other))
-            return own == others
+            for _ in range(_LOOKS):
+                own |= {_answering(connection), _answering(connection)}
+                others.add(_answering(other))
+        return len(own) > 1 or bool(own & others)
 
     def _listen(self, connection: Connection, ending: socket.socket) -> bool:
         """Listen, and give whether what another connection notifies arrives on this one."""
@@ -311,6 +327,12 @@ class Notifier:
             connection.close()
             raise
         return connection
+
+
+def _answering(connection: Connection) -> int | None:
+    """The server process that answers a connection just now."""
+    row = connection.execute("SELECT pg_backend_pid()").fetchone()
+    return None if row is None else row[0]
 
 
 def _payload(kind: str, topic: str) -> str:

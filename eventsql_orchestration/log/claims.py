@@ -28,11 +28,18 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log import consumption
-from eventsql_orchestration.log.consumption import BatchHandler, ConsumerPartition, Failure, LockedPartition
+from eventsql_orchestration.log.consumption import (
+    BatchHandler,
+    CommitRefusedError,
+    ConsumerPartition,
+    Failure,
+    LockedPartition,
+    Progress,
+)
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.reader import fetch
-from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange
+from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange, how_often
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +52,8 @@ class Claim:
     """A range of a consumer partition that one owner may consume.
 
     `range` never changes. `position` is the offset that its owner has committed up to, `range.after` at first. `epoch`
-    fences: it is the partition's only as long as nobody has taken it over.
+    fences: it is the partition's only as long as nobody has taken it over. `shard` is for whoever handles claims of
+    several shards: he names it.
     """
 
     id: int
@@ -55,6 +63,7 @@ class Claim:
     epoch: int
     owner: str
     position: int
+    shard: str | None = None
 
     @property
     def key(self) -> ConsumerPartition:
@@ -84,12 +93,13 @@ class NoClaim:
     """Why nothing was claimed, as one sentence.
 
     `waiting` is how many events wait, where those are too few, and `due_in` the seconds until they are enough; it is
-    None where the partition cannot be had.
+    None where the partition cannot be had. `leased_by` is who leases it, where somebody does.
     """
 
     reason: str
     waiting: int | None = None
     due_in: float | None = None
+    leased_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +180,8 @@ class Claims:
             locked = consumption.lock(connection, self._queries, key, wait=False)
             if locked is None:
                 return self._not_lockable(connection, key)
-            if (reason := self._refusal(connection, locked)) is not None:
-                return NoClaim(reason)
+            if (refusal := self._refusal(connection, locked)) is not None:
+                return refusal
             if isolate and locked.state.failing:
                 min_events = max_events = 1
             row = connection.execute(
@@ -197,21 +207,23 @@ class Claims:
             raise ConsumerNotFoundError(f"{key} does not exist: create it with `eventsql consumer create`")
         return NoClaim("another consumption has the partition locked")
 
-    def _refusal(self, connection: Connection, locked: LockedPartition) -> str | None:
+    def _refusal(self, connection: Connection, locked: LockedPartition) -> NoClaim | None:
         state = locked.state
         if state.paused:
-            return "the consumer is paused"
+            return NoClaim("the consumer is paused")
         if locked.leased:
             assert state.lease_expires_at is not None
             left = (state.lease_expires_at - locked.now).total_seconds()
-            return f"{state.lease_owner} leases the partition for {left:.0f} s more"
+            return NoClaim(
+                f"{state.lease_owner} leases the partition for {left:.0f} s more", leased_by=state.lease_owner
+            )
         if (reason := self._dead_letters.blocking(state, connection)) is not None:
-            return (
-                f"event {state.failed_event_id} blocks the partition: it failed {state.attempts} times "
+            return NoClaim(
+                f"event {state.failed_event_id} blocks the partition: it failed {how_often(state.attempts)} "
                 f"({state.failure}) and {reason}"
             )
         if locked.retry_in:
-            return f"event {state.failed_event_id} is retried in {locked.retry_in:.0f} s ({state.failure})"
+            return NoClaim(f"event {state.failed_event_id} is retried in {locked.retry_in:.0f} s ({state.failure})")
         return None
 
     def _insert(
@@ -240,7 +252,10 @@ class Claims:
         with self._database.connection() as connection:
             row = connection.execute(self._queries("claim"), {"claim": claim_id}).fetchone()
         if row is None:
-            raise ClaimLostError(f"claim {claim_id} does not exist: its consumer or topic was deleted")
+            raise ClaimLostError(
+                f"claim {claim_id} does not exist: its consumer or topic was deleted, or it ended long ago and "
+                "housekeeping deleted it"
+            )
         return _claim(row), str(row[9])
 
     def live(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> Claim | None:
@@ -490,28 +505,48 @@ class Claims:
         """
         if batch < 1:
             raise ValidationError(f"batch must be at least 1: {batch}")
-        consumed = 0
+        consumed, check = 0, False
         while True:
-            with self._database.transaction() as connection:
-                locked = self._locked(connection, claim)
-                events = fetch(
-                    connection, self._queries, claim.range.topic,
-                    partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=batch,
-                )  # fmt: skip
-                last = len(events) < batch
-                progress = consumption.consume(
-                    connection, self._queries, self._dead_letters, locked,
-                    events=events, handler=handler, upto=claim.range.upto if last else None,
-                )  # fmt: skip
-                consumed += progress.consumed
-                claim = replace(claim, position=progress.offset)
-                if progress.failure is not None and progress.failure.outcome != Failure.DEAD_LETTER:
-                    self._finish(connection, claim, "released")
-                    return Processed(consumed, progress.failure)
-                if claim.position == claim.range.upto:
-                    self._finish(connection, claim, "committed")
-                    return Processed(consumed, progress.failure)
-                connection.execute(self._queries("renew_lease"), {**_holder(claim), "lease": lease})
+            try:
+                progress, claim, ended = self._process_batch(claim, handler, batch=batch, lease=lease, check=check)
+            except CommitRefusedError as refused:
+                if check:
+                    raise refused.error from None
+                check = True
+                continue
+            check = False
+            consumed += progress.consumed
+            if ended:
+                return Processed(consumed, progress.failure)
+
+    def _process_batch(
+        self, claim: Claim, handler: BatchHandler, *, batch: int, lease: float, check: bool
+    ) -> tuple[Progress, Claim, bool]:
+        """A batch of a claim in one transaction; gives what is left of the claim, and whether it has ended.
+
+        With `check`, events are handled one by one, each with what it leaves to the commit. Raises
+        `CommitRefusedError`.
+        """
+        with consumption.transaction(self._database) as connection:
+            locked = self._locked(connection, claim)
+            events = fetch(
+                connection, self._queries, claim.range.topic,
+                partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=batch,
+            )  # fmt: skip
+            last = len(events) < batch
+            progress = consumption.consume(
+                connection, self._queries, self._dead_letters, locked,
+                events=events, handler=handler, upto=claim.range.upto if last else None, each=check, check=check,
+            )  # fmt: skip
+            claim = replace(claim, position=progress.offset)
+            if progress.failure is not None and progress.failure.outcome != Failure.DEAD_LETTER:
+                self._finish(connection, claim, "released")
+                return progress, claim, True
+            if claim.position == claim.range.upto:
+                self._finish(connection, claim, "committed")
+                return progress, claim, True
+            connection.execute(self._queries("renew_lease"), {**_holder(claim), "lease": lease})
+            return progress, claim, False
 
 
 def _limit(connection: Connection, seconds: float, *settings: str) -> None:

@@ -26,6 +26,7 @@ from eventsql_orchestration.log.claims import Claims
 from eventsql_orchestration.log.consumption import (
     BatchFailedError,
     BatchHandler,
+    CommitRefusedError,
     ConsumerPartition,
     EventHandler,
     Failure,
@@ -34,6 +35,7 @@ from eventsql_orchestration.log.consumption import (
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.leased import LeasedHandler, LeasedPasses
+from eventsql_orchestration.log.pacing import Pace, Paces
 from eventsql_orchestration.log.passes import Hold, Pass
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.log.registry import Registry
@@ -56,11 +58,6 @@ server, with the pool's own whether the connection is alive: 0.2 a second for al
 UNANNOUNCED_SECONDS: Final = 60.0
 """How long polling goes on at its full pace after it found events that nobody had notified of, as another library's
 transfer does not."""
-
-REST_EVENTS: Final = 200
-REST_SECONDS: Final = 0.05
-"""A partition whose pass came to so many events, though not to a full batch, rests for so long: where events come fast,
-a pass costs as much as handing over some hundred of them."""
 
 FAULT_DELAY: Final = 5.0
 
@@ -112,8 +109,10 @@ class Consumption:
         polling_delay: float,
         workers: int = MAX_WORKERS,
         listener: Listener | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._keys = keys
+        self._pace = pace or Pace()
         self._look = look
         self._pass = consume
         self._polling_delay = polling_delay
@@ -127,6 +126,7 @@ class Consumption:
         self._queued = threading.Condition(lock)
         self._idle = {key.partition: _Turn(key) for key in keys}
         self._known = set(self._idle)
+        self._pace.join(len(self._known))
         self._looked_at = time.monotonic()
         self._queue: deque[_Turn] = deque()
         self._wakes = 0
@@ -166,6 +166,8 @@ class Consumption:
     def stop_soon(self) -> None:
         """Begin no further batch; returns at once."""
         with self._scouting:
+            if not self._stop.is_set():
+                self._pace.join(-len(self._known))
             self._stop.set()
             self._scouting.notify_all()
             self._queued.notify_all()
@@ -281,6 +283,7 @@ class Consumption:
         """Have a turn for each partition that the consumer got since; it is due at once."""
         for partition in found.keys() - self._known:
             self._known.add(partition)
+            self._pace.join(1)
             self._idle[partition] = _Turn(replace(self._keys[0], partition=partition))
         if not self._stop.is_set():
             self._employ()
@@ -325,22 +328,24 @@ class Consumption:
 
     def _settle(self, turn: _Turn, came_to: Pass) -> None:
         """Put a partition back into the queue, or leave it idle until it is due."""
+        now = time.monotonic()
+        done = came_to.progress
+        rest = None if done is None else self._pace.rest(done.consumed + done.passed, now)
         with self._scouting:
             if came_to.more:
                 turn.least, turn.deaf = 1, False
                 self._queue.append(turn)
                 self._queued.notify()
                 return
-            now = time.monotonic()
             due_in = self._idle_delay() if came_to.due_in is None else came_to.due_in
             turn.least, turn.deaf, turn.empty = came_to.least, came_to.deaf, False
             turn.enough_at = now + due_in if came_to.least > 1 else 0.0
-            if came_to.due_in is None and came_to.progress is not None and came_to.progress.consumed >= REST_EVENTS:
-                due_in, turn.deaf = REST_SECONDS, True
+            if came_to.due_in is None and rest is not None:
+                due_in, turn.deaf = rest - now, True
             elif not turn.deaf and turn.wakes != self._wakes:
                 # What it was that came during the pass, the pass may not have seen.
                 due_in = 0.0
-            elif came_to.progress is not None and came_to.due_in is None and not self._notified():
+            elif done is not None and came_to.due_in is None and not self._notified():
                 due_in = 0.0
             elif came_to.least > 1:
                 due_in = min(due_in, self._idle_delay())
@@ -412,6 +417,8 @@ class Consumers:
         self._layouts = Layouts(database)
         self._queries = Queries("log", database.schema)
         self._own_queries = Queries("consumers", database.schema)
+        self.paces = Paces()
+        """Those of several databases share theirs."""
         # Their threads keep those that run.
         self._running: weakref.WeakSet[Consumption] = weakref.WeakSet()
         self._running_lock = threading.Lock()
@@ -525,6 +532,7 @@ class Consumers:
             polling_delay=polling_delay,
             workers=workers,
             listener=self._listener,
+            pace=self.paces.of(topic, consumer),
         )
         with self._running_lock:
             self._running.add(started)
@@ -588,18 +596,28 @@ class Consumers:
 
     def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
         """One pass over one partition; without progress when nothing could or need be consumed."""
-        try:
-            return self._attempt(key, plan, hold, plan.handler, each=plan.each)
-        except BatchFailedError as failed:
-            handler = failed.handler(plan.handler)
-        # A savepoint for each batch, in case, would be two more messages to the server. Not in the block above: what
-        # failed, and the frames with its events, would be kept while they are read and handled again.
-        return self._attempt(key, plan, hold, handler, each=True)
+        handler, each, check = plan.handler, plan.each, False
+        while True:
+            try:
+                return self._attempt(key, plan, hold, handler, each=each, check=check)
+            except BatchFailedError as failed:
+                # A savepoint for each batch, in case, would be two more messages to the server. Handled again outside
+                # of this block: what failed, and the frames with its events, would be kept meanwhile.
+                handler, each = failed.handler(plan.handler), True
+            except CommitRefusedError as refused:
+                if check:
+                    raise refused.error from None
+                handler, each, check = plan.handler, True, True
 
-    def _attempt(self, key: ConsumerPartition, plan: _Plan, hold: Hold, handler: BatchHandler, *, each: bool) -> Pass:
-        """A pass in one transaction. Raises `BatchFailedError` where it must be made with `each`."""
+    def _attempt(
+        self, key: ConsumerPartition, plan: _Plan, hold: Hold, handler: BatchHandler, *, each: bool, check: bool
+    ) -> Pass:
+        """A pass in one transaction.
+
+        Raises `BatchFailedError` where it must be made with `each`, `CommitRefusedError` where with `check` as well.
+        """
         refused = Pass(due_in=plan.polling_delay, deaf=True)
-        with self._database.transaction() as connection, hold.connection(connection):
+        with consumption.transaction(self._database) as connection, hold.connection(connection):
             locked = consumption.lock(connection, self._queries, key, wait=False)
             if locked is None or locked.state.paused or locked.leased or locked.retry_in:
                 return refused
@@ -619,7 +637,7 @@ class Consumers:
                 return Pass(due_in=plan.max_polling_delay - waited, least=plan.min_events)
             progress = consumption.consume(
                 connection, self._queries, self._dead_letters, locked,
-                events=events, handler=handler, each=each, savepoint=False,
+                events=events, handler=handler, each=each, savepoint=False, check=check,
             )  # fmt: skip
         # At the end of a layout the pass after this one asks for the next.
         return _came_to(progress, plan, full=len(events) == plan.max_events or locked.state.until is not None)

@@ -7,7 +7,8 @@ consumption that lost its partition rolls its effects back, whatever took the pa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, TypeAlias
@@ -16,11 +17,11 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ClaimLostError, ConsumptionError
 from eventsql_orchestration.log.dead_letters import MAX_MESSAGE_LENGTH, NEVER, DeadLetterCause, DeadLetters, describe
 from eventsql_orchestration.log.reader import MAX_OFFSET
-from eventsql_orchestration.model import ConsumerState, Event, EventFilter
+from eventsql_orchestration.model import ConsumerState, Event, EventFilter, how_often
 
 logger = logging.getLogger(__name__)
 
@@ -170,14 +171,50 @@ class BatchFailedError(Exception):
         return handle_again
 
 
+class CommitRefusedError(Exception):
+    """Internal: the server refused a commit for what the handler had written.
+
+    It checks deferred constraints then. `error` is what it said; the events may be handled one by one, with `check`.
+    """
+
+    def __init__(self, error: psycopg.Error) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+_NOT_REFUSED: Final = ("08", "40", "53", "55", "57", "58")
+"""Classes of SQLSTATEs that say nothing of what was written: connections, conflicts, resources, the operator."""
+
+
+@contextmanager
+def transaction(database: Database) -> Iterator[Connection]:
+    """As `Database.transaction`; `CommitRefusedError` where the server refuses the commit for what was written."""
+    committing = False
+    try:
+        with database.transaction() as connection:
+            yield connection
+            committing = True
+    except psycopg.Error as error:
+        if not committing or error.sqlstate is None or error.sqlstate.startswith(_NOT_REFUSED):
+            raise
+        raise CommitRefusedError(error) from error
+
+
 def handle(
-    connection: Connection, events: Sequence[Event], handler: BatchHandler, *, each: bool, savepoint: bool
+    connection: Connection,
+    events: Sequence[Event],
+    handler: BatchHandler,
+    *,
+    each: bool,
+    savepoint: bool,
+    check: bool = False,
 ) -> None:
     """Run `handler` over `events` in the caller's transaction, all at once or, with `each`, one by one.
 
     When it fails for all at once, its effects are undone and the events are handed to it one by one, so that the event
     that fails is known and those before it are done. Raises `EventFailedError`. Without `savepoint` the caller undoes
-    the effects, and hands the events over again with `each`: raises `BatchFailedError`.
+    the effects, and hands the events over again with `each`: raises `BatchFailedError`. With `check`, what an event's
+    effects leave to the commit is checked after it.
     """
     if not each and (len(events) > 1 or not savepoint):
         try:
@@ -195,16 +232,20 @@ def handle(
                 raise BatchFailedError(events, error) from error
     for done, event in enumerate(events):
         try:
-            _savepoint(connection, [event], handler)
+            _savepoint(connection, [event], handler, check=check)
         except Exception as error:
             if _transaction_lost(connection):
                 raise
             raise EventFailedError(event, done, _cause(error)) from error
 
 
-def _savepoint(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
+def _savepoint(connection: Connection, events: Sequence[Event], handler: BatchHandler, *, check: bool = False) -> None:
     with connection.transaction():
         _run(connection, events, handler)
+        if check:
+            # Undone, so that what comes next may leave as much to the commit.
+            with connection.transaction(force_rollback=True):
+                connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
 
 
 def _run(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
@@ -244,6 +285,7 @@ def consume(
     each: bool = False,
     upto: int | None = None,
     savepoint: bool = True,
+    check: bool = False,
 ) -> Progress:
     """Handle `events`, and move the offset, in the caller's transaction that holds the lock.
 
@@ -254,7 +296,7 @@ def consume(
     `upto` is the offset to reach when all succeed (the last event's by default). A failing event is noted on the
     consumer row, or buried once its attempts are spent; what went before it is done all the same. Raises
     `ClaimLostError` when the offset is not where the batch began, and what the handler raised when the transaction is
-    lost with it. `savepoint` as in `handle`.
+    lost with it. `savepoint` and `check` as in `handle`.
     """
     if upto is None:
         upto = events[-1].id if events else locked.offset
@@ -262,7 +304,7 @@ def consume(
     try:
         if chosen:
             each = each or locked.state.failed_event_id == chosen[0].id
-            handle(connection, chosen, handler, each=each, savepoint=savepoint)
+            handle(connection, chosen, handler, each=each, savepoint=savepoint, check=check)
     except EventFailedError as failed:
         done = chosen[: failed.done]
         before = [event for event in events if event.id < failed.event.id]
@@ -343,16 +385,16 @@ def _record(
         if _transaction_lost(connection):
             raise
         problem = f"its dead letter could not be made: {describe(error)}"
-        logger.exception("%s is held up by event %d, which failed %d times: %s", key, event.id, attempts, problem)
+        logger.exception("%s is held up by event %d, which failed %s: %s", key, event.id, how_often(attempts), problem)
         noted = f"{description[: MAX_MESSAGE_LENGTH // 2]} ({problem}"[: MAX_MESSAGE_LENGTH - 1] + ")"
         _note(connection, queries, key, event, attempts=attempts, failure=noted, backoff=_backoff(attempts))
         return Failure(event, noted, attempts, Failure.RETRY)
     if not buried:
         _note(connection, queries, key, event, attempts=attempts, failure=description, backoff=NEVER)
         logger.error(
-            "%s is blocked by event %d, which failed %d times (%s) and was not made a dead letter; mend the handler or "
+            "%s is blocked by event %d, which failed %s (%s) and was not made a dead letter; mend the handler or "
             "the dead letter factory and resume the consumer",
-            key, event.id, attempts, description,
+            key, event.id, how_often(attempts), description,
         )  # fmt: skip
         return Failure(event, description, attempts, Failure.BLOCKED)
     advance(connection, queries, key, after=after, upto=event.id, first=event.id, consumed=1)
@@ -398,9 +440,9 @@ def record_failure(
     _note(connection, queries, key, event, attempts=attempts, failure=description, backoff=backoff)
     if attempts >= state.max_attempts:
         logger.error(
-            "%s is blocked by event %d, which failed %d times (%s); mend the handler and resume the consumer, "
+            "%s is blocked by event %d, which failed %s (%s); mend the handler and resume the consumer, "
             "or create topic %s_dlt to take such events",
-            key, event.id, attempts, description, key.topic,
+            key, event.id, how_often(attempts), description, key.topic,
         )  # fmt: skip
         return Failure(event, description, attempts, Failure.BLOCKED)
     logger.warning(

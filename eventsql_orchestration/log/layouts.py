@@ -143,7 +143,8 @@ def move(connection: Connection, schema: str, topic: str, consumer: str, *, offs
     connection.execute(queries("hold"), {**own, "until": at.until})
     connection.execute(queries("release_beyond"), {**own, "partitions": at.partitions})
     connection.execute(queries("delete_beyond"), {**own, "partitions": at.partitions})
-    connection.execute(queries("add_partitions"), {**own, "partitions": at.partitions, "after": offset})
+    added = {"partitions": at.partitions, "after": offset, "least": 0}
+    connection.execute(queries("add_partitions"), {**own, **added})
 
 
 def check_same_layout(known: Sequence[Layout], offset: int, targets: Sequence[int], *, whole: bool) -> None:

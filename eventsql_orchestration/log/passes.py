@@ -14,7 +14,7 @@ from typing import Final
 
 import psycopg
 
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, is_pooled
 from eventsql_orchestration.errors import ClaimLostError, EventSQLError
 from eventsql_orchestration.log.consumption import Progress
 
@@ -111,16 +111,26 @@ def _shut(connection: Connection) -> Callable[[], object] | None:
 
     Only the socket is shut: closing the connection would free what libpq works with in that thread. The server rolls
     the transaction back when it notices, between two statements, and so a statement under way is cancelled. Not before
-    the socket is shut, or the thread would take it for a failure of its event.
+    the socket is shut, or the thread would take it for a failure of its event. A pooler cancels for those alone whom it
+    has not lost: there, the thread hears nothing any more from the beginning, and the pooler notices after the cancel.
     """
     with suppress(psycopg.Error, OSError):
         if psycopg.capabilities.has_cancel_safe():
             cancel: Callable[[], object] = connection.pgconn.cancel_conn().blocking
         else:
             cancel = connection.pgconn.get_cancel().cancel
-        with socket.socket(fileno=os.dup(connection.fileno())) as wire:
-            wire.shutdown(socket.SHUT_RDWR)
-        return cancel
+        wire = socket.socket(fileno=os.dup(connection.fileno()))
+        wire.shutdown(socket.SHUT_RD if is_pooled(connection) else socket.SHUT_RDWR)
+
+        def end() -> None:
+            with wire:
+                try:
+                    cancel()
+                finally:
+                    with suppress(OSError):
+                        wire.shutdown(socket.SHUT_RDWR)
+
+        return end
     return None
 
 

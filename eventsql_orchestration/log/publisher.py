@@ -129,6 +129,9 @@ class Publisher:
         again. Otherwise as `publish`.
         """
         if connection is None:
+            if placed is not None and placed.names and isinstance(publications, list):
+                # The part of a batch in memory whose size is known to be small enough.
+                return self._publish_known(publications, placed)
             first, rest = _begin(publications)
             if rest is None:
                 return self._publish_known(first, placed)
@@ -141,7 +144,9 @@ class Publisher:
         for name in names:
             # Not in the transaction below: it has a connection, and this may need another.
             self._registry.cached_topic(name)
-        if self._writer is not None and len(publications) >= STRAIGHT_LEAST and len(names) == 1:
+        # A part of a batch of many shards has as many topics, each with a lock of its own, to go to.
+        least = STRAIGHT_LEAST // max(1, len(placed.names) if placed is not None else 1)
+        if self._writer is not None and len(publications) >= least and len(names) == 1:
             topic = self._definition(publications[0].topic, placed)
             if self._append(self._writer, topic, publications):
                 return len(publications)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import psycopg
-from sqlalchemy import Connection, delete, func, null, select, text, true, update
+from sqlalchemy import Connection, any_, delete, func, null, select, text, true, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.schema import DropTable
 
@@ -470,9 +470,15 @@ def _create_log(connection: Connection, topic: Topic) -> None:
 def _has_events(connection: Connection, name: str) -> bool:
     log = tables.event_log(name, partitioned=False)
     buffered = select(tables.event_buffer.c.eql_id).where(tables.event_buffer.c.eql_topic == name).limit(1)
-    return (
-        connection.execute(select(log.c.eql_id).limit(1)).first() is not None
-        or connection.execute(buffered).first() is not None
+    block, part = tables.spark_staged_event.c, tables.spark_part.c
+    decided = (
+        select(block.eql_attempt)
+        .join(tables.spark_part, block.eql_attempt == any_(part.eql_attempts))
+        .where(block.eql_topic == name, part.eql_published_at.is_(None))
+        .limit(1)
+    )
+    return any(
+        connection.execute(found).first() is not None for found in (select(log.c.eql_id).limit(1), buffered, decided)
     )
 
 

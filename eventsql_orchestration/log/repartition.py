@@ -13,8 +13,9 @@ import psycopg
 
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
-from eventsql_orchestration.log import segments
+from eventsql_orchestration.log import guards, segments
 from eventsql_orchestration.log.layouts import layouts
+from eventsql_orchestration.log.parts import OpenPartsError, refuse_open_parts
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.log.registry import Registry, consumer_states, find_topic, lock_registry
 from eventsql_orchestration.log.transfer import Transfer
@@ -125,31 +126,41 @@ class Repartitioner:
             current = find_topic(connection, topic)
             if row is None or current is None or current.partitions == partitions:
                 return None
-            drain(driver, self._database.schema, [(topic, current.partitions, current.layout)])
-            after = segments.newest_id(driver, self._database.schema, topic)
+            schema = self._database.schema
+            guarded = partitions < current.partitions or guards.is_guarded(driver, schema, topic)
+            if guarded:
+                guards.hold(driver, schema, topic)
+            drain(driver, schema, [(topic, current.partitions, current.layout)])
+            after = segments.newest_id(driver, schema, topic)
             own = {"topic": topic}
-            if not layouts(driver, self._database.schema, topic):
+            if not layouts(driver, schema, topic):
                 first = {"layout": current.layout, "partitions": current.partitions, "after": 0}
                 driver.execute(self._layouts("add_layout"), {**own, **first})
             changed = {**own, "layout": current.layout + 1, "partitions": partitions, "after": after}
             driver.execute(self._layouts("add_layout"), changed)
             driver.execute(self._layouts("lay_out"), changed)
             driver.execute(self._layouts("hold_all"), changed)
+            if guarded:
+                # After what came by the old number.
+                guards.guard(driver, schema, topic, partitions)
             consumers = tuple(sorted({state.name for state in states}))
             for consumer in consumers:
-                driver.execute(self._layouts("add_partitions"), {**changed, "consumer": consumer})
+                added = {"consumer": consumer, "least": current.partitions}
+                driver.execute(self._layouts("add_partitions"), {**changed, **added})
             return Repartitioning(topic, current.partitions, partitions, after, consumers)
 
 
 def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tuple[str, int, int]]) -> None:
     """Move what is in the buffer, and let nothing come into it until the caller's transaction ends, which holds these.
 
-    `topics` are names with their partitions and layouts. Raises `TooManyBufferedError`, and the driver's error where a
-    publisher's transaction does not end in time.
+    `topics` are names with their partitions and layouts. Raises `TooManyBufferedError`, `OpenPartsError` where events
+    that are published over several shards are not in the buffer yet, and the driver's error where a publisher's
+    transaction does not end in time.
     """
     log, layout_queries = Queries("log", schema), Queries("layouts", schema)
     _limit(connection, BUFFER_SECONDS)
     connection.execute(layout_queries("lock_buffer"))
+    refuse_open_parts(connection, schema)
     for topic, partitions, layout in topics:
         counted = {"topic": topic, "limit": MOST_BUFFERED + 1}
         row = connection.execute(layout_queries("count_buffered"), counted).fetchone()
@@ -174,4 +185,6 @@ def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:
     why = "transactions of consumers or publishers that do not end are in the way; try again later"
     if isinstance(error, TooManyBufferedError):
         why = f"more than {MOST_BUFFERED:,} events come into the buffer while it is emptied; try when fewer do"
+    elif isinstance(error, OpenPartsError):
+        why = str(error)
     return DatabaseBusyError(f"topic {topic.name!r} keeps its {topic.partitions} partitions: {why}")

@@ -94,7 +94,7 @@ class Seeker:
         """
         wanted = choose_partitions(self._registry.consumer(topic, consumer), partition)
         with self._database.core() as connection:
-            states = self._lock(connection, topic, consumer, wanted)
+            states, known = self._lock(connection, topic, consumer, wanted)
             states = states if choose is None else list(choose(states))
             if not states:
                 return []
@@ -105,21 +105,25 @@ class Seeker:
             driver = driver_connection(connection)
             driver.execute(self._queries("release_claims"), own)
             driver.execute(self._queries("seek"), {**own, "offsets": [move.target for move in moves]})
-            self._settle(connection, states[0], moves)
+            self._settle(connection, states[0], moves, known)
         self._announce([topic])
         # Counting takes its time, and the past does not change.
         return [self._counted(move) for move in moves]
 
     def _lock(
         self, connection: Connection, topic: str, consumer: str, partitions: Sequence[int]
-    ) -> list[ConsumerState]:
-        """Keep retention from dropping what is looked at, and consumptions from moving the offsets."""
+    ) -> tuple[list[ConsumerState], list[layouts.Layout]]:
+        """Keep retention from dropping what is looked at, and consumptions from moving the offsets.
+
+        Gives the partitions that are asked for, and the layouts of the topic, which nobody changes meanwhile either.
+        """
         connection.execute(text(f"SET LOCAL statement_timeout TO '{LOCK_SECONDS}s'"))
         try:
             with self._database.errors():
                 lock_registry(connection)
                 # Of a topic that was repartitioned, all: `_settle` has to do with them.
-                known = layouts.layouts(driver_connection(connection), self._database.schema, topic)
+                schema, wide = self._database.schema, NOT_PARTITIONED not in partitions
+                known = layouts.layouts(driver_connection(connection), schema, topic) if wide else []
                 locked = consumer_states(
                     connection, topic, consumer, partitions=None if known else partitions, lock=True
                 )
@@ -134,7 +138,7 @@ class Seeker:
             raise ConsumerNotFoundError(
                 f"consumer {consumer!r} of topic {topic!r} did not move: its partitions were deleted meanwhile"
             )
-        return states
+        return states, known
 
     def _moves(self, connection: Connection, states: Sequence[ConsumerState], position: Position) -> list[Move]:
         """The moves, with nothing counted yet."""
@@ -154,10 +158,11 @@ class Seeker:
             for state in states
         ]  # fmt: skip
 
-    def _settle(self, connection: Connection, state: ConsumerState, moves: Sequence[Move]) -> None:
+    def _settle(
+        self, connection: Connection, state: ConsumerState, moves: Sequence[Move], known: Sequence[layouts.Layout]
+    ) -> None:
         """Give a consumer the partitions of the place that it has gone to, where those of its topic have changed."""
         topic, consumer, driver = state.topic, state.name, driver_connection(connection)
-        known = [] if state.partition == NOT_PARTITIONED else layouts.layouts(driver, self._database.schema, topic)
         if not known:
             return
         now = consumer_states(connection, topic, consumer, lock=True)

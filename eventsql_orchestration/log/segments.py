@@ -20,6 +20,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import RegistryError
+from eventsql_orchestration.log import guards
 
 SEGMENT_EVENTS: Final = 5_000_000
 """Ids of a segment: planning a read takes longer with each one that it may touch. Measured: one is dropped in 30 ms."""
@@ -175,6 +176,7 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
         with connection.transaction():
             connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
             cursor.execute(Queries("log", schema)("await_topic"), {"topic": topic})
+            partitions = guards.release(connection, schema, topic)
             alter(
                 "ALTER TABLE {log} RENAME TO {name}",
                 "CREATE TABLE {log} (LIKE {segment} INCLUDING ALL EXCLUDING CONSTRAINTS) PARTITION BY RANGE (eql_id)",
@@ -183,6 +185,8 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
                 "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM (MINVALUE) TO ({end})",
                 "ALTER TABLE {segment} DROP CONSTRAINT {check}",
             )
+            if partitions is not None:
+                guards.guard(connection, schema, topic, partitions)
             _pass_on_rights(connection, schema, topic, segment_name(topic, 0))
             ensure_ahead(connection, schema, topic)
     except BaseException:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.bench import machine, stream, workload
+from eventsql_orchestration.bench import machine, processor, stream, workload
 from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample, percentile, quarter_rates
 from eventsql_orchestration.bench.session import PREFIX, Session
 from eventsql_orchestration.bench.statements import counted
@@ -194,3 +197,17 @@ def test_processes_end_with_their_crew(session: Session) -> None:
         crew.go()
         assert member.process.poll() is None
     assert member.process.poll() is not None
+
+
+def test_a_meter_counts_the_processor_time_of_processes_and_of_what_they_started() -> None:
+    busy = "import time; begin = time.process_time()\nwhile time.process_time() < begin + 0.3: pass"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}]); input()"
+    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE) as process:
+        try:
+            meter = processor.Meter({"child": [process.pid], "nobody": []})
+            before = time.monotonic()
+            while meter.taken()["child"] < 0.3:
+                assert time.monotonic() < before + 60
+            assert meter.taken()["nobody"] == 0.0
+        finally:
+            process.kill()

@@ -274,6 +274,12 @@ def test_a_pool_that_is_used_up_says_so(dsn: str) -> None:
             pid_of(database)
 
 
+@pytest.mark.parametrize("sqlstate", ["08000", "08006", "08P01"])
+def test_what_a_pooler_says_while_its_server_is_away_is_an_error_of_ours(database: Database, sqlstate: str) -> None:
+    with pytest.raises(DatabaseUnavailableError, match="query_wait_timeout"), database.errors():
+        raise psycopg.errors.lookup(sqlstate)("query_wait_timeout")
+
+
 @pytest.mark.parametrize("sqlstate", ["53100", "53200"])
 def test_a_full_disk_or_memory_says_that_nothing_was_stored(database: Database, sqlstate: str) -> None:
     with pytest.raises(DatabaseFullError, match="nothing of this call was stored"):

@@ -17,6 +17,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClaimLostError, InvalidNameError, RedefinitionError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.guards import stranded
 from tests.java.conftest import Open
 from tests.java.sides import JavaError, Side, Written
 
@@ -366,3 +367,30 @@ def test_a_java_publisher_keeps_the_partitions_of_its_start(java: Side, platform
         until(lambda: platform.reader.count("orders") == 40)
         (newest,) = connection.execute("SELECT max(eql_partition) FROM eventsql.orders_event").fetchone() or (None,)
     assert newest == 1
+
+
+def test_an_event_of_java_for_a_partition_that_is_gone_lies_where_its_key_does(
+    java: Side, open_java: Open, platform: EventSQL, until: Until
+) -> None:
+    """Its own transfer moves it as it was published: what a topic lost, its log has placed anew."""
+    platform.registry.register_topic(Topic("orders", 6)).register_consumer(Consumer("orders", "sums", partitioned=True))
+    keys = [str(number) for number in range(40)]
+    java.publish("orders", [Written(key, b"before") for key in keys])
+    moved(platform, "orders", 40, until)
+    changed = platform.repartitioner.repartition("orders", 2)
+    assert changed is not None
+    late = open_java(platform.database.dsn)
+    java.publish("orders", [Written(key, b"after") for key in keys] + [Written(None, b"any")] * 20)
+    late.publish("orders", [Written(key, b"known") for key in keys])
+    events = moved(platform, "orders", 140, until)
+    assert {event.partition for event in events if event.id <= changed.after} == set(range(6))
+    after = [event for event in events if event.id > changed.after]
+    assert {event.partition for event in after} == {0, 1}
+    places = {event.key: event.partition for event in after if event.value == b"known"}
+    gone = {event.key for event in events if event.id <= changed.after and event.partition > 1}
+    assert all(event.partition == places[event.key] for event in after if event.key in gone)
+    assert stranded(platform.database, "orders") == []
+    seen: list[Event] = []
+    while platform.consumers.consume_once("orders", "sums", lambda batch, _: seen.extend(batch)):
+        pass
+    assert sorted(event.id for event in seen) == [event.id for event in events]

@@ -27,12 +27,12 @@ Spawn: TypeAlias = Callable[..., "Worker"]
 
 
 @pytest.fixture
-def sessions(dsn: str) -> Iterator[Sessions]:
+def sessions(direct_dsn: str) -> Iterator[Sessions]:
     """Opens sessions whose transactions the test holds open; whatever they left is rolled back at the end."""
     opened: list[Connection] = []
 
     def session() -> Connection:
-        opened.append(psycopg.connect(dsn))
+        opened.append(psycopg.connect(direct_dsn))
         return opened[-1]
 
     yield session
@@ -54,11 +54,11 @@ def until() -> Until:
 
 
 @pytest.fixture
-def until_blocked(dsn: str, until: Until) -> Callable[[], None]:
+def until_blocked(direct_dsn: str, until: Until) -> Callable[[], None]:
     """Waits until a statement of another session of the test's database waits for a lock."""
 
     def wait() -> None:
-        with psycopg.connect(dsn, autocommit=True) as connection:
+        with psycopg.connect(direct_dsn, autocommit=True) as connection:
             until(
                 lambda: connection.execute(
                     "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
@@ -73,7 +73,7 @@ class Worker:
 
     def __init__(self, *arguments: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["eventsql_orchestration.platform", "tests.log.worker"])
+        context.set_forkserver_preload(["eventsql_orchestration.platform", "tests.log.worker", "tests.log.dying"])
         self._wire, theirs = context.Pipe()
         self._process = context.Process(target=worker.play, args=(theirs, *arguments))
         self._process.start()

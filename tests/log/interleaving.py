@@ -13,7 +13,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import psycopg
 import pytest
@@ -129,9 +129,25 @@ def _text(query: Any) -> str:
 
 
 def _stop(connection: psycopg.Connection[Any], step: str) -> None:
-    actor: Actor | None = getattr(_here, "actor", None)
+    actor: Stepper | None = getattr(_here, "actor", None)
     if actor is not None:
         actor.stop_before(step, connection)
+
+
+class Stepper(Protocol):
+    """Whoever is told of each step before it is taken."""
+
+    def stop_before(self, step: str, connection: psycopg.Connection[Any]) -> None: ...
+
+
+@contextmanager
+def playing(stepper: Stepper) -> Iterator[None]:
+    """What this thread says in the block, on connections of `stepping`, are steps of its."""
+    _here.actor = stepper
+    try:
+        yield
+    finally:
+        _here.actor = None
 
 
 @contextmanager

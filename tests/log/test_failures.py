@@ -195,6 +195,123 @@ def test_a_handler_that_ends_the_transaction_is_stopped_at_once_and_the_offset_s
     assert consume(platform, write) == 10
 
 
+@pytest.fixture
+def _deferred(platform: EventSQL) -> None:
+    """What handlers write is checked when it is committed: effects may not be of event 4, and need a parent."""
+    with platform.database.connection() as connection:
+        connection.execute(
+            """
+            CREATE TABLE parents (id bigint PRIMARY KEY);
+            ALTER TABLE effects ADD FOREIGN KEY (event_id) REFERENCES parents DEFERRABLE INITIALLY DEFERRED;
+            """
+        )
+
+
+def write_child_first(events: Sequence[Event], connection: Connection) -> None:
+    """Event 4 never gets its parent."""
+    write(events, connection)
+    for event in events:
+        if event.id != 4:
+            connection.execute("INSERT INTO parents VALUES (%s)", (event.id,))
+
+
+@pytest.mark.usefixtures("_deferred")
+@pytest.mark.parametrize("way", ["batch", "each", "claim"])
+def test_what_the_commit_refuses_is_the_failure_of_its_event_alone(
+    platform: EventSQL, effects: Callable[[], list[int]], way: str
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+
+    def turn() -> None:
+        if way == "claim":
+            claim = platform.claims.claim("orders", "mailer", owner="me")
+            assert isinstance(claim, Claim)
+            platform.claims.process(claim, write_child_first, batch=6)
+        else:
+            platform.consumers.consume_once(
+                "orders", "mailer", write_child_first, **({"max_events": 1} if way == "each" else {})
+            )
+
+    while state_of(platform).last_event_id < 10:
+        turn()
+        make_due(platform)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert letter.metadata["dlt_attempts"] == "3"
+    assert letter.metadata["dlt_exception"].endswith("ForeignKeyViolation")
+
+
+@pytest.mark.usefixtures("_deferred")
+def test_a_commit_that_conflicts_is_tried_again_and_is_nobodys_failure(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(
+            """
+            CREATE SEQUENCE tries;
+            CREATE FUNCTION conflict() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                IF nextval('tries') = 1 THEN
+                    RAISE EXCEPTION 'could not serialize' USING ERRCODE = 'serialization_failure';
+                END IF;
+                RETURN NULL;
+            END $$;
+            CREATE CONSTRAINT TRIGGER conflict AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED
+                FOR EACH ROW EXECUTE FUNCTION conflict();
+            """
+        )
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        connection.execute("SET CONSTRAINTS ALL DEFERRED")
+        for event in events:
+            connection.execute("INSERT INTO parents VALUES (%s)", (event.id,))
+        write(events, connection)
+
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        consume(platform, handle)
+    assert effects() == []
+    assert state_of(platform).failed_event_id is None
+    assert consume(platform, handle) == 10
+    assert effects() == list(range(1, 11))
+
+
+@pytest.mark.parametrize("begin", ["BEGIN", "SAVEPOINT mine", "SAVEPOINT mine; RELEASE mine"])
+def test_a_handler_that_begins_something_and_fails_costs_its_event_alone(
+    platform: EventSQL, effects: Callable[[], list[int]], begin: str
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        connection.execute(begin.encode())
+        for event in events:
+            write([event], connection)
+            if event.id == 4:
+                raise ValueError
+
+    assert consume(platform, handle) == 3
+    assert effects() == [1, 2, 3]
+    assert state_of(platform).failed_event_id == 4
+
+
+@pytest.mark.parametrize("failing", [ValueError, None])
+@pytest.mark.parametrize("ending", ["COMMIT", "COMMIT; BEGIN", "ROLLBACK; BEGIN"])
+def test_what_a_handler_commits_itself_may_come_twice_and_its_events_are_not_passed(
+    platform: EventSQL, effects: Callable[[], list[int]], ending: str, failing: type[Exception] | None
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        connection.execute(ending.encode())
+        if failing is not None:
+            raise failing
+
+    with pytest.raises((psycopg.Error, ValueError)):
+        consume(platform, handle)
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.consumed_events) == (0, None, 0)
+    with platform.database.connection() as connection:
+        connection.execute("TRUNCATE effects")
+    assert consume(platform, write) == 10
+    assert effects() == list(range(1, 11))
+
+
 def test_a_handler_may_set_up_the_connection_as_it_likes(platform: EventSQL, effects: Callable[[], list[int]]) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
     with platform.database.connection() as connection:
@@ -518,7 +635,7 @@ def test_where_a_factory_makes_no_dead_letter_the_partition_stops_loudly_until_i
     refusal = platform.claims.claim("orders", "mailer", owner="me")
     assert isinstance(refusal, NoClaim)
     assert refusal.reason == (
-        "event 4 blocks the partition: it failed 1 times (ValueError: no such customer) "
+        "event 4 blocks the partition: it failed once (ValueError: no such customer) "
         "and no dead letter was to be made of it"
     )
     handler.broken.clear()

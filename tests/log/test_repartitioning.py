@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,18 +14,21 @@ import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
+    DatabaseUnavailableError,
     RedefinitionError,
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.log import repartition
+from eventsql_orchestration.log import guards, repartition, segments
 from eventsql_orchestration.log.claims import Claim, NoClaim
 from eventsql_orchestration.log.lag import LagCause
 from eventsql_orchestration.log.partitioner import partition_of_key
 from eventsql_orchestration.log.positions import AtOffset, Earliest, Latest, ShiftBy
 from eventsql_orchestration.model import Event
+from tests.log.dying import repartition_and_die, repartition_until
 
 KEYS = [f"rider {number}" for number in range(40)]
 
@@ -327,6 +331,16 @@ def test_retention_keeps_what_later_layouts_have_for_a_consumer(platform: EventS
     assert orders.consume() == 100
 
 
+@pytest.mark.parametrize("only", [0, 1])
+def test_a_side_consumer_of_some_partitions_gets_no_others(platform: EventSQL, orders: Orders, only: int) -> None:
+    """It stands for a window of a backfill, which is replayed in these and moves the offsets of these."""
+    orders.publish(50)
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.consumer WHERE eql_partition NOT IN (-1, %s)", [only])
+    platform.repartitioner.repartition("orders", 5)
+    assert partitions(platform) == [only]
+
+
 # Publishers that know the old number
 
 
@@ -362,6 +376,95 @@ def test_a_library_that_knows_nothing_of_layouts_loses_no_event(platform: EventS
     keyed, other = platform.reader.read("orders")
     assert keyed.partition == partition_of_key("rider 1", 2)
     assert other.partition in (0, 1)
+
+
+# Writers that know nothing of layouts
+
+
+def write_past(platform: EventSQL, partition: int, key: str | None = None) -> Event:
+    """As EventSQL's Java library moves an event into a log: by the number that its publisher knew."""
+    with platform.database.connection() as connection:
+        row = connection.execute(
+            "INSERT INTO eventsql.orders_event (eql_partition, eql_key, eql_value, eql_buffered_at, eql_metadata) "
+            "VALUES (%s, %s, '', now(), '{}') RETURNING eql_id",
+            [partition, key],
+        ).fetchone()
+    assert row is not None
+    (event,) = platform.reader.read("orders", after=row[0] - 1, limit=1)
+    return event
+
+
+def test_what_is_written_for_a_partition_that_is_gone_lies_where_its_key_does(platform: EventSQL) -> None:
+    assert write_past(platform, 2, "rider 1").partition == 2
+    for number, gone in ((2, range(2, 9)), (5, range(5, 9)), (1, range(1, 9)), (7, range(7, 9))):
+        platform.repartitioner.repartition("orders", number)
+        for partition in gone:
+            assert write_past(platform, partition, "rider 1").partition == partition_of_key("rider 1", number)
+            assert write_past(platform, partition).partition in range(number)
+        for partition in range(number):
+            assert write_past(platform, partition, "rider 1").partition == partition
+    assert guards.stranded(platform.database, "orders") == []
+
+
+def test_a_log_whose_topic_never_lost_a_partition_has_no_guard(platform: EventSQL) -> None:
+    platform.repartitioner.repartition("orders", 4)
+    platform.repartitioner.repartition("orders", 9)
+    with platform.database.connection() as connection:
+        assert not guards.is_guarded(connection, "eventsql", "orders")
+
+
+def test_segments_that_come_later_are_guarded_too(platform: EventSQL) -> None:
+    platform.repartitioner.repartition("orders", 2)
+    for number in range(1, 5):
+        with platform.database.connection() as connection:
+            newest = number * segments.SEGMENT_EVENTS - 3
+            connection.execute("SELECT setval('eventsql.orders_event_eql_id_seq', %s)", [newest])
+        platform.publisher.publish_all([Publication("orders", b"")] * 6)
+        platform.transfer.run_once()
+        assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
+    with platform.database.connection() as connection:
+        assert len(segments.segments(connection, "eventsql", "orders") or []) > 5
+
+
+def test_a_plain_log_keeps_its_guard_when_it_becomes_a_segment(platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(
+            """
+            DROP TABLE eventsql.orders_event;
+            CREATE TABLE eventsql.orders_event (
+                eql_id bigserial PRIMARY KEY, eql_partition smallint NOT NULL, eql_key text, eql_value bytea NOT NULL,
+                eql_buffered_at timestamptz NOT NULL, eql_created_at timestamptz NOT NULL DEFAULT now(),
+                eql_metadata json NOT NULL
+            );
+            """
+        )
+        platform.repartitioner.repartition("orders", 2)
+        assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
+        segments.adopt(connection, "eventsql", "orders")
+        assert segments.segments(connection, "eventsql", "orders")
+    assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
+    platform.repartitioner.repartition("orders", 1)
+    assert write_past(platform, 1, "rider 1").partition == 0
+
+
+def test_whoever_reads_the_log_is_not_in_the_way_of_its_guard(dsn: str, platform: EventSQL, orders: Orders) -> None:
+    orders.publish(10)
+    with open_transaction(dsn, "SELECT count(*) FROM eventsql.orders_event"):
+        assert platform.repartitioner.repartition("orders", 2, patience=0) is not None
+
+
+def test_events_in_partitions_that_were_gone_are_found(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(20)
+    platform.repartitioner.repartition("orders", 1)
+    platform.repartitioner.repartition("orders", 2)
+    with platform.database.transaction() as connection:
+        connection.execute("SET LOCAL session_replication_role TO replica")
+        connection.execute(
+            "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+            "SELECT 2, '', now(), '{}' FROM generate_series(1, 3)"
+        )
+    end = platform.reader.end("orders")
+    assert guards.stranded(platform.database, "orders") == [guards.Stranded(2, 3, end - 2, end)]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 64, 1000, 32_767])
@@ -444,6 +547,74 @@ def test_what_cannot_be_is_refused(platform: EventSQL, topic: str, number: int, 
 def test_the_number_that_a_topic_has_changes_nothing(platform: EventSQL, orders: Orders) -> None:
     assert platform.repartitioner.repartition("orders", 3) is None
     assert platform.layouts.of("orders") == []
+
+
+# Whoever dies
+
+
+def check_all_or_nothing(platform: EventSQL, orders: Orders, before: int, after: int) -> None:
+    """Neither the change nor anything of it, or all of it; what was published is consumed in order either way."""
+    topic = platform.registry.topic("orders")
+    with platform.database.connection() as connection:
+        guarded = guards.is_guarded(connection, "eventsql", "orders")
+    known = [each.partitions for each in platform.layouts.of("orders")]
+    if topic.partitions == before:
+        assert (topic.layout, known, partitions(platform), untils(platform)) == (1, [], list(range(before)), {None})
+        assert not guarded
+    else:
+        assert (topic.partitions, topic.layout, known) == (after, 2, [before, after])
+        assert guarded
+        assert len(untils(platform) - {None}) == 1
+    assert platform.reader.count("orders") + sum(platform.buffered().values()) == sum(orders.published.values())
+
+
+def test_a_process_that_is_killed_at_any_step_leaves_the_change_to_be_made(
+    dsn: str, platform: EventSQL, orders: Orders
+) -> None:
+    orders.publish(40)
+    orders.consume(partition=0)
+    number = 0
+    while True:
+        number += 1
+        orders.publish(2, transfer=False)
+        died = repartition_and_die(dsn, "orders", 2, number)
+        check_all_or_nothing(platform, orders, 3, 2)
+        if not died:
+            break
+    assert number > 15, "each statement of the change was a step"
+    assert platform.registry.topic("orders").partitions == 2
+    orders.publish(40)
+    orders.consume()
+    orders.check()
+    assert (partitions(platform), untils(platform)) == ([0, 1], {None})
+
+
+@pytest.mark.parametrize(
+    "last", ["LOCK TABLE .*event_buffer", "INTO .*topic_layout", "CREATE OR REPLACE TRIGGER", "^COMMIT"]
+)
+def test_a_server_that_is_killed_during_a_change_has_made_none_and_it_is_made_by_running_it_again(
+    dsn: str, server: EmbeddedPostgres, platform: EventSQL, orders: Orders, last: str
+) -> None:
+    orders.publish(30)
+    orders.publish(5, transfer=False)
+
+    def restart() -> None:
+        server.stop(mode="immediate")
+        server.start()
+
+    def reached(steps: list[str]) -> bool:
+        """What comes before the change moves events too, and commits."""
+        changing = any("LOCK TABLE" in step for step in steps)
+        return changing and re.search(last, steps[-1]) is not None
+
+    with pytest.raises(DatabaseUnavailableError):
+        repartition_until(dsn, "orders", 2, reached, restart)
+    check_all_or_nothing(platform, orders, 3, 2)
+    assert platform.registry.topic("orders").partitions == 3
+    assert platform.repartitioner.repartition("orders", 2) is not None
+    orders.publish(30)
+    orders.consume()
+    orders.check()
 
 
 # While everything runs

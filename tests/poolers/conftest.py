@@ -1,167 +1,32 @@
-"""A real PgBouncer in transaction mode before the tests' server, as mean as it can be set.
-
-Each transaction of a client is answered by another of its few connections to the server, in turn.
-"""
+"""What the tests through a pooler share: a PgBouncer, and a database behind it, looked through after each test."""
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
-import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
-import psycopg
 import pytest
-from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-
-PATIENCE = 60.0
-"""Seconds after which what was waited for is taken not to happen."""
-
-SERVERS = 6
-"""Connections to the server that the pooler has for each database."""
-
-PROGRAM = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-
-_SETTINGS = """
-[databases]
-* = host={host} port={port} user={user} password={password}
-
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = {listen}
-unix_socket_dir =
-auth_type = any
-pool_mode = transaction
-default_pool_size = {servers}
-max_client_conn = 500
-server_round_robin = 1
-logfile = {home}/pgbouncer.log
-pidfile = {home}/pgbouncer.pid
-"""
-
-_OF_THE_POOLER = ("application_name", "client_encoding", "DateStyle", "TimeZone", "standard_conforming_strings")
-"""What it sets itself on a server's session, to what the client at hand has."""
-
-
-@dataclass
-class PgBouncer:
-    """One that runs; `port` is where it listens on loopback."""
-
-    home: Path
-    port: int
-    uid: int
-    gid: int
-    _process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        assert PROGRAM is not None
-        root = os.geteuid() == 0
-        self._process = subprocess.Popen(
-            [PROGRAM, "--quiet", str(self.home / "pgbouncer.ini")],
-            # It refuses to run as root.
-            user=self.uid if root else None,
-            group=self.gid if root else None,
-            extra_groups=[] if root else None,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-            except OSError:
-                assert self._process.poll() is None, (self.home / "pgbouncer.log").read_text()
-                assert time.monotonic() < deadline, "PgBouncer does not listen"
-                time.sleep(0.02)
-            else:
-                return
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(PATIENCE)
-            self._process = None
+from tests.poolers.pgbouncer import MISSING, PATIENCE, PROGRAM, PgBouncer, left_behind, running
 
 
 @pytest.fixture(scope="session")
 def pgbouncer(server: EmbeddedPostgres) -> Iterator[PgBouncer]:
     if PROGRAM is None:
-        pytest.skip("no PgBouncer is installed here: `make pooler` installs it where it can")
-    url = make_url(server.start().dsn)
-    account = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
-    home = Path(tempfile.mkdtemp(prefix="eventsql-pooler-"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = home / "pgbouncer.ini"
-    settings.touch(mode=0o600)
-    settings.write_text(
-        _SETTINGS.format(
-            host=url.host, port=url.port, user=url.username, password=url.password,
-            listen=port, servers=SERVERS, home=home,
-        )
-    )  # fmt: skip
-    if os.geteuid() == 0:
-        for path in (home, settings):
-            os.chown(path, account.pw_uid, account.pw_gid)
-    pooler = PgBouncer(home, port, account.pw_uid, account.pw_gid)
-    try:
-        pooler.start()
+        pytest.skip(MISSING)
+    with running(server.start().dsn) as pooler:
         yield pooler
-    finally:
-        pooler.stop()
-        shutil.rmtree(home, ignore_errors=True)
-
-
-@pytest.fixture
-def direct_dsn(dsn: str) -> str:
-    """The URL of the test's database that leads to the server."""
-    return dsn
 
 
 @pytest.fixture
 def pooled_dsn(direct_dsn: str, pgbouncer: PgBouncer) -> Iterator[str]:
-    """The one that leads to the pooler. Whatever the test did, it leaves nothing on the server's sessions."""
-    url = make_url(direct_dsn).set(host="127.0.0.1", port=pgbouncer.port, query={})
-    dsn = url.render_as_string(hide_password=False)
+    """The URL that leads to the pooler. Whatever the test did, it leaves nothing on the server's sessions."""
+    dsn = pgbouncer.url(direct_dsn)
     yield dsn
     assert left_behind(dsn) == []
-
-
-def left_behind(dsn: str) -> list[tuple[object, ...]]:
-    """What the sessions of the pooler on the server keep: each is held by a transaction while the others are looked at.
-
-    Settings, prepared statements, channels, advisory locks and temporary tables.
-    """
-    found: list[tuple[object, ...]] = []
-    with ExitStack() as opened:
-        for _ in range(SERVERS):
-            connection = opened.enter_context(psycopg.connect(dsn, prepare_threshold=None))
-            found += connection.execute(
-                """
-                SELECT 'setting', name || ' = ' || setting FROM pg_settings
-                WHERE source = 'session' AND NOT name = ANY (%s)
-                UNION ALL SELECT 'statement', name FROM pg_prepared_statements
-                UNION ALL SELECT 'channel', channel FROM pg_listening_channels() channel
-                UNION ALL SELECT 'lock', l.objid::text FROM pg_locks l
-                          WHERE l.locktype = 'advisory' AND l.pid = pg_backend_pid()
-                UNION ALL SELECT 'table', relname FROM pg_class WHERE relnamespace = pg_my_temp_schema()
-                """,
-                [list(_OF_THE_POOLER)],
-            ).fetchall()
-    return found
 
 
 @pytest.fixture

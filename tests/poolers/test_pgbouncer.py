@@ -29,9 +29,10 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.views import Logs, Rollups, Timelines
+from tests.poolers.pgbouncer import running
 
 if TYPE_CHECKING:
-    from tests.poolers.conftest import PgBouncer
+    from tests.poolers.pgbouncer import PgBouncer
 
 Until: TypeAlias = Callable[[Callable[[], object]], None]
 
@@ -81,8 +82,7 @@ def test_nothing_is_prepared_however_often_it_is_asked(pooled: EventSQL) -> None
 def test_an_empty_database_is_migrated_through_it_by_several_at_once(
     server: EmbeddedPostgres, pgbouncer: PgBouncer
 ) -> None:
-    url = make_url(server.create_database("pooled_from_nothing"))
-    dsn = url.set(host="127.0.0.1", port=pgbouncer.port, query={}).render_as_string(hide_password=False)
+    dsn = pgbouncer.url(server.create_database("pooled_from_nothing"))
 
     def migrate(_: int) -> str | None:
         with Database(dsn) as database:
@@ -96,6 +96,22 @@ def test_an_empty_database_is_migrated_through_it_by_several_at_once(
         platform.publisher.publish_all(orders(3))
         assert platform.transfer.run_once() == {"orders": 3}
     server.drop_database("pooled_from_nothing")
+
+
+def test_a_pooler_by_sessions_lets_notifications_through(
+    server: EmbeddedPostgres, direct_dsn: str, until: Until, pgbouncer: PgBouncer
+) -> None:
+    heard = threading.Event()
+    with (
+        running(server.start().dsn, servers=30, mode="session") as by_sessions,
+        EventSQL(by_sessions.url(direct_dsn), transfer=False) as platform,
+    ):
+        platform.listener.subscribe(LOG, "orders", heard.set)
+        until(lambda: platform.listener.listening)
+        heard.clear()
+        register(platform)
+        platform.publisher.publish_all(orders(60))
+        until(heard.is_set)
 
 
 # Past it

@@ -51,13 +51,21 @@ DELETE FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition >= %(partitions)s;
 
 -- add_partitions -- Give a consumer the partitions up to a number, in the form of its first, each from an offset on.
+-- Not one that has fewer than so many of them: a window of a backfill is of those that it has, and of no others.
 INSERT INTO {schema}.consumer
     (eql_topic, eql_name, eql_partition, eql_last_event_id, eql_consumed_events, eql_paused, eql_max_attempts,
      eql_filter, eql_until)
 SELECT c.eql_topic, c.eql_name, added.partition, %(after)s, 0, c.eql_paused, c.eql_max_attempts, c.eql_filter, c.eql_until
-FROM {schema}.consumer c
-CROSS JOIN generate_series(1, %(partitions)s - 1) AS added (partition)
-WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = 0
+FROM (
+    SELECT * FROM {schema}.consumer
+    WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition >= 0
+    ORDER BY eql_partition LIMIT 1
+) c
+CROSS JOIN generate_series(0, %(partitions)s - 1) AS added (partition)
+WHERE %(least)s <= (
+    SELECT count(*) FROM {schema}.consumer
+    WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition >= 0
+)
 ON CONFLICT DO NOTHING;
 
 -- hold_all -- Let no consumer of the newest layout consume beyond an offset.

@@ -1,0 +1,46 @@
+-- has_guard_function -- Whether the function that places events anew is there.
+SELECT to_regprocedure(%(name)s) IS NOT NULL;
+
+-- create_guard_function -- Give an event a partition of its topic as publishers choose it: by its key, or any.
+CREATE FUNCTION {schema}.place_in_layout() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.eql_key IS NULL THEN
+        NEW.eql_partition := mod(NEW.eql_id, TG_ARGV[0]::bigint);
+    ELSE
+        NEW.eql_partition := {schema}.partition_of_key(NEW.eql_key, TG_ARGV[0]::integer);
+    END IF;
+    RETURN NEW;
+END
+$$;
+
+-- lock_log -- Let nobody write to a log until the transaction ends, in whatever way; reading goes on.
+LOCK TABLE {schema}.{event_table} IN SHARE ROW EXCLUSIVE MODE;
+
+-- is_guarded -- Whether events for a partition that a topic does not have are placed anew on their way into its log.
+SELECT EXISTS (
+    SELECT FROM pg_trigger
+    WHERE tgrelid = to_regclass(%(log)s) AND tgname = 'eql_place_in_layout' AND NOT tgisinternal
+);
+
+-- partitions -- How many partitions a topic has.
+SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s;
+
+-- stranded -- Events in partitions that their topic did not have any more: nobody consumes them. For each such partition
+-- their number, the first and the last.
+-- A consumer has the partitions of its layout and of all later ones.
+SELECT gone.partition, sum(found.events)::bigint, min(found.first), max(found.last)
+FROM (
+    SELECT eql_after AS after, lead(eql_after, 1, 9223372036854775807) OVER (ORDER BY eql_layout) AS upto,
+           max(eql_partitions) OVER (ORDER BY eql_layout DESC) AS kept, max(eql_partitions) OVER () AS most
+    FROM {schema}.topic_layout
+    WHERE eql_topic = %(topic)s
+) layout
+CROSS JOIN LATERAL generate_series(layout.kept, layout.most - 1) AS gone (partition)
+CROSS JOIN LATERAL (
+    SELECT count(*) AS events, min(eql_id) AS first, max(eql_id) AS last
+    FROM {schema}.{event_table} e
+    WHERE e.eql_partition = gone.partition AND e.eql_id > layout.after AND e.eql_id <= layout.upto
+) found
+WHERE found.events > 0
+GROUP BY gone.partition
+ORDER BY gone.partition;

@@ -1,0 +1,89 @@
+"""Guards of repartitioned logs against writers that know nothing of layouts, as EventSQL's Java library.
+
+It knows the partitions that a topic had when its process began, and its transfer moves events into the log as they were
+published. One for a partition that is gone would be consumed by nobody. So a log whose topic lost partitions has a
+trigger that places such an event anew. Whoever publishes here has chosen by the newest layout, which costs this writer
+a comparison for each event. Measured: COPY takes 227,000 to 255,000 events/s with it, 220,000 to 276,000 without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.queries import event_table
+
+GUARD: Final = "eql_place_in_layout"
+"""The name of the trigger on a guarded log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stranded:
+    """So many events, from offset `first` to `last`, in a partition that the topic did not have any more."""
+
+    partition: int
+    events: int
+    first: int
+    last: int
+
+
+def stranded(database: Database, topic: str) -> list[Stranded]:
+    """Events of a topic that no consumer will ever be handed: they came into a log that was not guarded."""
+    with database.connection() as connection:
+        query = Queries("guards", database.schema)("stranded", topic=topic)
+        return [Stranded(*row) for row in connection.execute(query, {"topic": topic}, prepare=False)]
+
+
+def is_guarded(connection: Connection, schema: str, topic: str) -> bool:
+    """Whether events for partitions that a topic does not have are placed anew."""
+    log = sql.Identifier(schema, event_table(topic)).as_string(connection)
+    cursor = connection.cursor(row_factory=tuple_row)
+    return cursor.execute(Queries("guards", schema)("is_guarded"), {"log": log}).fetchone() == (True,)
+
+
+def hold(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
+    """Let nobody write to a topic's log until the caller's transaction ends: `guard` will need that."""
+    connection.execute(Queries("guards", schema)("lock_log", topic=topic))
+
+
+def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitions: int) -> None:
+    """Place events anew, from now on, that come into a topic's log for a partition beyond so many.
+
+    In the caller's transaction that holds the registry and the topic.
+    """
+    queries = Queries("guards", schema)
+    function = sql.Identifier(schema, "place_in_layout")
+    named = {"name": f"{function.as_string(connection)}()"}
+    if connection.cursor(row_factory=tuple_row).execute(queries("has_guard_function"), named).fetchone() != (True,):
+        connection.execute(queries("create_guard_function"))
+    connection.execute(
+        sql.SQL(
+            "CREATE OR REPLACE TRIGGER {guard} BEFORE INSERT ON {log} FOR EACH ROW "
+            "WHEN (NEW.eql_partition >= {partitions}) EXECUTE FUNCTION {function}({argument})"
+        ).format(
+            guard=sql.Identifier(GUARD),
+            log=sql.Identifier(schema, event_table(topic)),
+            partitions=sql.Literal(partitions),
+            function=function,
+            argument=sql.Literal(str(partitions)),
+        )
+    )
+
+
+def release(connection: Connection, schema: str, topic: str) -> int | None:
+    """End the guard of a log whose table is about to change; gives the partitions to `guard` it by, None without one.
+
+    In the caller's transaction that holds the topic.
+    """
+    if not is_guarded(connection, schema, topic):
+        return None
+    log = sql.Identifier(schema, event_table(topic))
+    connection.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.Identifier(GUARD), log))
+    cursor = connection.cursor(row_factory=tuple_row)
+    row = cursor.execute(Queries("guards", schema)("partitions"), {"topic": topic}).fetchone()
+    return None if row is None else int(row[0])

@@ -1,0 +1,85 @@
+"""`pytest --through-pooler`: the ordinary tests, with a pooler by transactions between the platform and its server.
+
+What is about the sessions of a server itself is left out, each with its reason.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import psycopg
+import pytest
+
+from tests.poolers.pgbouncer import MISSING, PROGRAM
+
+OPTION: Final = "--through-pooler"
+
+SERVERS: Final = 20
+"""Connections of the pooler for each database: tests hold transactions open, and have many threads at work."""
+
+_NOTIFIED = "it is about notifications, which do not arrive through a pooler"
+_MARKED = "no low-water mark is kept through a pooler"
+_COUNTED = "a pooler makes more statements necessary"
+_ENDED = "it ends a session by its process number, which is the pooler's own invention"
+_RESTARTED = "the server goes away: for a while, the pooler says so after it has come back"
+_WARNED = "standard error tells of the pooler"
+_SESSION = "the test itself keeps something on a session"
+
+LEFT_OUT: Final[dict[str, str]] = {
+    "tests/log/test_notifications.py": _NOTIFIED,
+    "tests/log/test_log_plans.py": _SESSION,
+    "tests/log/test_consumer_plans.py": _SESSION,
+    "tests/log/test_plans_at_scale.py": _SESSION,
+    "tests/queue/test_queue_plans.py": _SESSION,
+    "tests/log/test_interleavings.py": _ENDED,
+    "tests/log/test_faults.py": _RESTARTED,
+    "tests/log/test_stateful.py": _SESSION,
+    "tests/log/test_asynchronous.py::test_a_server_that_goes_away": _RESTARTED,
+    "tests/log/test_buffered.py::test_a_server_that_": _RESTARTED,
+    "tests/log/test_consumers.py::test_a_consumer_wakes_up": _NOTIFIED,
+    "tests/log/test_consumers.py::test_a_process_that_transfers_wakes": _NOTIFIED,
+    "tests/log/test_consumers.py::test_a_publisher_without_a_transfer_wakes": _NOTIFIED,
+    "tests/log/test_consumers.py::test_a_notification_during": _NOTIFIED,
+    "tests/log/test_consumers.py::test_events_that_nobody_notifies_of": _NOTIFIED,
+    "tests/log/test_consumers.py::test_a_consumer_polls_at_its_pace_while": _NOTIFIED,
+    "tests/log/test_consumers.py::test_an_event_that_failed_is_retried_when_it_is_due_though": _NOTIFIED,
+    "tests/log/test_consumers.py::test_too_few_events": _NOTIFIED,
+    "tests/log/test_consumers.py::test_a_resumed_consumer": _NOTIFIED,
+    "tests/log/test_consumers.py::test_an_idle_consumer_of_many_partitions": _NOTIFIED,
+    "tests/log/test_transfer.py::test_the_mark_": _MARKED,
+    "tests/log/test_transfer.py::test_an_idle_look_is_one_statement": _COUNTED,
+    "tests/log/test_straight.py::test_a_batch_takes_five_statements": _COUNTED,
+    "tests/log/test_straight.py::test_what_lies_in_the_buffer_takes_one_more": _COUNTED,
+    "tests/log/test_failures.py::test_a_connection_that_is_lost": _ENDED,
+    "tests/log/test_dead_letters.py::test_what_was_committed_before_a_failure": _ENDED,
+    "tests/log/test_transfer.py::test_an_event_of_a_prepared_transaction": _RESTARTED,
+    "tests/log/test_transfer.py::test_a_server_that_is_down": _RESTARTED,
+    "tests/log/test_transfer.py::test_the_loop_waits_for_a_server": _RESTARTED,
+    "tests/log/test_segments.py::test_a_table_that_something_hangs_on": _SESSION,
+    "tests/cli/test_events.py::test_following_": _WARNED,
+    "tests/cli/test_events.py::test_ctrl_c_": _WARNED,
+}
+"""Tests that make no sense through a pooler, by the beginnings of their names, with the reason."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, action="store_true", help="reach the tests' databases through PgBouncer, by transactions")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption(OPTION):
+        return
+    if PROGRAM is None:
+        raise pytest.UsageError(MISSING)
+    out = [item for item in items if any(item.nodeid.startswith(each) for each in LEFT_OUT)]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in out]
+
+
+def sessions(dsn: str) -> int:
+    """How many sessions a database has on its server."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        row = connection.execute(
+            "SELECT count(*) - 1 FROM pg_stat_activity WHERE datname = current_database()"
+        ).fetchone()
+    return 0 if row is None else row[0]
