@@ -77,7 +77,8 @@ test: setup browser jdbc pgbouncer java ## Run all tests
 THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses 2 --dist loadfile
 
 pooler: setup pgbouncer ## Run the ordinary tests through PgBouncer, by transactions (ARGS=tests/…: some)
-	$(THROUGH) $(or $(ARGS),tests/log tests/queue tests/store tests/views $(wildcard tests/cli/test_[eoprs]*.py))
+	$(THROUGH) $(or $(ARGS),tests/log tests/queue tests/store tests/views $(wildcard tests/cli/test_[eoprs]*.py) \
+		tests/spark/test_write.py::test_a_topic_is_copied_by_reading_and_writing_it)
 
 pooled: setup pgbouncer
 	@if PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null; then $(THROUGH) --quiet \

@@ -15,7 +15,7 @@ import dagster as dg
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.definition import Limits
-from eventsql_orchestration.dagster.handover import Relay, relays
+from eventsql_orchestration.dagster.handover import drained_by, in_last_part
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.dagster.ticks import Budget, NothingYet, beginning_with
 from eventsql_orchestration.dagster.watch import PartitionWatch, Situation, lease_decides, runs_of
@@ -33,24 +33,25 @@ SHOWN_REASONS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a look at a consumer found: its partitions, by number, the runs of their live claims, what else runs."""
+    """What a look at a consumer found: its partitions, by their numbers, and the runs of their live claims."""
 
     standings: Mapping[int, Standing]
     runs: Mapping[int, dg.RunRecord]
-    relays: Mapping[int, Relay]
 
     def run_of(self, standing: Standing) -> dg.RunRecord | None:
         """The run that has a partition's live claim, or is to have it."""
         return None if standing.claim is None else self.runs.get(standing.claim.id)
 
-    def to_do(self, standing: Standing) -> bool:
-        """Whether a partition needs more than the look at it."""
-        relay = self.relays.get(standing.partition)
-        if relay is not None and relay.drains(standing.claim):
-            return True
+    def to_do(self, standing: Standing, limits: Limits | None = None) -> bool:
+        """Whether a partition needs more than the look at it; with `limits`, a successor may be what it needs."""
+        run = self.run_of(standing)
         if standing.claim is None:
-            return standing.waiting and not standing.leased
-        return not (standing.leased and lease_decides(standing.claim, self.run_of(standing)))
+            # Nothing may wait just now, and yet the run that drains it come to the end of its window.
+            drained = limits is not None and drained_by(standing.last, limits) is not None
+            return not standing.leased and (standing.waiting or drained)
+        if limits is not None and run is not None and in_last_part(run, limits):
+            return True
+        return not (standing.leased and lease_decides(standing.claim, run))
 
     def under_way(self) -> dg.RunRecord | None:
         """A run that has one of the partitions, or is to have one, and for all that is known lives."""
@@ -65,8 +66,8 @@ class Sight:
 class ConsumerWatch:
     """Decides what a tick does about all partitions of a consumer.
 
-    One statement looks at all of them and three questions to Dagster's storage find the runs of their live claims, and
-    what else is under way, whatever their number. Only a partition that has something to do costs more.
+    One statement looks at all of them and two questions to Dagster's storage find the runs of their live claims,
+    whatever their number. Only a partition that has something to do costs more.
     """
 
     topic: Topic
@@ -96,7 +97,6 @@ class ConsumerWatch:
             standings = {standing.partition: standing for standing in platform.claims.standings(self.consumer)}
             live = [standing.claim for standing in standings.values() if standing.claim is not None]
             runs = runs_of(live, self.consumer, platform, instance)
-            under_way = relays(instance, self.consumer, platform.shard, self.limits.drain_seconds)
         except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
             return error.message
         if not standings:
@@ -104,7 +104,7 @@ class ConsumerWatch:
                 f"consumer {self.consumer.name!r} of topic {self.topic.name!r} does not exist: create it with "
                 "`eventsql consumer create`"
             )
-        return Sight(standings, runs, under_way)
+        return Sight(standings, runs)
 
     def evaluate(
         self,
@@ -128,10 +128,10 @@ class ConsumerWatch:
                 cursor = str(partition)
                 break
             standing = sight.standings[partition]
-            if not sight.to_do(standing):
+            if not sight.to_do(standing, self.limits):
                 continue
             try:
-                found = Situation(standing.claim, sight.run_of(standing), sight.relays.get(partition))
+                found = Situation(standing.claim, sight.run_of(standing), standing.last)
                 answer = self.of(partition).attend(found, platform, instance, log)
             except (ConsumerNotFoundError, DatabaseBusyError) as error:
                 reasons[partition] = error.message

@@ -103,6 +103,7 @@ class Draining:
         self._owner = owner
         self.drained = Drained() if drained is None else drained
         self._deadline = self.drained.started + limits.drain_seconds
+        self._predecessor: str | None = None
 
     @property
     def shard(self) -> str | None:
@@ -151,6 +152,10 @@ class Draining:
             return
         with self._platform.claims.heartbeat(claim, lease=self._limits.lease):
             yield
+
+    def first_of(self, run_id: str, consumer: Consumer, partition: int) -> int | None:
+        """The first claim of a partition that a run has committed; None where none is known of any more."""
+        return self._platform.claims.first_of(owner_of_run(run_id), consumer.topic, consumer.name, partition)
 
     def committed(self, claim_id: int) -> Claim | None:
         """The claim, where it was committed; None in any other state. Raises `ClaimLostError` for an unknown one."""
@@ -209,18 +214,22 @@ class Draining:
             found = self._try(previous.key, most=min(limits.max_events, left))
             if isinstance(found, Claim):
                 return found
-            # A successor has begun: what comes is for it.
-            if time.monotonic() >= idle_until or found.leased_by is not None:
+            # A successor has begun: what comes is for it. The run that this one succeeds ends when it finds that out.
+            succeeded = found.leased_by not in (None, self._predecessor)
+            if time.monotonic() >= idle_until or succeeded:
                 return None
             time.sleep(POLL)
         return None
 
-    def succeed(self, topic: str, consumer: str, partition: int, *, is_over: Callable[[], bool]) -> Claim | str:
+    def succeed(
+        self, run_id: str, topic: str, consumer: str, partition: int, *, is_over: Callable[[], bool]
+    ) -> Claim | str:
         """Claim from a run that still drains the partition, as soon as there is something to claim.
 
         `is_over` tells whether that run has ended. A sentence where nothing could be claimed for `PATIENCE` seconds, or
         nothing came any more.
         """
+        self._predecessor = owner_of_run(run_id)
         key = ConsumerPartition(topic, consumer, partition)
         began = asked = time.monotonic()
         ends = began + PATIENCE

@@ -76,6 +76,8 @@ def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimC
         if shared and draining.drained.failure is None:
             # The sensor claims for one partition only.
             _claim_and_drain(context, draining, config, consumer)
+    elif config.succeeds is not None and _replays(context, config):
+        _replay_successor(context, draining, config, consumer)
     elif requested_for is None:
         _claim_and_drain(context, draining, config, consumer)
     elif _replays(context, config):
@@ -101,7 +103,11 @@ def _claim_and_drain(
             found = draining.claim(consumer.topic, consumer.name, partition)
         else:
             found = draining.succeed(
-                consumer.topic, consumer.name, partition, is_over=partial(_is_over, context, config.succeeds)
+                config.succeeds,
+                consumer.topic,
+                consumer.name,
+                partition,
+                is_over=partial(_is_over, context, config.succeeds),
             )
         if isinstance(found, Claim):
             draining.run(found)
@@ -129,6 +135,20 @@ def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:
         return False
     parent = context.instance.get_run_by_id(context.run.parent_run_id)
     return parent is not None and parent.status is dg.DagsterRunStatus.SUCCESS
+
+
+def _replay_successor(
+    context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer
+) -> None:
+    """Consume once more what a run that took a partition over had claimed first; it was requested for no claim."""
+    assert config.partition is not None, "a partition is taken over"
+    claim_id = draining.first_of(context.run.root_run_id or context.run.run_id, consumer, config.partition)
+    if claim_id is None:
+        raise ReplayError(
+            "there is nothing to replay: the run that is executed again had committed no range, or its claims are "
+            "deleted by now; its materialization names what it consumed, and `eventsql backfill` replays any range"
+        )
+    _replay(context, draining, config.model_copy(update={"claim": claim_id}))
 
 
 def _replay(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> bool:

@@ -15,7 +15,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.claim_times import claim_tags, made_at, run_key
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.draining import run_of_owner
-from eventsql_orchestration.dagster.handover import START_TIMEOUT, Relay, decide, relays, since_change
+from eventsql_orchestration.dagster.handover import START_TIMEOUT, decide, drained_by, in_last_part, since_change
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
     CLAIM_TAG,
@@ -37,7 +37,7 @@ from eventsql_orchestration.errors import (
     SchemaOutdatedError,
     TopicNotFoundError,
 )
-from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.claims import Claim, Last
 
 TICK_TIMEOUT: Final = 10.0
 """Seconds that a statement of a tick may take. Dagster gives a tick 60, and one that it gave up keeps running."""
@@ -57,11 +57,11 @@ one every 5 seconds."""
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a tick finds of a partition: its live claim, the run that has or is to have it, what else is under way."""
+    """What a tick finds of a partition: its live claim, the run that has or is to have it, and its furthest claim."""
 
     live: Claim | None
     run: dg.RunRecord | None
-    relay: Relay | None = None
+    last: Last | None = None
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,8 @@ class PartitionWatch:
             registered = platform.registry.topic(self.topic.name)
             live = platform.claims.live(self.topic.name, self.consumer.name, self.partition)
             run = None if live is None else runs_of([live], self.consumer, platform, instance).get(live.id)
-            drain_seconds = self.limits.drain_seconds
-            under_way = relays(instance, self.consumer, platform.shard, drain_seconds, self.partition)
-            found = Situation(live, run, under_way.get(self.partition))
-            answer = self.attend(found, platform, instance, log)
+            last = platform.claims.last(self.topic.name, self.consumer.name, self.partition) if live is None else None
+            answer = self.attend(Situation(live, run, last), platform, instance, log)
         except ConsumerNotFoundError as error:
             return dg.SkipReason(self._why_missing(registered) or error.message)
         except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
@@ -151,9 +149,8 @@ class PartitionWatch:
             and (reason := self._wait_for(live, run, platform, instance, log)) is not None
         ):
             return dg.SkipReason(reason)
-        decided = None if found.relay is None else decide(found.relay, live, self.limits.drain_seconds)
-        if decided is not None:
-            return self.succession(decided, platform.shard) if isinstance(decided, str) else decided
+        if live is None and (answer := self._hand_over(found, platform, instance)) is not None:
+            return answer
         claim = platform.claims.claim(
             self.topic.name,
             self.consumer.name,
@@ -167,15 +164,40 @@ class PartitionWatch:
         )
         if not isinstance(claim, Claim):
             if claim.leased_by is not None:
-                return Leased(claim.reason)
+                return self._hand_over(found, platform, instance) or Leased(claim.reason)
             return (dg.SkipReason if claim.waiting is None else NothingYet)(claim.reason)
-        if run is not None and run.dagster_run.status not in FINISHED:
+        return self._take(claim, found, platform, instance, log)
+
+    def _take(
+        self, claim: Claim, found: Situation, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger
+    ) -> dg.RunRequest | dg.SkipReason:
+        """The run of a claim that was made just now, unless the run that was found goes on."""
+        live, run = found.live, found.run
+        if live is not None and run is not None and run.dagster_run.status not in FINISHED:
+            if platform.claims.get(live.id)[1] == "committed":
+                # Just now, between the two looks: it goes on, with what was claimed here.
+                platform.claims.release(claim)
+                return dg.SkipReason(f"run {run.dagster_run.run_id} drains the partition")
             # Dagster's default launcher does not notice, and the run would count as one of its queue's for ever.
             _report_dead(run, "did not renew its lease, and its partition was claimed anew", instance, log)
         made = made_at(platform, [claim.id]).get(claim.id)
         if made is None:
             return dg.SkipReason(f"{claim} is gone: its consumer or topic was deleted just now")
         return self.request(replace(claim, shard=platform.shard), made)
+
+    def _hand_over(
+        self, found: Situation, platform: EventSQL, instance: dg.DagsterInstance
+    ) -> dg.RunRequest | dg.SkipReason | None:
+        """What is to be done about a run that drains the partition; None where there is none."""
+        if found.live is None:
+            run_id = drained_by(found.last, self.limits)
+            record = None if run_id is None else instance.get_run_record_by_id(run_id)
+        elif found.run is not None and in_last_part(found.run, self.limits) and is_beyond_first(found.live, found.run):
+            run_id, record = run_of_owner(found.live.owner), found.run
+        else:
+            return None
+        decided = None if run_id is None else decide(run_id, record, self.limits, instance)
+        return self.succession(decided, platform.shard) if isinstance(decided, str) else decided
 
     def request(self, claim: Claim, made: int) -> dg.RunRequest:
         """The run of a claim, which was `made` then. Its key is the claim's: a reused one would swallow the run."""
@@ -272,6 +294,12 @@ class PartitionWatch:
                 break
             failures += 1
         return failures, runs[0].end_time if runs else None
+
+
+def is_beyond_first(claim: Claim, run: dg.RunRecord) -> bool:
+    """Whether a run has a live claim which is not the one that it was requested for: it drains."""
+    mine = run_of_owner(claim.owner) == run.dagster_run.run_id
+    return mine and run.dagster_run.tags.get(CLAIM_TAG) != str(claim.id)
 
 
 def lease_decides(claim: Claim, run: dg.RunRecord | None) -> bool:

@@ -79,13 +79,26 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class Last:
+    """Who had the furthest claim of a partition, and for how many seconds it has been over; since when it is there,
+    where it is not.
+    """
+
+    owner: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
-    """What a look at a partition finds: whether events wait, whether a lease goes on, and its live claim, if any."""
+    """What a look at a partition finds: whether events wait, whether a lease goes on, its live claim, if any, and the
+    furthest one.
+    """
 
     partition: int
     waiting: bool
     leased: bool
     claim: Claim | None
+    last: Last | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +278,20 @@ class Claims:
             row = connection.execute(self._queries("live_claim"), key.parameters()).fetchone()
         return None if row is None else _claim(row)
 
+    def last(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> Last | None:
+        """The furthest claim of a partition, in whatever state; None where there never was one, or none is left."""
+        key = ConsumerPartition(topic, consumer, partition)
+        with self._database.connection() as connection:
+            row = connection.execute(self._looks("last"), key.parameters()).fetchone()
+        return None if row is None else Last(*row)
+
+    def first_of(self, owner: str, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> int | None:
+        """The id of the first claim of a partition that an owner has committed; None where there is none any more."""
+        parameters = {**ConsumerPartition(topic, consumer, partition).parameters(), "owner": owner}
+        with self._database.connection() as connection:
+            row = connection.execute(self._looks("first_of_owner"), parameters).fetchone()
+        return None if row is None else row[0]
+
     def standings(self, consumer: Consumer) -> list[Standing]:
         """All partitions of a consumer in their order, looked at with one statement that locks nothing.
 
@@ -277,8 +304,14 @@ class Claims:
                 {"topic": consumer.topic, "consumer": consumer.name}, prepare=False,
             ).fetchall()  # fmt: skip
         return [
-            Standing(partition, waiting, leased, None if claim[0] is None else _claim(claim))
-            for partition, waiting, leased, *claim in rows
+            Standing(
+                partition,
+                waiting,
+                leased,
+                None if claim[0] is None else _claim(claim),
+                None if owner is None else Last(owner, seconds),
+            )
+            for partition, waiting, leased, owner, seconds, *claim in rows
         ]
 
     def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0) -> Claim:

@@ -182,8 +182,9 @@ class CommitRefusedError(Exception):
         self.error = error
 
 
-_NOT_REFUSED: Final = ("08", "40", "53", "55", "57", "58")
-"""Classes of SQLSTATEs that say nothing of what was written: connections, conflicts, resources, the operator."""
+_NOT_REFUSED: Final = ("08", "25", "40", "53", "55", "57", "58")
+"""Classes of SQLSTATEs that say nothing of what was written: connections, the state of the transaction, conflicts,
+resources, the operator."""
 
 
 @contextmanager

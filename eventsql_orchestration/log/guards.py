@@ -22,6 +22,21 @@ GUARD: Final = "eql_place_in_layout"
 """The name of the trigger on a guarded log."""
 
 
+_FUNCTION: Final = """
+CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.eql_key IS NULL THEN
+        NEW.eql_partition := mod(NEW.eql_id, TG_ARGV[0]::bigint);
+    ELSE
+        NEW.eql_partition := {schema}.partition_of_key(NEW.eql_key, TG_ARGV[0]::integer);
+    END IF;
+    RETURN NEW;
+END
+$$
+"""
+"""Gives an event a partition as publishers choose it: by its key, or any."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stranded:
     """So many events, from offset `first` to `last`, in a partition that the topic did not have any more."""
@@ -47,8 +62,9 @@ def is_guarded(connection: Connection, schema: str, topic: str) -> bool:
 
 
 def hold(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
-    """Let nobody write to a topic's log until the caller's transaction ends: `guard` will need that."""
-    connection.execute(Queries("guards", schema)("lock_log", topic=topic))
+    """Let nobody write to a topic's log until the caller's transaction ends, as `guard` will; reading goes on."""
+    log = sql.Identifier(schema, event_table(topic))
+    connection.execute(sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(log))
 
 
 def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitions: int) -> None:
@@ -60,7 +76,7 @@ def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitio
     function = sql.Identifier(schema, "place_in_layout")
     named = {"name": f"{function.as_string(connection)}()"}
     if connection.cursor(row_factory=tuple_row).execute(queries("has_guard_function"), named).fetchone() != (True,):
-        connection.execute(queries("create_guard_function"))
+        connection.execute(sql.SQL(_FUNCTION).format(function=function, schema=sql.Identifier(schema)))
     connection.execute(
         sql.SQL(
             "CREATE OR REPLACE TRIGGER {guard} BEFORE INSERT ON {log} FOR EACH ROW "

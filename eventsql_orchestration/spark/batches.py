@@ -128,14 +128,16 @@ def read_batches(source: Source, pieces: Iterable[Piece], wanted: Projection) ->
 
 def _read_database(source: Source, pieces: Iterable[Piece], wanted: Projection) -> Iterator[pa.RecordBatch]:
     with ExitStack() as opened:
-        cursor = None
+        connection, cursor = None, None
         for piece in pieces:
             with _errors(source, piece.offsets):
-                if cursor is None:
-                    cursor = opened.enter_context(_connect(source.dsn)).cursor()
+                if connection is None or cursor is None:
+                    connection = opened.enter_context(_connect(source.dsn))
+                    cursor = connection.cursor()
                     opened.enter_context(cursor)
                     cursor.adbc_statement.set_options(**_BATCH_SIZE)
                 yield from _read_piece(cursor, source, piece, wanted)
+                connection.commit()
 
 
 @lru_cache(maxsize=_DATABASES)
@@ -155,13 +157,15 @@ class _Kept:
 
 def _connect(dsn: str) -> dbapi.Connection:
     database: Any = _Kept()
-    return dbapi.Connection(database, adbc_driver_manager.AdbcConnection(_database(dsn)), autocommit=True)
+    return dbapi.Connection(database, adbc_driver_manager.AdbcConnection(_database(dsn)))
 
 
 def _read_piece(cursor: Any, source: Source, piece: Piece, wanted: Projection) -> Iterator[pa.RecordBatch]:
     fetched, schema, topic = wanted.fetched, wanted.schema, piece.offsets.topic
     # One snapshot: a segment that is being detached could otherwise be there for the first statement alone.
-    cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    # The driver has begun the transaction. What it is asked to execute, it prepares and describes first: a pooler by
+    # transactions would have another connection answer the second.
+    cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
     # Times without a zone, of a topic that EventSQL's Java library made, are in UTC.
     cursor.execute("SET LOCAL TIME ZONE 'UTC'")
     cursor.execute(_first_query(source, piece))
@@ -188,7 +192,6 @@ def _read_piece(cursor: Any, source: Source, piece: Piece, wanted: Projection) -
                 for name in wanted.columns
             ]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-    cursor.execute("COMMIT")
 
 
 def report_loss(what: str, *, fail: bool, shard: Shard | None) -> None:

@@ -90,7 +90,8 @@ class _Staging:
         self._table = sql.Identifier(place.source.schema, TABLE)
         self._events: Counter[str] = Counter()
         with self._errors():
-            self._connection = psycopg.connect(place.source.dsn, autocommit=True)
+            # Nothing stays on its session, for a pooler's sake; beside a block, planning its statement costs nothing.
+            self._connection = psycopg.connect(place.source.dsn, autocommit=True, prepare_threshold=None)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -226,9 +226,7 @@ def test_delivered_turns_red_with_a_dead_letter_names_it_and_is_green_when_it_wa
 
     (red,) = watch.at(1_015.0)
     assert (red.passed, red.severity) == (False, dg.AssetCheckSeverity.ERROR)
-    assert red.description == (
-        f"1 dead letter is open: event rides:1:{offset} failed once (ValueError: not a number)"
-    )
+    assert red.description == (f"1 dead letter is open: event rides:1:{offset} failed once (ValueError: not a number)")
     metadata: dict[str, Any] = {name: value.value for name, value in red.metadata.items()}
     assert metadata["open dead letters"] == 1
     assert metadata["show"] == f"eventsql dlt show rides {letter.id}"

@@ -135,22 +135,35 @@ def test_a_tick_takes_nothing_from_a_run_that_drains(bench: Workbench) -> None:
     assert len(bench.claims()) == 1
 
 
-def test_a_successor_that_starts_is_waited_for_and_one_that_ended_is_not(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+def test_a_successor_that_starts_is_waited_for_and_one_that_ended_is_not(bench: Workbench) -> None:
+    bench.publish("long", 3)
+    ended = bench.run(long)
+    bench.publish("long", 3)
+    successor = bench.instance.create_run_for_job(
+        bench.job(long), status=dg.DagsterRunStatus.STARTING, tags={SUCCEEDS_TAG: ended.run_id}
+    )
+    reason = bench.tick(long.sensors[0])
+    assert reason == f"run {successor.run_id} takes over from run {ended.run_id}"
+
+    bench.instance.report_run_failed(successor)
+    (request,) = requests_of(bench.tick(long.sensors[0]))
+    assert "eventsql/claim" in request.tags
+
+
+def test_a_run_that_died_between_two_ranges_is_not_waited_for_until_its_window_ends(
+    bench: Workbench,
 ) -> None:
     bench.publish("long", 3)
-    run = bench.instance.create_run_for_job(
-        bench.job(long),
-        status=dg.DagsterRunStatus.STARTING,
-        tags={
-            "eventsql/topic": "long", "eventsql/consumer": "long", "eventsql/partition": "-1",
-            SUCCEEDS_TAG: "one-that-ended",
-        },
-    )  # fmt: skip
-    reason = bench.tick(long.sensors[0])
-    assert reason == f"run {run.run_id} takes over from run one-that-ended"
+    (request,) = requests_of(bench.tick(long.sensors[0]))
+    run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
+    claim = bench.platform.claims.adopt(int(request.tags["eventsql/claim"]), owner=f"run {run_id}")
+    with bench.platform.database.transaction() as connection:
+        bench.platform.claims.commit(connection, claim)
+    bench.publish("long", 3)
+    assert isinstance(bench.tick(long.sensors[0]), str)
 
-    bench.instance.report_run_failed(run)
+    with bench.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
     (request,) = requests_of(bench.tick(long.sensors[0]))
     assert "eventsql/claim" in request.tags
 

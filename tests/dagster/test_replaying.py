@@ -110,6 +110,22 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves
     assert later[0] > ids[-1]
 
 
+def test_a_run_that_took_over_from_another_and_is_executed_again_replays_its_first_range(
+    reexecuting: Workbench,
+) -> None:
+    ids = reexecuting.publish("orders", 25)
+    config = {"ops": {"slow": {"config": {"partition": -1, "succeeds": "one-that-ended"}}}}
+    first, succeeded = execute(reexecuting, run_config=config)
+    assert succeeded
+    assert reexecuting.effects() == ids
+    reexecuting.publish("orders", 5)
+
+    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
+    assert succeeded
+    assert reexecuting.effects() == [*ids, *ids], "its own range, not what came later"
+    assert reexecuting.offset(slow) == ids[-1]
+
+
 def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothing(reexecuting: Workbench) -> None:
     """Whoever tries it again, Dagster's run retries or a person: all they know is that it failed."""
     ids = reexecuting.publish("orders", 5)

@@ -2,12 +2,21 @@
 -- As in consumers.sql, the row comparison leaves no index but that of partition and id: one step in it for each
 -- partition.
 SELECT c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
+       last.owner, last.seconds,
        l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
        l.eql_owner, l.eql_state
 FROM {schema}.consumer c
 LEFT JOIN {schema}.consumer_claim l
   ON l.eql_topic = c.eql_topic AND l.eql_consumer = c.eql_name AND l.eql_partition = c.eql_partition
  AND l.eql_state = 'claimed'
+LEFT JOIN LATERAL (
+    SELECT f.eql_owner AS owner,
+           extract(epoch FROM clock_timestamp() - coalesce(f.eql_finished_at, f.eql_created_at))::float8 AS seconds
+    FROM {schema}.consumer_claim f
+    WHERE f.eql_topic = c.eql_topic AND f.eql_consumer = c.eql_name AND f.eql_partition = c.eql_partition
+    ORDER BY f.eql_upto DESC
+    LIMIT 1
+) last ON true
 LEFT JOIN LATERAL (
     SELECT true AS some FROM {schema}.{event_table} e
     WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
@@ -21,12 +30,21 @@ ORDER BY c.eql_partition;
 
 -- standings_topic -- The same of a consumer of the whole topic.
 SELECT c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
+       last.owner, last.seconds,
        l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
        l.eql_owner, l.eql_state
 FROM {schema}.consumer c
 LEFT JOIN {schema}.consumer_claim l
   ON l.eql_topic = c.eql_topic AND l.eql_consumer = c.eql_name AND l.eql_partition = c.eql_partition
  AND l.eql_state = 'claimed'
+LEFT JOIN LATERAL (
+    SELECT f.eql_owner AS owner,
+           extract(epoch FROM clock_timestamp() - coalesce(f.eql_finished_at, f.eql_created_at))::float8 AS seconds
+    FROM {schema}.consumer_claim f
+    WHERE f.eql_topic = c.eql_topic AND f.eql_consumer = c.eql_name AND f.eql_partition = c.eql_partition
+    ORDER BY f.eql_upto DESC
+    LIMIT 1
+) last ON true
 LEFT JOIN LATERAL (
     SELECT true AS some FROM {schema}.{event_table} e
     WHERE e.eql_id > coalesce(c.eql_last_event_id, 0)
@@ -35,3 +53,16 @@ LEFT JOIN LATERAL (
 ) waiting ON true
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
+
+-- last -- Who had a partition's furthest claim, and for how many seconds it has been over, or since when it is there.
+SELECT eql_owner, extract(epoch FROM clock_timestamp() - coalesce(eql_finished_at, eql_created_at))::float8
+FROM {schema}.consumer_claim
+WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
+ORDER BY eql_upto DESC
+LIMIT 1;
+
+-- first_of_owner -- The first claim of a partition that an owner has committed.
+SELECT min(eql_id)
+FROM {schema}.consumer_claim
+WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
+  AND eql_owner = %(owner)s AND eql_state = 'committed';

@@ -1,21 +1,6 @@
 -- has_guard_function -- Whether the function that places events anew is there.
 SELECT to_regprocedure(%(name)s) IS NOT NULL;
 
--- create_guard_function -- Give an event a partition of its topic as publishers choose it: by its key, or any.
-CREATE FUNCTION {schema}.place_in_layout() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    IF NEW.eql_key IS NULL THEN
-        NEW.eql_partition := mod(NEW.eql_id, TG_ARGV[0]::bigint);
-    ELSE
-        NEW.eql_partition := {schema}.partition_of_key(NEW.eql_key, TG_ARGV[0]::integer);
-    END IF;
-    RETURN NEW;
-END
-$$;
-
--- lock_log -- Let nobody write to a log until the transaction ends, in whatever way; reading goes on.
-LOCK TABLE {schema}.{event_table} IN SHARE ROW EXCLUSIVE MODE;
-
 -- is_guarded -- Whether events for a partition that a topic does not have are placed anew on their way into its log.
 SELECT EXISTS (
     SELECT FROM pg_trigger
