@@ -30,6 +30,9 @@ def _sharded(platform: EventSQL) -> ShardedEventSQL:
     return platform
 
 
+_PUBLISHED = {True: "yes", False: "not yet", None: "not known"}
+
+
 @shard.command("list")
 @json_option
 @pass_context
@@ -50,16 +53,27 @@ def list_shards(context: CliContext, *, as_json: bool) -> None:
 @json_option
 @pass_context
 def status(context: CliContext, *, as_json: bool) -> None:
-    """Show which consumers are still held back from a shard that was added, and let go those that need not be.
+    """Show which consumers are still held back from a shard that was added, and which publications are not finished.
 
     A consumer gets the events of an added shard once it has consumed what lay on the others before. Whatever consumes
-    or transfers on all shards lets it go too, so this need not be run.
+    or transfers on all shards lets it go too, and finishes what Spark or an asset has published over several shards at
+    once, so this need not be run: what it shows waits for something, as for a shard that is down.
     """
     with context.platform() as platform:
-        held = _sharded(platform).held_back()
+        sharded = _sharded(platform)
+        held, unfinished = sharded.held_back(), sharded.unfinished()
     if as_json:
-        write_json([asdict(each) for each in held])
-    elif held:
+        publications = [{**asdict(each), "id": str(each.id)} for each in unfinished]
+        write_json({"held_back": [asdict(each) for each in held], "unfinished": publications})
+        return
+    if unfinished:
+        show_table(
+            ["writer", "batch", "published", "not finished, because"],
+            [(each.writer, each.batch, _PUBLISHED[each.decided], each.reason) for each in unfinished],
+        )
+    else:
+        say("no publication is unfinished")
+    if held:
         show_table(
             ["topic", "consumer", "held back from", "consumes first what was before on"],
             [(each.topic, each.consumer, each.shard, ", ".join(each.waits_for)) for each in held],

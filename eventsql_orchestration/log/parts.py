@@ -8,10 +8,12 @@ once, by whoever comes, and until then by nobody. `sharded/decisions.py` has the
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 
@@ -19,11 +21,17 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.log.staged import StagedBlocks
 
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS: Final = 60.0
+"""After so long, a transaction of these is ended whose client does nothing in it, as one whose machine is gone."""
+
 
 class OpenPartsError(DatabaseBusyError):
     """Events that Spark has published over several shards are not in the buffer of this one yet.
 
-    `eventsql transfer` with the URLs of all shards brings them there.
+    `eventsql transfer` with the URLs of all shards brings them there; what was never decided, because its driver died,
+    it gives up ten minutes after that began.
     """
 
 
@@ -59,13 +67,29 @@ class Parts:
         self._database = database
         self._queries = Queries("parts", database.schema)
         self._blocks = StagedBlocks(database.schema)
+        self._records = Queries("spark", database.schema)
+
+    def bound(self, connection: Connection) -> None:
+        """Have the caller's transaction end where its client is idle for too long, and its commit wait for the disk.
+
+        First of all in each that announces, prepares, decides, publishes or finishes.
+        """
+        connection.execute(self._queries("bound"), {"idle": _milliseconds(IDLE_SECONDS)})
+
+    @contextmanager
+    def _transaction(self, patience: float | None = None) -> Iterator[Connection]:
+        with self._database.transaction() as connection:
+            self.bound(connection)
+            if patience is not None:
+                connection.execute("SELECT set_config('lock_timeout', %s, true)", [_milliseconds(patience)])
+            yield connection
 
     # On the shard that decides
 
     def announce(self, publication: uuid.UUID, writer: str, batch: int, shards: Sequence[str]) -> None:
         """Begin a publication, which nobody can decide before this is committed."""
         values = {"id": publication, "writer": writer, "batch": batch, "shards": list(shards)}
-        with self._database.connection() as connection:
+        with self._transaction() as connection:
             connection.execute(self._queries("intend"), values)
 
     def decide(self, connection: Connection, publication: uuid.UUID) -> bool:
@@ -83,14 +107,19 @@ class Parts:
 
         Waits up to `patience` seconds for a transaction that is about to decide it: `DatabaseBusyError`.
         """
-        with self._database.transaction() as connection:
-            _limit(connection, patience)
+        with self._transaction(patience) as connection:
             return connection.execute(self._queries("give_up"), {"id": publication}).rowcount == 1
 
     def finish(self, publication: uuid.UUID) -> None:
         """Forget a publication whose parts are all published."""
-        with self._database.connection() as connection:
+        with self._transaction() as connection:
             connection.execute(self._queries("finish"), {"id": publication})
+
+    def is_recorded(self, writer: str, batch: int) -> bool:
+        """Whether a writer's batch was published, by this publication or another."""
+        with self._database.connection() as connection:
+            values = {"writer": writer, "batch": batch}
+            return connection.execute(self._records("published"), values).fetchone() is not None
 
     def announced(self) -> list[Announcement]:
         """The publications that are to be decided here, or are and are not finished; oldest first."""
@@ -99,6 +128,10 @@ class Parts:
         return [Announcement(row[0], row[1], row[2], tuple(row[3]), row[4], row[5]) for row in rows]
 
     # On the others
+
+    def hold(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
+        """Keep the blocks of attempts from a sweep until the end of the caller's transaction, which prepares them."""
+        connection.execute(self._queries("hold_blocks"), {"attempts": list(attempts)})
 
     def prepare(self, connection: Connection, part: Part, attempts: Sequence[uuid.UUID], events: int) -> None:
         """Have the blocks of a part kept for its publication, from the commit of the caller's transaction on."""
@@ -110,29 +143,47 @@ class Parts:
             },
         )  # fmt: skip
 
-    def publish(self, connection: Connection, publication: uuid.UUID) -> bool:
-        """Publish a part with the caller's transaction; False where that is done, or it was given up."""
+    def publish(self, connection: Connection, publication: uuid.UUID) -> int | None:
+        """Publish a part with the caller's transaction; None where that is done, or it was given up.
+
+        Gives how many of its events are not there any more: their topic was deleted, or they were lost.
+        """
         row = connection.execute(self._queries("publish_part"), {"id": publication}).fetchone()
         if row is None:
-            return False
-        self._blocks.publish(connection, row[0])
-        self._blocks.delete(connection, row[0])
-        return True
+            return None
+        attempts, events = row
+        staged = self._blocks.find(connection, attempts)
+        self._blocks.publish(connection, attempts, staged)
+        self._blocks.delete(connection, attempts)
+        return int(events) - sum(block.events for block in staged)
 
     def publish_decided(self, publication: uuid.UUID, *, patience: float) -> None:
         """Publish the part of a publication that is decided, unless that is done.
 
         Waits up to `patience` seconds for whoever is about to: `DatabaseBusyError`.
         """
-        with self._database.transaction() as connection:
-            _limit(connection, patience)
-            self.publish(connection, publication)
+        with self._transaction(patience) as connection:
+            missing = self.publish(connection, publication)
+        if missing:
+            logger.warning(
+                "publication %s was published on %s without %d of its events, which are not there any more: their "
+                "topic was deleted since",
+                publication, self._database, missing,
+            )  # fmt: skip
 
-    def give_part_up(self, publication: uuid.UUID, *, patience: float) -> None:
-        """Forget a part of a publication that never takes place; its blocks go with those of dead attempts."""
-        with self._database.transaction() as connection:
-            _limit(connection, patience)
-            connection.execute(self._queries("give_part_up"), {"id": publication})
+    def give_part_up(self, publication: uuid.UUID, *, patience: float) -> bool:
+        """Forget a part of a publication that never takes place; its blocks go with those of dead attempts.
+
+        False where there is none that is open.
+        """
+        with self._transaction(patience) as connection:
+            return connection.execute(self._queries("give_part_up"), {"id": publication}).rowcount == 1
+
+    def is_unaccounted(self, part: Part) -> bool:
+        """Whether a part is open here, and no other one of the same batch is published here."""
+        values = {"id": part.id, "decider": part.decider, "writer": part.writer, "batch": part.batch}
+        with self._database.connection() as connection:
+            return connection.execute(self._queries("is_unaccounted"), values).fetchone() == (True,)
 
     def open(self) -> list[Part]:
         """The parts that are not published, oldest first."""
@@ -155,5 +206,5 @@ def refuse_open_parts(connection: psycopg.Connection[Any], schema: str) -> None:
         raise OpenPartsError
 
 
-def _limit(connection: Connection, seconds: float) -> None:
-    connection.execute("SELECT set_config('lock_timeout', %s, true)", [f"{max(1, round(seconds * 1000))}ms"])
+def _milliseconds(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"

@@ -73,7 +73,14 @@ class Repartitioner:
         self._log = Queries("log", database.schema)
         self._layouts = Queries("layouts", database.schema)
 
-    def repartition(self, topic: str, partitions: int, *, patience: float = PATIENCE_SECONDS) -> Repartitioning | None:
+    def repartition(
+        self,
+        topic: str,
+        partitions: int,
+        *,
+        finish: Callable[[], object] = lambda: None,
+        patience: float = PATIENCE_SECONDS,
+    ) -> Repartitioning | None:
         """Give a partitioned topic another number of partitions, more or fewer; None when it has that number.
 
         Publishers and consumers go on. The change takes effect at one offset of the log: every event up to there has
@@ -83,7 +90,8 @@ class Repartitioner:
 
         Waits up to `patience` seconds for batches and publishers' transactions under way, and keeps other partitions
         waiting for three seconds at most, other publishers for half a second; `DatabaseBusyError`, and nothing changed,
-        when they do not end. Raises `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned,
+        when they do not end. `finish` is called before each attempt, and is to bring here what is published over
+        several shards already. Raises `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned,
         `ValidationError`.
         """
         if partitions == NOT_PARTITIONED:
@@ -99,6 +107,7 @@ class Repartitioner:
             if found.partitions == partitions:
                 return None
             # As much as can be before publishers have to wait.
+            finish()
             self._transfer.run_once([topic])
             try:
                 changed = self._attempt(topic, partitions)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from eventsql_orchestration.errors import ShardSetError
+from eventsql_orchestration.errors import InvalidNameError, ShardSetError
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.log.shard_store import ShardState, ShardStore
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Retention, Topic
@@ -171,6 +171,9 @@ class ShardAddition:
             return new.name
         if self._name in names:
             raise ShardSetError(f"there is a shard {self._name!r} already: take another name")
+        if self._name is not None and self._name.isdecimal():
+            # Offsets of Spark's tell shards from partitions, and "0" stands there for a database that is no shard.
+            raise InvalidNameError(f"shard name {self._name!r} is a number, as partitions are: take another name")
         free = (f"shard-{number}" for number in range(len(names) + 1, 2 * len(names) + 2))
         return self._name or next(name for name in free if name not in names)
 

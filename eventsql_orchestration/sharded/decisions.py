@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,6 +37,7 @@ class Unfinished:
     """A publication over several shards that is not finished, and why.
 
     `decided` says whether it takes place, which is not known (None) while the shard that decides cannot be asked.
+    `shards` are those that its events are not published on yet, as far as they are known.
     """
 
     id: uuid.UUID
@@ -44,6 +45,7 @@ class Unfinished:
     batch: int
     decided: bool | None
     reason: str
+    shards: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"batch {self.batch} of writer {self.writer!r} is not finished: {self.reason}"
@@ -71,35 +73,49 @@ class Decisions:
                 logger.info("shard %s is not asked for publications to finish: %s", name, error)
                 continue
             for each in announced:
-                reason = self._settle(each, name, shards, patience, abandoned_after)
-                if reason is not None:
-                    left[each.id] = Unfinished(each.id, each.writer, each.batch, each.decided, reason)
+                unfinished = self._settle(each, name, shards, patience, abandoned_after)
+                if unfinished is not None:
+                    left[each.id] = unfinished
         for name, parts in shards.items():
             try:
                 for part in parts.open():
                     if part.id not in left and (reason := _look(part, parts, shards, patience)) is not None:
-                        left[part.id] = Unfinished(part.id, part.writer, part.batch, None, reason)
+                        left[part.id] = Unfinished(part.id, part.writer, part.batch, None, reason, (name,))
             except (EventSQLError, psycopg.Error) as error:
                 logger.info("shard %s is not asked for parts of publications: %s", name, error)
         return list(left.values())
 
     def _settle(
         self, publication: Announcement, decider: str, shards: Mapping[str, Parts], patience: float, age: float
-    ) -> str | None:
+    ) -> Unfinished | None:
         """Finish a publication or give it up; gives why it is neither."""
+
+        def left(reason: str, names: Iterable[str] = publication.shards) -> Unfinished:
+            return Unfinished(
+                publication.id, publication.writer, publication.batch, publication.decided, reason, tuple(names)
+            )
+
         try:
             if not publication.decided:
                 if publication.age < age or not shards[decider].give_up(publication.id, patience=patience):
-                    return "it is being published"
-                logger.info("batch %d of writer %r was given up", publication.batch, publication.writer)
+                    return left("it is being published")
+                logger.warning(
+                    "batch %d of writer %r was given up, %.0f seconds after it was announced on shard %r: nobody has "
+                    "decided it, and nothing of it is published",
+                    publication.batch, publication.writer, publication.age, decider,
+                )  # fmt: skip
                 return None
             # On each that takes it, whatever becomes of the others.
-            reasons = [_publish(publication.id, name, shards.get(name), patience) for name in publication.shards]
-            if any(reasons):
-                return "; ".join(filter(None, reasons))
+            reasons = {name: _publish(publication.id, name, shards.get(name), patience) for name in publication.shards}
+            failed = {name: reason for name, reason in reasons.items() if reason is not None}
+            if failed:
+                return left("; ".join(failed.values()), failed)
+        except (EventSQLError, psycopg.Error) as error:
+            return left(str(error))
+        try:
             shards[decider].finish(publication.id)
         except (EventSQLError, psycopg.Error) as error:
-            return str(error)
+            return left(str(error), ())
         return None
 
 
@@ -122,8 +138,18 @@ def _look(part: Part, parts: Parts, shards: Mapping[str, Parts], patience: float
     try:
         if decider.is_decided(part.id) is not None:
             return "it is being published"
+        if decider.is_recorded(part.writer, part.batch) and parts.is_unaccounted(part):
+            return (
+                f"shard {part.decider!r} has recorded it as published and finished, and here its part {part.id} is "
+                "not, as where one of them was restored from a backup: it is kept, and nothing published by it; "
+                "compare the events, and delete its row of spark_part when they are there"
+            )
         # Nothing, where it is published: its announcement went after that.
-        parts.give_part_up(part.id, patience=patience)
+        if parts.give_part_up(part.id, patience=patience):
+            logger.warning(
+                "a part of batch %d of writer %r was given up: shard %r knows nothing of this publication any more",
+                part.batch, part.writer, part.decider,
+            )  # fmt: skip
     except (EventSQLError, psycopg.Error) as error:
         return str(error)
     return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from builtins import list as list_of
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Final
 
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ShardError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, ShardError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.log.dead_letters import (
     DeadLetter,
     DeadLetterCause,
@@ -22,11 +24,18 @@ from eventsql_orchestration.log.registry import choose_partitions
 from eventsql_orchestration.log.repartition import PATIENCE_SECONDS, Repartitioner, Repartitioning
 from eventsql_orchestration.log.seek import Move, Seeker
 from eventsql_orchestration.model import ConsumerState, Event
+from eventsql_orchestration.sharded.decisions import Decisions, Unfinished
 from eventsql_orchestration.sharded.everywhere import everywhere
 from eventsql_orchestration.sharded.gates import Gates
 from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
 from eventsql_orchestration.sharded.registry import ShardedRegistry
+
+ABANDONED_SECONDS: Final = 5.0
+"""After so long, a publication over several shards that is announced and not decided is given up for a repartitioning,
+which such a one of that topic could not outlive in any case."""
+
+_POLL: Final = 0.25
 
 
 class ShardedSeeker(Seeker):
@@ -182,16 +191,56 @@ class ShardedRepartitioner(Repartitioner):
     def __init__(self, members: Members) -> None:
         self._members = members
 
-    def repartition(self, topic: str, partitions: int, *, patience: float = PATIENCE_SECONDS) -> Repartitioning | None:
+    def repartition(
+        self,
+        topic: str,
+        partitions: int,
+        *,
+        finish: Callable[[], object] = lambda: None,
+        patience: float = PATIENCE_SECONDS,
+    ) -> Repartitioning | None:
         """As on one database, on all shards; gives what it came to on the last that changed.
 
-        Where it fails in between, some have changed: do it again.
+        What was published over several shards before comes first, on all of them: `DatabaseBusyError`, and nothing
+        changed, where it is not finished in `patience` seconds. Where it fails in between, some have changed: do it
+        again.
         """
-        done = everywhere(
-            self._members,
-            lambda member: member.platform.repartitioner.repartition(topic, partitions, patience=patience),
-        )
+
+        def finish_all() -> None:
+            finish()
+            self._finish()
+
+        begun = False
+
+        def change(member: Member) -> Repartitioning | None:
+            nonlocal begun
+            if not begun:
+                self._await_finished(topic, patience)
+                begun = True
+            return member.platform.repartitioner.repartition(topic, partitions, finish=finish_all, patience=patience)
+
+        done = everywhere(self._members, change)
         return next((change for change in reversed(list_of(done.values())) if change is not None), None)
+
+    def _finish(self) -> list_of[Unfinished]:
+        decisions = Decisions(
+            lambda: {member.name: member.platform for member in self._members.known() if member.down is None}
+        )
+        return decisions.finish(abandoned_after=ABANDONED_SECONDS)
+
+    def _await_finished(self, topic: str, patience: float) -> None:
+        """See to it that what has been announced until now is finished, or given up."""
+        deadline = time.monotonic() + patience
+        before = left = self._finish()
+        while left:
+            if time.monotonic() > deadline:
+                raise DatabaseBusyError(
+                    f"topic {topic!r} keeps its partitions on all shards: {'; '.join(map(str, left))}; try again later"
+                )
+            time.sleep(_POLL)
+            # Those that were announced since are waited for by each attempt.
+            known = {each.id for each in before}
+            left = [each for each in self._finish() if each.id in known]
 
 
 class ShardedLag:

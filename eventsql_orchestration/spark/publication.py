@@ -20,6 +20,7 @@ import psycopg
 
 from eventsql_orchestration.errors import (
     ConfigurationError,
+    DatabaseBusyError,
     DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
@@ -29,6 +30,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log.parts import Part
 from eventsql_orchestration.log.shard_store import ShardStore
+from eventsql_orchestration.log.staged import swept
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark.ledger import Batch, ClaimHold, Ledger, Portion
 from eventsql_orchestration.spark.options import Source
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINISH_SECONDS: Final = 10.0
-"""How long a publication that is decided is waited for where a shard does not take its part."""
+"""How long a publication that is decided is waited for where a shard does not take its part; also by the next one."""
 
 FORGET_SECONDS: Final = 86_400.0
 """How long it is known which events of a publication each shard got, after it was finished."""
@@ -145,13 +147,16 @@ class Publications:
         `replayed`, a batch that was published before must be the same again: `ConfigurationError` when it has another
         number of events, which would be lost. Raises `ClaimLostError`, `TopicNotFoundError`, `RedefinitionError` or
         `DatabaseError`; then nothing was published. Over several shards also `PublicationUnfinishedError`: it is
-        published, and some of its events are not where they are read yet.
+        published, and some of its events are not where they are read yet. `DatabaseBusyError` where that holds for a
+        publication before this one, on a shard of both.
         """
         given = Batch(writer, batch, tuple(attempts), claim, replayed)
         decider = claim.shard if claim is not None else self._first()
         deciding = self._ledger(decider, "the shard that decides")
         portions = given.portions()
         if portions.keys() <= {decider}:
+            if self._sharded and portions and not deciding.recorded(given):
+                self._await_earlier(given, portions)
             first = self._publish_alone(deciding, given, portions.get(decider, Portion()))
         else:
             first = self._publish_over(str(decider), deciding, given, portions)
@@ -206,8 +211,7 @@ class Publications:
     ) -> bool:
         if self._is_repeated(deciding, batch):
             return False
-        # What is decided comes before this.
-        self._decisions.finish()
+        self._await_earlier(batch, portions)
         publication, others = uuid.uuid4(), [str(shard) for shard in portions if shard != decider]
         part = Part(publication, decider, batch.writer, batch.number)
         try:
@@ -215,12 +219,17 @@ class Publications:
             for shard in others:
                 ledger, portion = self._ledger(shard, "what was staged"), portions[shard]
                 with ledger.platform.database.transaction() as connection:
+                    ledger.parts.bound(connection)
+                    ledger.parts.hold(connection, portion.attempts)
                     ledger.find(connection, portion)
                     ledger.parts.prepare(connection, part, portion.attempts, portion.events)
             self._decide(part, deciding, batch, portions)
         except Exception as error:
-            if not self._is_decided(part, deciding, batch, others):
-                if isinstance(error, _PublishedBeforeError) and self._is_repeated(deciding, batch):
+            decided = self._is_decided(part, deciding, batch, others)
+            if not decided:
+                # Of one that is over, only the record can tell whether it took place; another may have left it.
+                over = decided is None or isinstance(error, _PublishedBeforeError)
+                if over and self._is_repeated(deciding, batch):
                     return False
                 raise
             logger.warning("%s is decided, and to be finished after: %s", batch, error)
@@ -250,11 +259,16 @@ class Publications:
                     continue
                 ledger = self._ledgers[shard]
                 connection = others.enter_context(ledger.platform.database.transaction())
-                if not ledger.parts.publish(connection, part.id):
+                ledger.parts.bound(connection)
+                missing = ledger.parts.publish(connection, part.id)
+                if missing is None:
                     raise _given_up(batch)
                 ledger.check_topics(connection, portion)
+                if missing:
+                    raise swept()
             own = portions.get(part.decider, Portion())
             with deciding.platform.database.transaction() as connection:
+                deciding.parts.bound(connection)
                 if not deciding.record(connection, batch):
                     raise _PublishedBeforeError
                 if not deciding.parts.decide(connection, part.id):
@@ -262,13 +276,17 @@ class Publications:
                 self._publish_own(deciding, connection, batch, own)
                 deciding.delete(connection, own.attempts)
 
-    def _is_decided(self, part: Part, deciding: Ledger, batch: Batch, others: Sequence[str]) -> bool:
-        """Whether a publication that failed takes place; gives it up where that can still be said."""
+    def _is_decided(self, part: Part, deciding: Ledger, batch: Batch, others: Sequence[str]) -> bool | None:
+        """Whether a publication that failed takes place; gives it up where that can still be said.
+
+        None where somebody else has finished it, or has given it up.
+        """
+        decided: bool | None = False
         try:
             if not deciding.parts.give_up(part.id, patience=FINISH_SECONDS):
                 decided = deciding.parts.is_decided(part.id)
-                # Where it is finished or given up by somebody else, the record tells.
-                return deciding.recorded(batch) if decided is None else decided
+                if decided:
+                    return True
         except EventSQLError as error:
             logger.warning("whether %s takes place is found out by the next publication: %s", batch, error)
             return False
@@ -276,7 +294,25 @@ class Publications:
             # Its blocks are discarded with those of every write that fails; else both are swept.
             with suppress(EventSQLError):
                 self._ledgers[shard].parts.give_part_up(part.id, patience=_POLL)
-        return False
+        return decided
+
+    def _await_earlier(self, batch: Batch, portions: Mapping[str | None, Portion]) -> None:
+        """Publish what is decided and not finished on a shard of this batch: its events come before these.
+
+        Raises `DatabaseBusyError`, and then nothing of this batch is published.
+        """
+        deadline = time.monotonic() + FINISH_SECONDS
+        while True:
+            unfinished = self._decisions.finish()
+            left = [each for each in unfinished if each.decided and not portions.keys().isdisjoint(each.shards)]
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                raise DatabaseBusyError(
+                    f"{batch} was not published, because {'; '.join(map(str, left))}: its events come first; write "
+                    "again when the shard takes them"
+                )
+            time.sleep(_POLL)
 
     def _await_finished(self, deciding: Ledger, batch: Batch) -> None:
         """Publish what is left of a batch that is decided. Raises `PublicationUnfinishedError`."""
@@ -289,7 +325,7 @@ class Publications:
                     for each in deciding.parts.announced()
                     if each.decided and (each.writer, each.batch) == (batch.writer, batch.number)
                 ]
-            except DatabaseUnavailableError as error:
+            except EventSQLError as error:
                 left = [str(error)]
             if not left:
                 return
@@ -307,5 +343,6 @@ class _PublishedBeforeError(Exception):
 
 def _given_up(batch: Batch) -> RedefinitionError:
     return RedefinitionError(
-        f"{batch} was given up, because a shard is being added or it took too long: nothing was published, write again"
+        f"{batch} was given up, because a shard is being added, a topic repartitioned, or it took too long: nothing "
+        "was published, write again"
     )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from eventsql_orchestration.errors import ConfigurationError, PublicationUnfinishedError, ValidationError
 from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.staging import Attempt, stage
 
 if TYPE_CHECKING:
     from eventsql_orchestration.spark.publication import Publications
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS: Final = {
     "value": ("binary", "string"),
@@ -107,7 +110,13 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
         self._writer = options.writer or str(uuid.uuid4())
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        self._publish(self._writer, self._options.batch, _staged(messages))
+        try:
+            self._publish(self._writer, self._options.batch, _staged(messages))
+        except PublicationUnfinishedError as error:
+            if self._options.writer is not None:
+                raise
+            # The same write again would be another writer's, and publish all of it twice; a transfer finishes this one.
+            logger.warning("%s", error)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         self._discard(messages)

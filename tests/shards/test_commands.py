@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psycopg
 import pytest
 from click.testing import CliRunner, Result
 
@@ -116,6 +117,8 @@ def test_one_shard_is_chosen_by_name_where_offsets_are_meant(orders: Run) -> Non
 
 
 def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
+    refused = orders("shard", "add", "--dsn", dsns[2], "--name", "0", code=2)
+    assert "'0' is a number, as partitions are" in refused.stderr
     planned = orders("shard", "add", "--dsn", dsns[2], "--name", "west")
     assert "1 in 3" in planned.stdout
     assert "a plan, nothing has changed" in planned.stderr
@@ -128,13 +131,28 @@ def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
         return orders("--dsn", dsns[2], *arguments)
 
     assert [each["shard"] for each in objects(whole("shard", "list", "--json"))] == ["shard-1", "shard-2", "west"]
-    held = objects(whole("shard", "status", "--json"))
-    assert [(each["consumer"], each["shard"], each["waits_for"]) for each in held] == [
+    status = json.loads(whole("shard", "status", "--json").stdout)
+    assert status["unfinished"] == []
+    assert [(each["consumer"], each["shard"], each["waits_for"]) for each in status["held_back"]] == [
         ("mailer", "west", ["shard-1", "shard-2"])
     ]
     assert "held back from shard west" in whole("doctor").stdout.replace("\n", " ")
     whole("consume", "orders", "mailer")
     assert "no consumer is held back" in whole("shard", "status").stderr
+
+
+def test_publications_that_are_not_finished_are_shown(orders: Run, dsns: list[str]) -> None:
+    with psycopg.connect(dsns[0]) as connection:
+        connection.execute(
+            "INSERT INTO eventsql.spark_decision (eql_id, eql_writer, eql_batch, eql_shards) "
+            "VALUES (gen_random_uuid(), 'nightly', 7, '{shard-1,shard-2}')"
+        )
+    (left,) = json.loads(orders("shard", "status", "--json").stdout)["unfinished"]
+    assert (left["writer"], left["batch"], left["decided"]) == ("nightly", 7, False)
+    shown = orders("shard", "status")
+    assert "nightly" in shown.stdout
+    assert "it is being published" in shown.stdout
+    assert "no consumer is held back" in shown.stderr
 
 
 def test_doctor_looks_at_each_shard(orders: Run) -> None:

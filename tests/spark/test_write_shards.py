@@ -16,6 +16,7 @@ import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
 from psycopg import sql
+from pyspark.sql.types import StringType, StructField, StructType
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
@@ -23,24 +24,30 @@ from eventsql_orchestration.errors import (
     ClaimLostError,
     ConfigurationError,
     DatabaseBusyError,
+    DatabaseError,
     DatabaseUnavailableError,
     PublicationUnfinishedError,
     RedefinitionError,
     ShardPendingError,
     ShardSetError,
 )
+from eventsql_orchestration.log import parts
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.parts import Parts
 from eventsql_orchestration.log.staged import LEAST_BY_BLOCKS
-from eventsql_orchestration.sharded import ShardedEventSQL, addition
+from eventsql_orchestration.sharded import ShardedEventSQL, addition, operations
 from eventsql_orchestration.sharded.addition import ShardAddition
 from eventsql_orchestration.sharded.decisions import Decisions
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import places, publication
+from eventsql_orchestration.spark.ledger import Batch
+from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.publication import Publications
 from eventsql_orchestration.spark.staging import Attempt, Share, stage
+from eventsql_orchestration.spark.writer import BatchWriter, Staged
 from tests.shards.conftest import Databases, database_of
 from tests.spark.processes import wait_until
-from tests.spark.spreading import publish, source_of, staged, start
+from tests.spark.spreading import publish, rows, source_of, staged, start
 
 NAMES = ["shard-1", "shard-2", "shard-3"]
 
@@ -253,6 +260,73 @@ def test_a_write_that_was_decided_is_finished_by_the_next_one_from_what_was_deci
     check_nothing_is_left(dsns)
 
 
+def test_a_repartitioning_gives_up_what_a_dead_driver_left_before_any_shard_changes(
+    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part")
+    with pytest.raises(DatabaseBusyError, match="keeps its partitions on all shards: batch 7 of writer 'nightly'"):
+        platform.repartitioner.repartition("orders", 5, patience=0)
+    assert {shard.registry.topic("orders").partitions for shard in platform.shards} == {4}
+    monkeypatch.setattr(operations, "ABANDONED_SECONDS", 0.0)
+    assert platform.repartitioner.repartition("orders", 5) is not None
+    assert {shard.registry.topic("orders").partitions for shard in platform.shards} == {5}
+    assert publish(dsns, FEW, FEW)
+    assert events_of(platform) == list(range(FEW, 2 * FEW))
+    check_nothing_is_left(dsns)
+
+
+def test_a_repartitioning_publishes_what_is_decided_first(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
+    assert platform.repartitioner.repartition("orders", 5) is not None
+    check_nothing_is_left(dsns)
+    assert events_of(platform) == list(range(FEW))
+
+
+def test_blocks_that_are_lost_after_they_were_prepared_publish_nothing(
+    platform: ShardedEventSQL, dsns: list[str]
+) -> None:
+    failures: list[Exception] = []
+
+    def write() -> None:
+        try:
+            publish(dsns, 0, FEW)
+        except DatabaseError as error:
+            failures.append(error)
+
+    with stopping(dsns[1], "UPDATE ON eventsql.spark_part") as stop:
+        writing = threading.Thread(target=write)
+        writing.start()
+        stop.await_reached()
+        with psycopg.connect(dsns[1]) as connection:
+            connection.execute("DELETE FROM eventsql.spark_staged_event")
+        stop.let_go()
+        writing.join()
+    (failure,) = failures
+    assert "they are not all there" in str(failure)
+    assert events_of(platform) == []
+    check_nothing_is_left(dsns)
+    assert publish(dsns, 0, FEW)
+    assert events_of(platform) == list(range(FEW))
+
+
+def test_a_part_that_comes_back_with_a_backup_is_reported_and_kept(
+    platform: ShardedEventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert publish(dsns, 0, FEW)
+    decisions = Decisions(lambda: {str(shard.shard): shard for shard in platform.open().shards})
+    assert decisions.finish() == []
+    with psycopg.connect(dsns[1]) as connection:
+        connection.execute("UPDATE eventsql.spark_part SET eql_published_at = NULL")
+    (left,) = decisions.finish(abandoned_after=0)
+    assert (left.writer, left.batch, left.decided, left.shards) == ("nightly", 7, None, ("shard-2",))
+    assert "as where one of them was restored from a backup" in str(left)
+    with psycopg.connect(dsns[0]) as connection:
+        connection.execute("DELETE FROM eventsql.spark_publication")
+    assert decisions.finish() == []
+    assert "a part of batch 7 of writer 'nightly' was given up: shard 'shard-1' knows nothing of" in caplog.text
+    check_nothing_is_open(dsns)
+
+
 def check_parts_are_published(dsns: list[str]) -> None:
     for dsn in dsns[1:]:
         with psycopg.connect(dsn) as connection:
@@ -364,6 +438,145 @@ def test_a_write_whose_shard_does_not_take_its_part_says_that_it_is_published_an
     assert not publish(dsns, FEW, FEW)
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
+
+
+def test_a_later_write_waits_for_what_was_decided_on_its_shards(
+    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, claim = claimed(platform)
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
+    monkeypatch.setattr(publication, "FINISH_SECONDS", 0.0)
+    with Publications(source_of(dsns)) as publications, psycopg.connect(dsns[1]) as lock:
+        lock.execute("SELECT FROM eventsql.spark_part FOR UPDATE")
+        everywhere = staged(publications, FEW, FEW)
+        hold = publications.hold(claim.id, "shard-2")
+        alone = [Attempt(each.id, tuple(share for share in each.shares if share.shard == "shard-2"))
+                 for each in staged(publications, FEW, FEW)]  # fmt: skip
+        for attempts, committed in ((everywhere, None), (alone, hold)):
+            with pytest.raises(DatabaseBusyError, match="was not published, because batch 7 of writer 'nightly' is"):
+                publications.publish("hourly", 0, attempts, committed)
+        assert publications.publish("hourly", 1, []), "what has no events on that shard does not wait"
+        lock.rollback()
+        assert publications.publish("hourly", 0, alone, hold)
+    numbers: dict[str, list[int]] = {}
+    home.transfer.run_once()
+    for event in home.reader.read("orders"):
+        numbers.setdefault(str(event.key), []).append(int(event.value))
+    assert max(map(max, numbers.values())) >= FEW
+    assert all(found == sorted(found) for found in numbers.values())
+
+
+def test_a_write_without_a_writer_that_is_not_finished_is_not_to_be_repeated(
+    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publication, "FINISH_SECONDS", 0.0)
+    options = {"dsn": " ".join(dsns), "topic": "orders"}
+    columns = StructType([StructField("value", StringType()), StructField("key", StringType())])
+    anonymous = BatchWriter(WriteOptions.parse(options, streaming=False), columns, overwrite=False)
+    with Publications(source_of(dsns)) as publications:
+        messages = [Staged(stage(publications.places("orders", {}), [rows(0, FEW)]), None)]
+    with stopping(dsns[1], "UPDATE ON eventsql.spark_part", at_commit=True) as stop:
+        writing = threading.Thread(target=anonymous.commit, args=(messages,))
+        writing.start()
+        stop.await_reached()
+        stop.end_session()
+        writing.join()
+    assert "is published, and some of its events are not where they are read yet" in caplog.text
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
+def test_whatever_fails_after_the_decision_says_that_it_is_published(
+    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert publish(dsns, 0, FEW)
+    monkeypatch.setattr(publication, "FINISH_SECONDS", 0.0)
+
+    def busy(_parts: Parts) -> None:
+        raise DatabaseBusyError("no connection is free")
+
+    monkeypatch.setattr(Parts, "announced", busy)
+    with Publications(source_of(dsns)) as publications:
+        deciding = publications._ledgers["shard-1"]
+        with pytest.raises(PublicationUnfinishedError, match="not where they are read yet: no connection is free"):
+            publications._await_finished(deciding, Batch("nightly", 7, ()))
+    monkeypatch.undo()
+    assert events_of(platform) == list(range(FEW))
+
+
+def test_a_driver_that_stands_still_loses_its_transactions(
+    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "IDLE_SECONDS", 0.5)
+    outcomes: list[bool] = []
+    with stopping(dsns[0], "INSERT ON eventsql.spark_publication", at_commit=True) as stop:
+        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
+        writing.start()
+        stop.await_reached()
+        for dsn in dsns[1:]:
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                wait_until(lambda: no_transactions(connection), "the server has ended what is idle")
+        stop.let_go()
+        writing.join()
+    assert outcomes == [True], "it was decided, and published once more from there"
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
+def test_every_commit_waits_for_the_disk(databases: Databases) -> None:
+    dsns = databases(2)
+    for dsn in dsns:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            name = connection.info.dbname
+            connection.execute(sql.SQL("ALTER DATABASE {} SET synchronous_commit TO off").format(sql.Identifier(name)))
+    dsns = prepared(dsns)
+    for dsn in dsns:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("CREATE TABLE public.seen (step text, waits text)")
+            connection.execute(
+                "CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO public.seen VALUES "
+                "(TG_OP || '' '' || TG_TABLE_NAME, current_setting(''synchronous_commit'')); RETURN NULL; END'"
+            )
+            for table in ("spark_decision", "spark_part", "spark_publication"):
+                connection.execute(
+                    sql.SQL(
+                        "CREATE TRIGGER seeing AFTER INSERT OR UPDATE OR DELETE ON eventsql.{} "
+                        "FOR EACH ROW EXECUTE FUNCTION see()"
+                    ).format(sql.Identifier(table))
+                )
+    assert publish(dsns, 0, FEW)
+    seen = set()
+    for dsn in dsns:
+        with psycopg.connect(dsn) as connection:
+            seen |= set(connection.execute("SELECT step, waits FROM public.seen").fetchall())
+    assert seen == {
+        (step, "on")
+        for step in (
+            "INSERT spark_decision", "UPDATE spark_decision", "DELETE spark_decision",
+            "INSERT spark_part", "UPDATE spark_part", "INSERT spark_publication",
+        )
+    }  # fmt: skip
+
+
+def test_a_write_that_somebody_gave_up_before_another_of_its_batch_is_not_the_first(
+    platform: ShardedEventSQL, dsns: list[str]
+) -> None:
+    outcomes: list[bool] = []
+    with stopping(dsns[1], "INSERT ON eventsql.spark_part") as stop:
+        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
+        writing.start()
+        stop.await_reached()
+        with psycopg.connect(dsns[0]) as connection:
+            connection.execute("DELETE FROM eventsql.spark_decision")
+            connection.execute(
+                "INSERT INTO eventsql.spark_publication (eql_writer, eql_batch, eql_events) VALUES ('nightly', 7, 0)"
+            )
+        stop.let_go()
+        writing.join()
+    assert outcomes == [False]
+    assert events_of(platform) == []
+    check_nothing_is_left(dsns)
+    assert sum(count(dsn, "spark_staged_event") for dsn in dsns) == 0
 
 
 def test_two_writes_of_one_batch_at_once_publish_one(platform: ShardedEventSQL, dsns: list[str]) -> None:
@@ -594,15 +807,21 @@ def test_a_write_is_not_planned_while_a_shard_is_being_added(
 # Claims
 
 
-def test_a_claim_is_committed_by_its_shard_with_the_events_of_all(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def claimed(platform: ShardedEventSQL) -> tuple[EventSQL, Claim]:
+    """The second shard, and a claim of it."""
     platform.registry.register_topic(Topic("rides")).register_consumer(Consumer("rides", "copies"))
     home = platform.shards[1]
-    with psycopg.connect(dsns[1]) as connection:
+    with home.database.connection() as connection:
         connection.execute("INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
                            "VALUES ('rides', -1, 'v', '{}')")  # fmt: skip
     home.transfer.run_once()
     claim = home.claims.claim("rides", "copies", owner="test")
     assert isinstance(claim, Claim)
+    return home, claim
+
+
+def test_a_claim_is_committed_by_its_shard_with_the_events_of_all(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    home, claim = claimed(platform)
     with Publications(source_of(dsns)) as publications:
         with pytest.raises(ConfigurationError, match="option claimShard is missing"):
             publications.hold(claim.id)
@@ -617,14 +836,7 @@ def test_a_claim_is_committed_by_its_shard_with_the_events_of_all(platform: Shar
 
 
 def test_a_claim_that_was_lost_publishes_nothing_on_any_shard(platform: ShardedEventSQL, dsns: list[str]) -> None:
-    platform.registry.register_topic(Topic("rides")).register_consumer(Consumer("rides", "copies"))
-    home = platform.shards[1]
-    with psycopg.connect(dsns[1]) as connection:
-        connection.execute("INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
-                           "VALUES ('rides', -1, 'v', '{}')")  # fmt: skip
-    home.transfer.run_once()
-    claim = home.claims.claim("rides", "copies", owner="test")
-    assert isinstance(claim, Claim)
+    home, claim = claimed(platform)
     with Publications(source_of(dsns)) as publications:
         hold = publications.hold(claim.id, "shard-2")
     home.claims.release(claim)

@@ -1,6 +1,22 @@
+-- bound -- Have this transaction ended where its client is idle in it for too long, and let its commit wait for the disk
+-- whatever the database's setting is: one shard goes by what another has committed.
+SELECT set_config('idle_in_transaction_session_timeout', %(idle)s, true),
+       set_config(
+           'synchronous_commit',
+           CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
+                ELSE current_setting('synchronous_commit') END,
+           true
+       );
+
 -- intend -- Announce a publication over several shards, on the one that will decide it. Before any part of it is prepared.
 INSERT INTO {schema}.spark_decision (eql_id, eql_writer, eql_batch, eql_shards)
 VALUES (%(id)s, %(writer)s, %(batch)s, %(shards)s);
+
+-- hold_blocks -- Keep the blocks of attempts from a sweep until the end of this transaction.
+SELECT FROM {schema}.spark_staged_event
+WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
+ORDER BY eql_attempt, eql_position
+FOR UPDATE;
 
 -- prepare -- Note the part of a publication that lies here. From the commit on, its blocks are on disk, and kept.
 INSERT INTO {schema}.spark_part (eql_id, eql_shard, eql_writer, eql_batch, eql_attempts, eql_events)
@@ -22,7 +38,7 @@ DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND eql_decided;
 -- given up. Its time is that of its events.
 UPDATE {schema}.spark_part SET eql_published_at = now()
 WHERE eql_id = %(id)s AND eql_published_at IS NULL
-RETURNING eql_attempts;
+RETURNING eql_attempts, eql_events;
 
 -- give_part_up -- Forget a part of a publication that does not take place.
 DELETE FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NULL;
@@ -31,6 +47,14 @@ DELETE FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NU
 SELECT eql_id, eql_writer, eql_batch, eql_shards, eql_decided, extract(epoch FROM now() - eql_created_at)::float8
 FROM {schema}.spark_decision
 ORDER BY eql_created_at, eql_id;
+
+-- is_unaccounted -- Whether a part is open, and no other of the same batch is published here.
+SELECT EXISTS (SELECT FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NULL)
+   AND NOT EXISTS (
+       SELECT FROM {schema}.spark_part
+       WHERE eql_shard = %(decider)s AND eql_writer = %(writer)s AND eql_batch = %(batch)s
+         AND eql_published_at IS NOT NULL
+   );
 
 -- open_parts -- The parts here that are not published, oldest first, with the shards that decide about them.
 SELECT eql_id, eql_shard, eql_writer, eql_batch
