@@ -184,6 +184,7 @@ def run(
             backfills.renew(found)
         else:
             assert start is not None, "checked above"
+            backfills.check_into(into)
             plan = backfills.plan(
                 topic, consumer, start=start, end=end or Latest(), window_events=window_events, window=window,
                 partition=partition,

@@ -79,7 +79,7 @@ def create(
     if conditions is not None and no_filter:
         raise click.UsageError("--no-filter contradicts --key, --key-prefix and --metadata")
     starting_at(start)
-    with context.platform() as platform:
+    with context.definitions() as platform:
         platform.registry.topic(topic)
         try:
             before = platform.registry.consumer(topic, consumer)
@@ -226,7 +226,7 @@ def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -
 @pass_context
 def delete(context: CliContext, *, topic: str, consumer: str) -> None:
     """Delete CONSUMER of TOPIC with its offsets; the events stay."""
-    with context.platform() as platform:
+    with context.definitions() as platform:
         platform.registry.unregister_consumer(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} deleted")
 

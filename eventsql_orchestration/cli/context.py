@@ -124,6 +124,15 @@ class CliContext:
         """The platform, as `open_platform` opens it."""
         return open_platform(self.settings, transfer=transfer, shard=self.shard)
 
+    def definitions(self) -> EventSQL:
+        """The platform to define topics and consumers on. Raises `ConfigurationError` where one shard was chosen."""
+        if self.shard is not None:
+            raise ConfigurationError(
+                "topics and consumers are the same on all shards, and nothing is published where they are not: leave "
+                "out --shard"
+            )
+        return self.platform()
+
     @contextmanager
     def whole_system(self) -> Iterator[System]:
         """The platform, its tables up to date. An embedded server is stopped when the block ends; its data stays."""

@@ -101,7 +101,7 @@ def create(context: CliContext, /, *, topic: str, partitions: int, dead_letters:
     """
     wanted, bounds = Topic(topic, partitions), _Bounds(**retention)
     letters = Topic(wanted.dead_letter_topic) if dead_letters else None
-    with context.platform() as platform:
+    with context.definitions() as platform:
         _register(platform, wanted, bounds)
         if letters is not None:
             before = _find(platform, letters.name)
@@ -129,7 +129,7 @@ def alter(context: CliContext, /, *, topic: str, partitions: int | None, **reten
         check_partitions(partitions)
     elif not bounds.named and not bounds.keep_forever:
         raise click.UsageError("nothing to alter: give --partitions, a bound of retention or --keep-forever")
-    with context.platform() as platform:
+    with context.definitions() as platform:
         found = platform.registry.topic(topic)
         if partitions is not None and found.partitioned and partitions != NOT_PARTITIONED:
             _repartition(platform, found, partitions)
@@ -146,10 +146,9 @@ def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:
     if changed is None:
         say(f"topic {topic.name!r} has {counted(partitions, 'partition')} already")
         return
-    say(
-        f"topic {topic.name!r} has {counted(partitions, 'partition')} after offset {changed.after:,}; it had "
-        f"{changed.before:,}"
-    )
+    # Each shard has offsets of its own: `topic describe` tells them.
+    after = f" after offset {changed.after:,}" if len(platform.shards) == 1 else " on every shard"
+    say(f"topic {topic.name!r} has {counted(partitions, 'partition')}{after}; it had {changed.before:,}")
     if waiting := {name for shard in platform.shards for name in shard.layouts.unsettled(topic.name)}:
         say(
             f"{', '.join(waiting)}: to finish the old partitions before the new ones; sensors and deployments that "
@@ -335,7 +334,7 @@ def _down(shard: EventSQL, lags: Sequence[ConsumerLag]) -> bool:
 @pass_context
 def delete(context: CliContext, *, topic: str, force: bool) -> None:
     """Delete TOPIC; one that has events or consumers only with --force."""
-    with context.platform() as platform:
+    with context.definitions() as platform:
         platform.registry.unregister_topic(topic, force=force)
     say(f"topic {topic!r} deleted")
 

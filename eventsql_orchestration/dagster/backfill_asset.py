@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -40,6 +41,9 @@ SUFFIX: Final = "_backfill"
 
 BACKFILL_PRIORITY: Final = "-10"
 """Of a backfill's runs in Dagster's queue, where others have 0."""
+
+ENDING_SECONDS: Final = 30.0
+"""How long a run whose window is gone waits for another that has it, to say how it ended."""
 
 ASSETS_METADATA: Final = "eventsql/assets"
 """Of the asset of a consumer's backfills: the assets that they materialize."""
@@ -250,10 +254,18 @@ def _replay(
 
 
 def _replayed_by(context: dg.AssetExecutionContext, of: str) -> str | None:
-    """A run that has replayed the window of this one."""
+    """A run that has replayed the window of this one. One that is about to end is waited for: it has not said so yet,
+    when the window is gone already.
+    """
     tags = {DAGSTER_PARTITION_TAG: context.partition_key, BACKFILL_OF_TAG: of}
-    succeeded = dg.RunsFilter(tags=tags, statuses=[dg.DagsterRunStatus.SUCCESS])
-    return next((run.run_id for run in context.instance.get_runs(succeeded, limit=1)), None)
+    deadline = time.monotonic() + ENDING_SECONDS
+    while True:
+        others = [run for run in context.instance.get_runs(dg.RunsFilter(tags=tags)) if run.run_id != context.run_id]
+        succeeded = next((run.run_id for run in others if run.status is dg.DagsterRunStatus.SUCCESS), None)
+        ending = any(run.status is dg.DagsterRunStatus.STARTED for run in others)
+        if succeeded is not None or not ending or time.monotonic() >= deadline:
+            return succeeded
+        time.sleep(0.25)
 
 
 def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:

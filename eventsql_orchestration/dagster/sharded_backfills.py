@@ -139,17 +139,21 @@ class ShardedBackfills:
             raise ValidationError(f"{len(plan.runs):,} runs are too many ({MAX_RUNS:,} at most): take larger windows")
         return plan
 
+    def check_into(self, into: str | None) -> None:
+        """Raises `ValidationError` for a consumer to leave behind, where there are several shards."""
+        if into is not None and len(self._of) > 1:
+            raise ValidationError(
+                "a consumer that a backfill leaves behind would not be on all shards at once: register it first, with "
+                "`eventsql consumer create`, and replay through that one"
+            )
+
     def register(self, plan: ShardedPlan, backfill_id: str, *, into: str | None = None) -> ShardedBackfill:
         """Create the windows of a plan on each shard where it has some: on all of them, or on none.
 
         Raises as `Backfills.register`, and `ValidationError` for `into` on several shards, where a consumer has to be
         on all of them at once.
         """
-        if into is not None and len(self._of) > 1:
-            raise ValidationError(
-                "a consumer that a backfill leaves behind would not be on all shards at once: register it first, with "
-                "`eventsql consumer create`, and replay through that one"
-            )
+        self.check_into(into)
         planned = {shard: each for shard, each in plan.of.items() if each.runs}
         if not planned:
             raise ValidationError("the range holds no events: there is nothing to replay")

@@ -150,6 +150,8 @@ def test_offsets_and_a_consumer_left_behind_are_of_one_shard(
     with pytest.raises(ValidationError, match="--shard"):
         backfills.plan("orders", "ledger", start=AtOffset(1), end=Latest())
     with pytest.raises(ValidationError, match="would not be on all shards"):
+        backfills.check_into("copy")
+    with pytest.raises(ValidationError, match="would not be on all shards"):
         backfills.register(everything(backfills), "may", into="copy")
     alone = ShardedBackfills([shards[OTHER].platform])
     plan = alone.plan("orders", "ledger", start=AtOffset(1), end=Latest())

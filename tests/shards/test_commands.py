@@ -116,6 +116,18 @@ def test_one_shard_is_chosen_by_name_where_offsets_are_meant(orders: Run) -> Non
     assert "there is no shard 'nowhere', but shard-1, shard-2" in orders("--shard", "nowhere", "lag", code=2).stderr
 
 
+def test_topics_and_consumers_are_not_defined_on_one_shard_alone(orders: Run) -> None:
+    for command in (
+        ("topic", "create", "lone"),
+        ("topic", "alter", "orders", "--partitions", 9),
+        ("topic", "delete", "orders", "--force"),
+        ("consumer", "create", "orders", "lone"),
+        ("consumer", "delete", "orders", "mailer"),
+    ):
+        assert "leave out --shard" in orders("--shard", "shard-1", *command, code=2).stderr
+    assert "on every shard; it had" in orders("topic", "alter", "orders", "--partitions", 9).stderr
+
+
 def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
     refused = orders("shard", "add", "--dsn", dsns[2], "--name", "0", code=2)
     assert "'0' is a number, as partitions are" in refused.stderr

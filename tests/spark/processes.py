@@ -173,7 +173,11 @@ class Cluster:
         return process
 
     def _alive(self) -> int:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self._web_port}/json/") as answer:
+        # Before its handlers are there, the master answers with its page.
+        with (
+            suppress(OSError, ValueError),
+            urllib.request.urlopen(f"http://127.0.0.1:{self._web_port}/json/") as answer,
+        ):
             return int(json.load(answer)["aliveworkers"])
         return 0
 
