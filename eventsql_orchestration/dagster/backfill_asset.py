@@ -15,7 +15,7 @@ from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.draining import Drained, owner_of_run
 from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.published import add_up
-from eventsql_orchestration.dagster.replaying import WindowGoneError, WindowReplay
+from eventsql_orchestration.dagster.replaying import POLL, WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.reporting import metadata_of
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
@@ -260,12 +260,14 @@ def _replayed_by(context: dg.AssetExecutionContext, of: str) -> str | None:
     tags = {DAGSTER_PARTITION_TAG: context.partition_key, BACKFILL_OF_TAG: of}
     deadline = time.monotonic() + ENDING_SECONDS
     while True:
-        others = [run for run in context.instance.get_runs(dg.RunsFilter(tags=tags)) if run.run_id != context.run_id]
+        others = [
+            run for run in context.instance.get_runs(dg.RunsFilter(tags=tags)) if run.run_id != context.run.run_id
+        ]
         succeeded = next((run.run_id for run in others if run.status is dg.DagsterRunStatus.SUCCESS), None)
         ending = any(run.status is dg.DagsterRunStatus.STARTED for run in others)
         if succeeded is not None or not ending or time.monotonic() >= deadline:
             return succeeded
-        time.sleep(0.25)
+        time.sleep(POLL)
 
 
 def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:

@@ -15,7 +15,7 @@ import dagster as dg
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.definition import Limits
-from eventsql_orchestration.dagster.handover import drained_by, in_last_part
+from eventsql_orchestration.dagster.handover import drained_by, may_hand_over
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.dagster.ticks import Budget, NothingYet, beginning_with
 from eventsql_orchestration.dagster.watch import PartitionWatch, Situation, lease_decides, runs_of
@@ -49,7 +49,7 @@ class Sight:
             # Nothing may wait just now, and yet the run that drains it come to the end of its window.
             drained = limits is not None and drained_by(standing.last, limits) is not None
             return not standing.leased and (standing.waiting or drained)
-        if limits is not None and run is not None and in_last_part(run, limits):
+        if limits is not None and run is not None and may_hand_over(standing.claim, run, limits):
             return True
         return not (standing.leased and lease_decides(standing.claim, run))
 

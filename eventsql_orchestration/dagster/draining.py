@@ -231,8 +231,8 @@ class Draining:
         """
         self._predecessor = owner_of_run(run_id)
         key = ConsumerPartition(topic, consumer, partition)
-        began = asked = time.monotonic()
-        ends = began + PATIENCE
+        over, now = False, time.monotonic()
+        ends, asks = now + PATIENCE, now + ASK_SECONDS
         while True:
             found = self._try(key, most=self._limits.max_events)
             if isinstance(found, Claim):
@@ -240,11 +240,10 @@ class Draining:
             now = time.monotonic()
             if now >= ends:
                 return found.reason
-            if now >= asked + ASK_SECONDS:
-                asked = now
-                if is_over():
+            if not over and now >= asks:
+                over, asks = is_over(), now + ASK_SECONDS
+                if over:
                     ends = min(ends, now + self._limits.drain_idle)
-                    asked = began + PATIENCE
             time.sleep(POLL)
 
     def _try(self, key: ConsumerPartition, *, most: int) -> Claim | NoClaim:

@@ -16,8 +16,8 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.draining import PATIENCE, run_of_owner
-from eventsql_orchestration.dagster.tags import FINISHED, PARTITION_TAG, REPLAY_TAG, SHARED_TAG, SUCCEEDS_TAG
-from eventsql_orchestration.log.claims import Last
+from eventsql_orchestration.dagster.tags import CLAIM_TAG, FINISHED, PARTITION_TAG, REPLAY_TAG, SHARED_TAG, SUCCEEDS_TAG
+from eventsql_orchestration.log.claims import Claim, Last
 
 LEAD: Final = 9.0
 """Seconds before the end of a run's window from which a successor is requested: Dagster's next look at the sensor is
@@ -43,14 +43,14 @@ def drained_by(last: Last | None, limits: Limits) -> str | None:
 
 
 def decide(
-    run_id: str, record: dg.RunRecord | None, limits: Limits, instance: dg.DagsterInstance
-) -> dg.SkipReason | str | None:
-    """What a tick does about a partition that a run drains: it leaves it alone, or requests a successor of that run,
-    whose id this gives. None where that run does not drain, as far as is known.
+    run_id: str, record: dg.RunRecord | None, limits: Limits, instance: dg.DagsterInstance, *, request: dg.RunRequest
+) -> dg.SkipReason | dg.RunRequest | None:
+    """What a tick does about a partition that a run drains: it leaves it alone, or requests a successor of that run
+    with `request`. None where that run does not drain, as far as is known.
 
     A run of which `LEAD` seconds are over is under steady traffic: it would have ended otherwise.
     """
-    successor = successor_of(run_id, instance)
+    successor = _successor_of(run_id, instance)
     if successor is not None:
         return dg.SkipReason(f"run {successor.dagster_run.run_id} takes over from run {run_id}")
     if record is None or record.dagster_run.status != dg.DagsterRunStatus.STARTED:
@@ -62,17 +62,22 @@ def decide(
     left = limits.drain_seconds - _age(record)
     if left < -SLACK:
         return None
-    if in_last_part(record, limits):
-        return run_id
+    if _in_last_part(record, limits):
+        return request
     return dg.SkipReason(f"run {run_id} drains the partition, for {max(0.0, left):.0f} s more")
 
 
-def in_last_part(record: dg.RunRecord, limits: Limits) -> bool:
-    """Whether a run is in that part of its window in which a successor is requested."""
+def may_hand_over(claim: Claim, run: dg.RunRecord, limits: Limits) -> bool:
+    """Whether a run drains, since its live claim is not the one that it was requested for, and its window ends soon."""
+    mine = run_of_owner(claim.owner) == run.dagster_run.run_id
+    return mine and run.dagster_run.tags.get(CLAIM_TAG) != str(claim.id) and _in_last_part(run, limits)
+
+
+def _in_last_part(record: dg.RunRecord, limits: Limits) -> bool:
     return limits.drain_seconds - _age(record) <= LEAD <= _age(record)
 
 
-def successor_of(run_id: str, instance: dg.DagsterInstance) -> dg.RunRecord | None:
+def _successor_of(run_id: str, instance: dg.DagsterInstance) -> dg.RunRecord | None:
     """The run that is to succeed another and can still be waited for: one that has died is no reason to wait."""
     runs = instance.get_run_records(dg.RunsFilter(tags={SUCCEEDS_TAG: run_id}, statuses=_UNFINISHED), limit=1)
     if not runs or runs[0].dagster_run.parent_run_id is not None:

@@ -15,7 +15,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.claim_times import claim_tags, made_at, run_key
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.draining import run_of_owner
-from eventsql_orchestration.dagster.handover import START_TIMEOUT, decide, drained_by, in_last_part, since_change
+from eventsql_orchestration.dagster.handover import START_TIMEOUT, decide, drained_by, may_hand_over, since_change
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
     CLAIM_TAG,
@@ -189,15 +189,15 @@ class PartitionWatch:
         self, found: Situation, platform: EventSQL, instance: dg.DagsterInstance
     ) -> dg.RunRequest | dg.SkipReason | None:
         """What is to be done about a run that drains the partition; None where there is none."""
-        if found.live is None:
+        live, run = found.live, found.run
+        if live is None:
             run_id = drained_by(found.last, self.limits)
-            record = None if run_id is None else instance.get_run_record_by_id(run_id)
-        elif found.run is not None and in_last_part(found.run, self.limits) and is_beyond_first(found.live, found.run):
-            run_id, record = run_of_owner(found.live.owner), found.run
+            run = None if run_id is None else instance.get_run_record_by_id(run_id)
         else:
+            run_id = run_of_owner(live.owner) if run is not None and may_hand_over(live, run, self.limits) else None
+        if run_id is None:
             return None
-        decided = None if run_id is None else decide(run_id, record, self.limits, instance)
-        return self.succession(decided, platform.shard) if isinstance(decided, str) else decided
+        return decide(run_id, run, self.limits, instance, request=self.succession(run_id, platform.shard))
 
     def request(self, claim: Claim, made: int) -> dg.RunRequest:
         """The run of a claim, which was `made` then. Its key is the claim's: a reused one would swallow the run."""
@@ -294,12 +294,6 @@ class PartitionWatch:
                 break
             failures += 1
         return failures, runs[0].end_time if runs else None
-
-
-def is_beyond_first(claim: Claim, run: dg.RunRecord) -> bool:
-    """Whether a run has a live claim which is not the one that it was requested for: it drains."""
-    mine = run_of_owner(claim.owner) == run.dagster_run.run_id
-    return mine and run.dagster_run.tags.get(CLAIM_TAG) != str(claim.id)
 
 
 def lease_decides(claim: Claim, run: dg.RunRecord | None) -> bool:
