@@ -90,6 +90,8 @@ defs = dg.Definitions(
         alert_sensor([*CONSUMER_CHECKS, *CHECKS]),
     ],
     schedules=[transfer, housekeeping(CONSUMER_CHECKS)],
+    # Assets that somebody materializes together have one Spark session, one after the other, and not one each at once.
+    executor=dg.in_process_executor,
     resources={
         "eventsql": eventsql,
         "spark": LazyPySparkResource(spark_config=spark_config()),

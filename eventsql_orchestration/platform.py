@@ -94,6 +94,10 @@ class EventSQL:
         self._stop = threading.Event()
         self._wake = threading.Event()
 
+    def __repr__(self) -> str:
+        shard = "" if self.shard is None else f", shard={self.shard!r}"
+        return f"<{type(self).__name__} on {self.database}{shard}>"
+
     def open(self) -> EventSQL:
         """Connect now, and not at the first use, and find the tables as they are needed. Raises database errors."""
         self.database.ensure_schema()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from typing import Any, Final
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
 
@@ -17,6 +18,12 @@ MAX_NAME_LENGTH: Final = 200
 
 MAX_VALUE_BYTES: Final = 64 * 1024 * 1024
 """A row of COPY, with the key and metadata beside the value, must stay far below PostgreSQL's limit of 1 GiB."""
+
+MAX_SECONDS: Final = 31_536_000.0
+"""A year, as a bound for delays, leases and timeouts: what waits longer is lost rather than late."""
+
+Duration: TypeAlias = float | timedelta
+"""A length of time; a number is of seconds."""
 
 _BETWEEN_URLS: Final = re.compile(r"\s+(?=[a-zA-Z0-9+]+://)")
 """A URL may hold spaces itself."""
@@ -55,6 +62,17 @@ def check_text(
     if size > most:
         raise error(f"{what} has {size} bytes; {most} are allowed")
     return text
+
+
+def check_seconds(what: str, duration: Duration, *, zero: bool) -> float:
+    """Return `duration` in seconds, or raise `ValidationError`: finite, positive (or `zero`), a year at most."""
+    seconds: object = duration.total_seconds() if isinstance(duration, timedelta) else duration
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise ValidationError(f"{what} must be a number of seconds, not {duration!r}")
+    if seconds < 0 or (seconds == 0 and not zero) or seconds > MAX_SECONDS:
+        least = "0" if zero else "more than 0"
+        raise ValidationError(f"{what} of {seconds:g} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
+    return float(seconds)
 
 
 def check_time(what: str, time: datetime) -> datetime:

@@ -211,7 +211,8 @@ def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[st
     cls=Application,
     name="eventsql",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage. Data goes to standard output, messages to standard error.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Data goes to standard output, messages to "
+    "standard error.",
 )
 @click.option(
     "--dsn",
@@ -222,12 +223,14 @@ def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[st
     "eventsql.toml do the same, and show a password to nobody who lists processes. With none, the embedded server of "
     "--home is used.",
 )
-@click.option("--shard", metavar="NAME", help="Of several databases, this one alone.")
-@click.option("--schema", metavar="NAME", help="The schema of the platform's tables (EVENTSQL_SCHEMA; eventsql).")
+@click.option("--shard", metavar="NAME", help="Of several databases, the shard of this name alone.")
+@click.option(
+    "--schema", metavar="NAME", help="The schema of the platform's tables; or EVENTSQL_SCHEMA  [default: eventsql]."
+)
 @click.option(
     "--home",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where the embedded server and what belongs to it live (EVENTSQL_HOME; .eventsql).",
+    help="Where the embedded server and what belongs to it live; or EVENTSQL_HOME  [default: .eventsql].",
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error, and what the library logs.")
 @click.version_option(version("eventsql-orchestration"), message="eventsql %(version)s")
@@ -240,12 +243,13 @@ def main(
     _show_log(ctx, debug=debug)
 
 
-main.add_command(_LoadedWhenCalled("dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine."))
-for _command in (migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt, shard, bench):
-    main.add_command(_command)
-main.add_command(_LoadedWhenCalled("trace", f"{_PACKAGE}.cli.trace", short_help="Show where an event comes from."))
-main.add_command(
+for _command in (
+    _LoadedWhenCalled("dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine."),
+    migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt,
+    _LoadedWhenCalled("trace", f"{_PACKAGE}.cli.trace", short_help="Show where an event comes from."),
     _LoadedWhenCalled(
         "backfill", f"{_PACKAGE}.cli.backfill", short_help="Replay a range of a topic through a consumer."
-    )
-)
+    ),
+    shard, bench,
+):  # fmt: skip
+    main.add_command(_command)

@@ -101,9 +101,9 @@ def backfill() -> None:
     "--to",
     "end",
     type=RangeEnd(),
-    show_default="latest",
     metavar="PLACE",
-    help="Where it ends: latest, the offset of its last event, or the time before which that entered the log.",
+    help="Where it ends: latest, the offset of its last event, or the time before which that entered the log  "
+    "[default: latest].",
 )
 @click.option("--window-events", type=click.IntRange(min=1), metavar="N", help="Cut it into windows of N events.")
 @click.option("--window", type=Duration(), metavar="DURATION", help="Cut it into windows of time: 1h, 1d.")
@@ -286,7 +286,7 @@ def _take_over(backfills: ShardedBackfills, found: ShardedBackfill, *, new: bool
 @json_option
 @pass_context
 def list_backfills(context: CliContext, *, topic: str | None, as_json: bool) -> None:
-    """The backfills that are not done, of TOPIC or of all topics."""
+    """List the backfills that are not done, of TOPIC or of all topics."""
     with _platform(context) as platform:
         found = _backfills(context, platform).registered(topic)
     if as_json:

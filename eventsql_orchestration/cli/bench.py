@@ -277,17 +277,26 @@ def spark_command(context: CliContext, *, quick: bool, as_json: bool, raw_events
 @bench.command("dagster", short_help="Time Dagster from publish to run.")
 @click.option("--cold", type=_COUNT, metavar="N", help="Runs from rest  [default: 12; --quick: 1].")
 @click.option("--drained", type=_COUNT, metavar="N", help="Events for a run that drains  [default: 150; --quick: 5].")
+@click.option("--steady", type=_SECONDS, metavar="SECONDS", help="Of steady traffic  [default: 180; --quick: 15].")
+@click.option("--window", type=_SECONDS, metavar="SECONDS", help="Of each run of those  [default: 30; --quick: 12].")
 @click.option("--seconds", type=_SECONDS, metavar="SECONDS", help="Each number of sensors  [default: 30; --quick: 6].")
 @click.option("--runs", type=_COUNT, metavar="N", help="At once  [default: 20; --quick: 2].")
+@click.option(
+    "--only",
+    type=click.Choice(list(bench_dagster.PARTS)),
+    multiple=True,
+    help="Measure this; repeat it  [default: all].",
+)
 @_quick_option
 @json_option
 @pass_context
-def dagster_command(context: CliContext, /, *, quick: bool, as_json: bool, **given: Any) -> None:
+def dagster_command(context: CliContext, /, *, only: tuple[str, ...], quick: bool, as_json: bool, **given: Any) -> None:
     """Start a daemon of its own and time it: publish to first step, to a run that drains, ticks and runs.
 
-    Its storage is a schema of its own in this database, which is dropped at the end. Some 6 minutes.
+    Steady traffic goes on over several runs, which take over from one another. Its storage is a schema of its own in
+    this database, which is dropped at the end. Some 10 minutes.
     """
-    size = _sized(bench_dagster.QUICK if quick else bench_dagster.FULL, given)
+    size = _sized(bench_dagster.QUICK if quick else bench_dagster.FULL, {**given, "only": only or None})
     _run(context, bench_dagster.measure, size, None, quick=quick, as_json=as_json)
 
 

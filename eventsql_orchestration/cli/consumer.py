@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import on_shard, partition_name, say, show_fields, show_table, write_json
+from eventsql_orchestration.cli.output import partition_name, say, show_fields, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
     NameValue,
     StartPlace,
@@ -18,6 +18,7 @@ from eventsql_orchestration.cli.parameters import (
     topic_argument,
 )
 from eventsql_orchestration.errors import ConsumerNotFoundError
+from eventsql_orchestration.log.lag import LagCause
 from eventsql_orchestration.log.positions import Start, starting_at
 from eventsql_orchestration.model import Consumer, ConsumerState, EventFilter
 
@@ -35,7 +36,7 @@ def consumer() -> None:
     "--max-attempts",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How often an event is tried before it is given up (5).",
+    help="How often an event is tried before it is given up  [default: 5, or as it was].",
 )
 @click.option(
     "--start",
@@ -47,14 +48,14 @@ def consumer() -> None:
     metavar="earliest|latest|OFFSET|TIME",
     help="Where a new consumer begins; TIME with its zone, such as 2026-05-01T12:00:00Z.",
 )
-@click.option("--key", "keys", multiple=True, metavar="K", help="Only events with this key; repeat it for more keys.")
+@click.option("--key", "keys", multiple=True, metavar="K", help="Only events with this key; of several, any of them.")
 @click.option("--key-prefix", metavar="P", help="Only events whose key begins so.")
 @click.option(
     "--metadata",
     type=NameValue(),
     multiple=True,
     metavar="NAME=VALUE",
-    help="Only events whose metadata has this; repeat it for what they must have as well.",
+    help="Only events whose metadata has this; of several, all of them.",
 )
 @click.option("--no-filter", is_flag=True, help="Every event, where the consumer had a filter.")
 @pass_context
@@ -117,7 +118,7 @@ def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> 
     with context.platform() as platform:
         states = platform.registry.consumers(topic)
     if as_json:
-        write_json([_object(state) for state in states])
+        write_json([_object(context, state) for state in states])
         return
     several = any(state.shard is not None for state in states)
     show_table(
@@ -143,19 +144,21 @@ def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> 
 
 
 def condition(state: ConsumerState) -> str:
-    """What a consumer partition is up to, in a word."""
+    """What a consumer partition is up to, in a word; `eventsql lag` says what one that is held back waits for."""
     if state.paused:
         return "paused"
     if state.failing:
         return "blocked" if state.spent else "retrying"
     if state.leased(datetime.now(UTC)):
         return "leased"
+    if state.until is not None and state.last_event_id >= state.until:
+        return str(LagCause.HELD_BACK)
     return "active"
 
 
-def _object(state: ConsumerState) -> dict[str, Any]:
+def _object(context: CliContext, state: ConsumerState) -> dict[str, Any]:
     return {
-        **on_shard(state.shard),
+        **context.on_shard(state.shard),
         "topic": state.topic,
         "consumer": state.name,
         "partition": state.partition,
@@ -185,14 +188,14 @@ def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -
     with context.platform() as platform:
         states = platform.registry.consumer(topic, consumer)
     if as_json:
-        write_json([_object(state) for state in states])
+        write_json([_object(context, state) for state in states])
         return
     partitioned = states[0].partition >= 0
     show_fields(
         {
             "topic": topic,
             "consumer": consumer,
-            "partitions": len(states) if partitioned else "not partitioned",
+            "partitions": len({state.partition for state in states}) if partitioned else "not partitioned",
             "attempts at most": states[0].max_attempts,
             "filter": states[0].filter,
         }

@@ -124,6 +124,11 @@ class CliContext:
         """The platform, as `open_platform` opens it."""
         return open_platform(self.settings, transfer=transfer, shard=self.shard)
 
+    def on_shard(self, name: str | None) -> dict[str, str]:
+        """The shard of something, as objects of JSON have it: `name`, or that of --shard; none where there is one."""
+        shard = name or self.shard
+        return {} if shard is None else {"shard": shard}
+
     def definitions(self) -> EventSQL:
         """The platform to define topics and consumers on. Raises `ConfigurationError` where one shard was chosen."""
         if self.shard is not None:

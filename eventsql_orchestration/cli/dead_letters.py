@@ -37,7 +37,12 @@ _FILTER: Final = (
     click.option("--id", "ids", type=_OFFSET, multiple=True, metavar="OFFSET", help="This one; repeat it."),
     click.option("--from", "first", type=_OFFSET, metavar="OFFSET", help="Those at this offset and after it."),
     click.option("--to", "last", type=_OFFSET, metavar="OFFSET", help="Those up to this offset."),
-    click.option("--since", type=Time(), metavar="TIME", help="Those given up at this time or later."),
+    click.option(
+        "--since",
+        type=Time(),
+        metavar="TIME",
+        help="Those given up at this time or later, such as 2026-05-01T12:00:00Z.",
+    ),
     click.option("--until", type=Time(), metavar="TIME", help="Those given up before this time."),
 )
 
@@ -87,7 +92,7 @@ def list_dead_letters(
     with context.platform() as platform:
         letters = platform.dead_letters.list(topic, wanted, limit=limit, redriven=redriven)
     if as_json:
-        write_json([_object(letter) for letter in letters])
+        write_json([_object(context, letter) for letter in letters])
         return
     several = any(letter.shard is not None for letter in letters)
     show_table(
@@ -123,9 +128,9 @@ def _source_partition(letter: DeadLetter) -> str:
         return partition
 
 
-def _object(letter: DeadLetter) -> dict[str, Any]:
+def _object(context: CliContext, letter: DeadLetter) -> dict[str, Any]:
     return {
-        **event_object(letter, shard=letter.shard),
+        **event_object(letter, shard=letter.shard or context.shard),
         "origin": letter.origin,
         "redriven": letter.redriven_at is not None,
         "redriven_at": letter.redriven_at,
@@ -142,7 +147,7 @@ def show(context: CliContext, *, topic: str, offset: int, as_json: bool) -> None
     with context.platform() as platform:
         letter = platform.dead_letters.show(topic, offset)
     if as_json:
-        write_json(_object(letter))
+        write_json(_object(context, letter))
         return
     try:
         value, form = letter.value.decode(), "as text"

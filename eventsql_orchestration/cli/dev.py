@@ -47,13 +47,19 @@ SIMULATION_SECONDS = 60.0
 @click.command()
 @click.option("--once", is_flag=True, help="Run one bounded round until every consumer's lag is 0, print a table, end.")
 @click.option(
-    "--orders", default=200, show_default=True, type=click.IntRange(1, 100_000), help="Ride orders per round."
+    "--orders",
+    default=200,
+    show_default=True,
+    type=click.IntRange(1, 100_000),
+    metavar="N",
+    help="Ride orders per round.",
 )
 @click.option(
     "--port",
     default=3000,
     show_default=True,
     type=click.IntRange(1, 65535),
+    metavar="PORT",
     help="Of the Dagster UI; a free one where somebody else listens there.",
 )
 @click.option(
@@ -61,6 +67,7 @@ SIMULATION_SECONDS = 60.0
     default=600.0,
     show_default=True,
     type=click.FloatRange(min=1.0),
+    metavar="SECONDS",
     help="Seconds that the round of --once may take, and the setup before it.",
 )
 @click.option(

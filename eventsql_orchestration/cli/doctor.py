@@ -58,7 +58,10 @@ class Finding:
 @pass_context
 @click.pass_context
 def doctor(ctx: click.Context, context: CliContext, *, stalled_after: float, as_json: bool) -> None:
-    """Tell what is wrong with this installation, and the command that mends it. Fails when something is."""
+    """Tell what is wrong with this installation, and the command that mends it.
+
+    The exit code is 1 where it finds a problem; a warning is none.
+    """
     findings = list(_examine(context, stalled_after))
     healthy = all(finding.status is not Status.PROBLEM for finding in findings)
     if as_json:
@@ -97,9 +100,10 @@ def _shards(context: CliContext, platform: ShardedEventSQL, stalled_after: float
     for each in standing:
         if each.state == "down":
             yield Finding("shards", Status.PROBLEM, f"shard {each.shard} is down, {each.database}", "start its server")
-        elif each.state == "joining":
+        elif each.state != "takes events":
+            stands = "is prepared and takes no events yet" if each.state == "prepared" else "is being added"
             yield Finding(
-                "shards", Status.WARNING, f"shard {each.shard} takes no events yet", "eventsql shard add … --execute"
+                "shards", Status.WARNING, f"shard {each.shard} {stands}", "eventsql shard add --dsn URL --execute"
             )
     held = platform.held_back()
     for waiting in held:

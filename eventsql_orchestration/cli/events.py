@@ -35,7 +35,9 @@ _FOLLOW_DELAY: Final = 0.3
 _LOCKED_SECONDS: Final = 2.0
 """How long another consumption may keep the partition before `consume` gives up; its batches take less."""
 
-_STOPPED: Final = frozenset({LagCause.PAUSED, LagCause.BLOCKED, LagCause.LEASED, LagCause.UNREACHABLE})
+_STOPPED: Final = frozenset(
+    {LagCause.PAUSED, LagCause.BLOCKED, LagCause.LEASED, LagCause.HELD_BACK, LagCause.UNREACHABLE}
+)
 
 
 class OffsetOrEnd(click.ParamType[int | str]):
@@ -57,6 +59,7 @@ class OffsetOrEnd(click.ParamType[int | str]):
     "--from",
     "start",
     type=OffsetOrEnd(),
+    metavar="earliest|latest|OFFSET",
     help="The first offset to print, or earliest or latest (what comes from now on). Without it: earliest, "
     "with --follow latest.",
 )
@@ -85,7 +88,7 @@ def tail(
             start = "latest" if follow else "earliest"
         if len(platform.shards) > 1 and isinstance(start, int):
             raise ValidationError("an offset means another event on each shard: name one (--shard NAME)")
-        logs = [_Log(shard, topic, start, partition) for shard in platform.shards]
+        logs = [_Log(shard, context.shard or shard.shard, topic, start, partition) for shard in platform.shards]
         left = max_events
         wake = _woken_by(platform, topic, follow=follow)
         while left is None or left > 0:
@@ -104,8 +107,11 @@ def tail(
 class _Log:
     """The log of a topic on one shard, and how far it was printed."""
 
-    def __init__(self, platform: EventSQL, topic: str, start: int | str, partition: int | None) -> None:
+    def __init__(
+        self, platform: EventSQL, shard: str | None, topic: str, start: int | str, partition: int | None
+    ) -> None:
         self._platform = platform
+        self._shard = shard
         self._topic = topic
         self._partition = partition
         self._after = _before(platform, topic, start)
@@ -116,7 +122,7 @@ class _Log:
             return 0
         events = self._platform.reader.read(self._topic, after=self._after, partition=self._partition, limit=limit)
         if events:
-            write_events(events, shard=self._platform.shard)
+            write_events(events, shard=self._shard)
             self._after = events[-1].id
         return len(events)
 
@@ -156,16 +162,26 @@ def consume(
     with context.platform() as platform:
         states = platform.registry.consumer(topic, consumer)
         partitions = choose_partitions([state for state in states if state.shard == states[0].shard], partition)
-        _Printer(platform, topic, consumer, partitions, everything=partition is None).run(max_events, follow=follow)
+        printer = _Printer(platform, context.shard, topic, consumer, partitions, everything=partition is None)
+        printer.run(max_events, follow=follow)
 
 
 class _Printer:
     """Consumes by printing."""
 
     def __init__(
-        self, platform: EventSQL, topic: str, consumer: str, partitions: list[int], *, everything: bool
+        self,
+        platform: EventSQL,
+        shard: str | None,
+        topic: str,
+        consumer: str,
+        partitions: list[int],
+        *,
+        everything: bool,
     ) -> None:
+        """`shard` is the one that was chosen of several, which knows no other by itself."""
         self._platform = platform
+        self._shard = shard
         self._topic = topic
         self._consumer = consumer
         self._partitions = partitions
@@ -185,10 +201,12 @@ class _Printer:
             waiting = self._waiting()
             if follow:
                 self._say_once(waiting)
-            elif any(each.cause is LagCause.WAITING for each in waiting):
+            elif any(each.cause in (LagCause.WAITING, LagCause.HELD_BACK) for each in waiting):
                 # They came a moment ago, or another consumption has the partition for as long as its batch takes.
                 locked_since = locked_since or time.monotonic()
                 if time.monotonic() - locked_since > _LOCKED_SECONDS:
+                    if all(each.cause is not LagCause.WAITING for each in waiting):
+                        self._end(waiting)
                     raise EventSQLError(f"another consumption of consumer {self._consumer!r} has its partition")
             else:
                 self._end(waiting)
@@ -209,7 +227,7 @@ class _Printer:
     def _consume_once(self, partition: int | None, limit: int) -> int:
         consumed = 0
         for shard in self._platform.shards:
-            show = partial(_print, shard.shard)
+            show = partial(_print, self._shard or shard.shard)
             try:
                 consumed += shard.consumers.consume_once(
                     self._topic, self._consumer, show, partition=partition, max_events=limit

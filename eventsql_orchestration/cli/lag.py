@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import on_shard, partition_name, show, stdout_is_terminal, table, write_json
+from eventsql_orchestration.cli.output import partition_name, show, stdout_is_terminal, table, write_json
 from eventsql_orchestration.cli.parameters import json_option, optional_topic_argument
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 
@@ -32,15 +32,16 @@ from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 def lag(context: CliContext, *, topic: str | None, watch: bool, interval: float, as_json: bool) -> None:
     """Show how far the consumers of TOPIC, or of all topics, are behind.
 
-    Events counts those that are not consumed yet, buffered those of them that are not transferred yet; seconds is how
-    long ago the oldest of them was published. With --json and --watch each look is one line.
+    The column events counts what is not consumed yet, buffered what of it is not transferred yet; seconds is how long
+    ago the oldest of it was published; offset is how far the partition is consumed, end its newest event, and why the
+    cause. With --json and --watch each look is one line.
     """
     with context.platform() as platform:
         if not watch:
-            _show(platform.lag(topic), as_json=as_json)
+            _show(context, platform.lag(topic), as_json=as_json)
         elif as_json or not stdout_is_terminal():
             while True:
-                _show(platform.lag(topic), as_json=as_json, indent=None)
+                _show(context, platform.lag(topic), as_json=as_json, indent=None)
                 time.sleep(interval)
         else:
             with Live(lag_table(platform.lag(topic)), console=Console(), auto_refresh=False) as live:
@@ -49,17 +50,17 @@ def lag(context: CliContext, *, topic: str | None, watch: bool, interval: float,
                     live.update(lag_table(platform.lag(topic)), refresh=True)
 
 
-def _show(lags: list[ConsumerLag], *, as_json: bool, indent: int | None = 2) -> None:
+def _show(context: CliContext, lags: list[ConsumerLag], *, as_json: bool, indent: int | None = 2) -> None:
     if as_json:
-        write_json([_object(each) for each in lags], indent=indent)
+        write_json([{**context.on_shard(each.shard), **_object(each)} for each in lags], indent=indent)
     else:
         show(lag_table(lags))
 
 
 def _object(lag: ConsumerLag) -> dict[str, object]:
-    values = asdict(lag)
-    shard = on_shard(values.pop("shard"))
-    return {**shard, **{"offset" if name == "last_event_id" else name: value for name, value in values.items()}}
+    return {
+        "offset" if name == "last_event_id" else name: value for name, value in asdict(lag).items() if name != "shard"
+    }
 
 
 def _why(lag: ConsumerLag) -> str | None:

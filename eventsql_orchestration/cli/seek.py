@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import on_shard, partition_name, say, show_table, write_json
+from eventsql_orchestration.cli.output import partition_name, say, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
     Duration,
     Time,
@@ -79,7 +79,14 @@ def seek(
         else:
             moves = platform.seeker.plan(topic, consumer, position, partition=partition)
     if as_json:
-        write_json({"topic": topic, "consumer": consumer, "executed": execute, "moves": [_object(m) for m in moves]})
+        write_json(
+            {
+                "topic": topic,
+                "consumer": consumer,
+                "executed": execute,
+                "moves": [{**context.on_shard(move.shard), **_object(move)} for move in moves],
+            }
+        )
     else:
         several = any(move.shard is not None for move in moves)
         show_table(
@@ -124,7 +131,6 @@ def _remark(move: Move) -> str | None:
 
 def _object(move: Move) -> dict[str, object]:
     return {
-        **on_shard(move.shard),
         "partition": move.partition,
         "from": move.offset,
         "to": move.target,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Final
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say, show_fields, show_table, write_json
 from eventsql_orchestration.cli.parameters import json_option
+from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.sharded import ShardedEventSQL
 from eventsql_orchestration.sharded.addition import Addition, ShardAddition
+from eventsql_orchestration.sharded.platform import Standing
 
 
 @click.group()
@@ -25,19 +29,28 @@ def shard() -> None:
 
 def _sharded(platform: EventSQL) -> ShardedEventSQL:
     if not isinstance(platform, ShardedEventSQL):
-        raise ConfigurationError("one database is named, which has no shards: name all of them, --dsn URL for each")
+        raise ConfigurationError(
+            "this is about several databases, and one is named: name all shards before the command, --dsn URL for each"
+        )
     platform.open()
     return platform
 
 
-_PUBLISHED = {True: "yes", False: "not yet", None: "not known"}
+ADD: Final = "`eventsql shard add --dsn URL --execute`, its URL there and those of the other shards before the command"
+
+_MAINTENANCE: Final = frozenset({"postgres", "template1"})
+
+_PUBLISHED: Final = {True: "yes", False: "not yet", None: "not known"}
 
 
 @shard.command("list")
 @json_option
 @pass_context
 def list_shards(context: CliContext, *, as_json: bool) -> None:
-    """List the shards, and which can be reached."""
+    """List the shards, and which can be reached.
+
+    One that is prepared, or being added, is listed where its URL is named beside those of the others.
+    """
     with context.platform() as platform:
         members = _sharded(platform).standing()
     if as_json:
@@ -47,13 +60,31 @@ def list_shards(context: CliContext, *, as_json: bool) -> None:
         ["shard", "database", "since generation", "state"],
         [(each.shard, each.database, each.generation, each.state) for each in members],
     )
+    _say_what_is_left(members)
 
 
-@shard.command()
+def what_is_left(shard: Standing) -> str | None:
+    """What is to be done about a shard that is not added yet."""
+    if shard.state == "prepared":
+        return (
+            f"shard {shard.shard!r} is prepared and takes no events: give its URL to every process, then add it with "
+            f"{ADD}"
+        )
+    if shard.state == "joining":
+        return f"shard {shard.shard!r} is being added, and the keys that move to it wait: finish that with {ADD}"
+    return None
+
+
+def _say_what_is_left(shards: Sequence[Standing]) -> None:
+    for left in filter(None, map(what_is_left, shards)):
+        say(left)
+
+
+@shard.command(short_help="Show what is not finished: additions, consumers held back, publications.")
 @json_option
 @pass_context
 def status(context: CliContext, *, as_json: bool) -> None:
-    """Show which consumers are still held back from a shard that was added, and which publications are not finished.
+    """Show which shards are not added yet, which consumers are held back, and which publications are not finished.
 
     A consumer gets the events of an added shard once it has consumed what lay on the others before. Whatever consumes
     or transfers on all shards lets it go too, and finishes what Spark or an asset has published over several shards at
@@ -61,11 +92,19 @@ def status(context: CliContext, *, as_json: bool) -> None:
     """
     with context.platform() as platform:
         sharded = _sharded(platform)
+        shards = [each for each in sharded.standing() if what_is_left(each) is not None]
         held, unfinished = sharded.held_back(), sharded.unfinished()
     if as_json:
         publications = [{**asdict(each), "id": str(each.id)} for each in unfinished]
-        write_json({"held_back": [asdict(each) for each in held], "unfinished": publications})
+        write_json(
+            {
+                "not_added": [asdict(each) for each in shards],
+                "held_back": [asdict(each) for each in held],
+                "unfinished": publications,
+            }
+        )
         return
+    _say_what_is_left(shards)
     if unfinished:
         show_table(
             ["writer", "batch", "published", "not finished, because"],
@@ -84,10 +123,10 @@ def status(context: CliContext, *, as_json: bool) -> None:
 
 @shard.command()
 @click.option(
-    "--dsn", "new", required=True, metavar="URL", help="The database that is to be added; it has to be empty."
+    "--dsn", "new", required=True, metavar="URL", help="The database to add; it may have no topics of its own."
 )
 @click.option("--name", metavar="NAME", help="Its name among the shards, for ever  [default: the next free shard-N].")
-@click.option("--prepare", is_flag=True, help="Make it known, and add it later: processes may be given its URL then.")
+@click.option("--prepare", is_flag=True, help="Only make it ready: give its URL to every process, and --execute then.")
 @click.option("--execute", is_flag=True, help="Add it; without this, the plan is shown and nothing is changed.")
 @json_option
 @pass_context
@@ -111,32 +150,53 @@ def add(context: CliContext, *, new: str, name: str | None, prepare: bool, execu
     finally:
         for platform in platforms:
             platform.close()
+    database = platforms[-1].database
     if as_json:
-        write_json({**asdict(plan), "executed": execute})
+        write_json({**asdict(plan), "database": str(database), "executed": execute})
     elif execute or prepare:
         say(_done(plan))
     else:
-        _show(plan)
-        say("a plan, nothing has changed: run it again with --execute")
+        _show(plan, database)
+        say(_what_follows(plan))
+
+
+def _what_follows(plan: Addition) -> str:
+    if plan.active:
+        return (
+            f"shard {plan.name!r} takes events already: --execute only defines the topics and consumers that it lacks"
+        )
+    if plan.prepared:
+        return "a plan, nothing has changed: run it again with --execute when every process has this URL"
+    return "a plan, nothing has changed: run it again with --execute, or with --prepare before that"
 
 
 def _done(plan: Addition) -> str:
     if not plan.active:
-        return f"shard {plan.name!r} is prepared: give its URL to every process, and run this with --execute then"
+        return (
+            f"shard {plan.name!r} takes no events yet: give its URL to every process, then run this with --execute; "
+            "`eventsql shard list` shows it where its URL is named too"
+        )
     return (
         f"shard {plan.name!r} takes events; consumers get them as they come to where the other shards were "
         "(`eventsql shard status`)"
     )
 
 
-def _show(plan: Addition) -> None:
-    state = "takes events" if plan.active else "prepared" if plan.prepared else "empty"
+def _show(plan: Addition, database: Database) -> None:
+    state = "takes events" if plan.active else "prepared" if plan.prepared else "not a shard yet"
     show_fields(
         {
-            "new shard": f"{plan.name} ({state})",
+            "new shard": plan.name,
+            "database": database,
+            "state": state,
             "beside": ", ".join(plan.names),
             "keys that move": f"1 in {len(plan.names) + 1}",
             "to be defined there": f"{counted(plan.topics, 'topic')}, {counted(plan.consumers, 'consumer')}",
             "fenced already": ", ".join(plan.fenced) or None,
         }
     )
+    if database.url.database in _MAINTENANCE:
+        say(
+            f"note: {database.url.database!r} is the database that its server keeps for maintenance: better create one "
+            "for the shard"
+        )

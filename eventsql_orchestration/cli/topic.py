@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -10,18 +10,10 @@ from typing import Any, TypeVar
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import (
-    counted,
-    on_shard,
-    partition_name,
-    say,
-    show_fields,
-    show_table,
-    write_json,
-)
+from eventsql_orchestration.cli.output import counted, say, show_table, write_json
 from eventsql_orchestration.cli.parameters import Duration, Size, json_option, topic_argument
+from eventsql_orchestration.cli.topic_output import description, form, kept, size, topic_object
 from eventsql_orchestration.errors import TopicNotFoundError
-from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, check_partitions
 from eventsql_orchestration.platform import EventSQL
 
@@ -78,7 +70,7 @@ class _Bounds:
 
 @click.group()
 def topic() -> None:
-    """Create, list, describe, alter and delete topics."""
+    """Create, list, describe, alter and delete topics, and drop what they need not keep."""
 
 
 @topic.command()
@@ -108,7 +100,7 @@ def create(context: CliContext, /, *, topic: str, partitions: int, dead_letters:
             if before is None:
                 platform.registry.register_topic(letters)
             done = "created" if before is None else "exists already"
-            say(f"topic {letters.name!r} {done}, {_form(before or letters)}")
+            say(f"topic {letters.name!r} {done}, {form(before or letters)}")
 
 
 @topic.command()
@@ -162,11 +154,11 @@ def _register(platform: EventSQL, wanted: Topic, bounds: _Bounds) -> None:
     platform.registry.register_topic(replace(wanted, retention=retention))
     after = platform.registry.topic(wanted.name)
     if before is None:
-        say(f"topic {after.name!r} created, {_form(after)}")
-    elif _form(before) == _form(after):
-        say(f"topic {after.name!r} exists already, {_form(after)}")
+        say(f"topic {after.name!r} created, {form(after)}")
+    elif form(before) == form(after):
+        say(f"topic {after.name!r} exists already, {form(after)}")
     else:
-        say(f"topic {after.name!r} is {_form(after)} now; it was {_form(before)}")
+        say(f"topic {after.name!r} is {form(after)} now; it was {form(before)}")
 
 
 def _find(platform: EventSQL, name: str) -> Topic | None:
@@ -174,39 +166,6 @@ def _find(platform: EventSQL, name: str) -> Topic | None:
         return platform.registry.topic(name)
     except TopicNotFoundError:
         return None
-
-
-def _form(topic: Topic) -> str:
-    partitions = counted(topic.partitions, "partition") if topic.partitioned else "not partitioned"
-    return partitions if topic.retention is None else f"{partitions}, kept: {_kept(topic)}"
-
-
-def _kept(topic: Topic) -> str:
-    """What retention keeps of a topic, for people."""
-    bounds = topic.retention or Retention()
-    texts = [] if bounds.seconds is None else [_age(bounds.seconds)]
-    if bounds.bytes is not None:
-        texts.append(_size(bounds.bytes))
-    if bounds.events is not None:
-        texts.append(counted(bounds.events, "event"))
-    return ", ".join(texts) or "for ever"
-
-
-def _age(seconds: float) -> str:
-    parts, left = [], seconds
-    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        whole, left = divmod(left, length)
-        if whole:
-            parts.append(f"{whole:,.0f} {unit}")
-    return " ".join([*parts, f"{left:g} s"] if left or not parts else parts)
-
-
-def _size(size: int) -> str:
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 2**power:
-            # Rounded where it is not a round number in this unit.
-            return f"{size / 2**power:,.4g} {unit}"
-    return counted(size, "byte")
 
 
 @topic.command("list")
@@ -217,21 +176,12 @@ def list_topics(context: CliContext, *, as_json: bool) -> None:
     with context.platform() as platform:
         topics = platform.registry.topics()
     if as_json:
-        write_json([_object(each) for each in topics])
+        write_json([{**context.on_shard(None), **topic_object(each)} for each in topics])
     else:
         rows = [
-            (each.name, each.partitions if each.partitioned else None, each.created_at, _kept(each)) for each in topics
+            (each.name, each.partitions if each.partitioned else None, each.created_at, kept(each)) for each in topics
         ]
         show_table(["topic", "partitions", "created (UTC)", "kept"], rows)
-
-
-def _object(topic: Topic) -> dict[str, Any]:
-    return {
-        "topic": topic.name,
-        "partitions": topic.partitions,
-        "created_at": topic.created_at,
-        "retention": None if topic.retention is None else asdict(topic.retention),
-    }
 
 
 @topic.command()
@@ -241,91 +191,11 @@ def _object(topic: Topic) -> dict[str, Any]:
 def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
     """Show TOPIC: its partitions, their events, and its consumers."""
     with context.platform() as platform:
-        found = platform.registry.topic(topic)
-        dead_letters = platform.dead_letters.topic_of(topic)
-        consumers = platform.lag(topic)
-        reached = [shard for shard in platform.shards if not _down(shard, consumers)]
-        layouts = [(shard.shard, layout) for shard in reached for layout in shard.layouts.of(topic)]
-        unsettled = {name: until for shard in reached for name, until in shard.layouts.unsettled(topic).items()}
-        # Of one that was repartitioned, those too that it had.
-        had = range(max((each.partitions for _, each in layouts), default=0)) or found.all_partitions
-        partitions = [
-            (shard.shard, partition, shard.reader.count(topic, partition=partition), shard.reader.end(topic, partition))
-            for shard in sorted(reached, key=lambda shard: shard.shard or "")
-            for partition in had
-        ]
+        described = description(platform, topic)
     if as_json:
-        write_json(
-            {
-                **_object(found),
-                "dead_letter_topic": dead_letters,
-                "layouts": [
-                    {
-                        **on_shard(shard), "partitions": each.partitions, "after": each.after,
-                        "created_at": each.created_at,
-                    }
-                    for shard, each in layouts
-                ],
-                "unsettled_consumers": unsettled,
-                "events": sum(events for _, _, events, _ in partitions),
-                "log": [
-                    {**on_shard(shard), "partition": partition, "events": events, "end": end}
-                    for shard, partition, events, end in partitions
-                ],
-                "consumers": [
-                    {**on_shard(each.shard), "consumer": each.consumer, "partition": each.partition,
-                     "offset": each.last_event_id, "lag_events": each.events}
-                    for each in consumers
-                ],
-            }
-        )  # fmt: skip
-        return
-    show_fields(
-        {
-            "topic": found.name,
-            "partitions": found.partitions if found.partitioned else "not partitioned",
-            "created (UTC)": found.created_at,
-            "kept": _kept(found),
-            "dead letters": dead_letters,
-        }
-    )
-    several = any(shard is not None for shard, *_ in partitions)
-    on = ["shard"] if several else []
-    show_table(
-        [*on, "partition", "events", "newest offset"],
-        [
-            (*([shard] if several else []), partition_name(partition), events, end)
-            for shard, partition, events, end in partitions
-        ],
-    )
-    if layouts:
-        show_table(
-            [*on, "layout", "partitions", "after offset", "since (UTC)"],
-            [
-                (*([shard] if several else []), each.number, each.partitions, each.after, each.created_at)
-                for shard, each in layouts
-            ],
-        )
-    for consumer, until in unsettled.items():
-        say(f"consumer {consumer!r} finishes its partitions up to offset {until:,} before it begins with the next")
-    if consumers:
-        show_table(
-            [*on, "consumer", "partition", "offset", "lag"],
-            [
-                (
-                    *([each.shard] if several else []),
-                    each.consumer,
-                    partition_name(each.partition),
-                    each.last_event_id,
-                    each.events,
-                )
-                for each in consumers
-            ],
-        )
-
-
-def _down(shard: EventSQL, lags: Sequence[ConsumerLag]) -> bool:
-    return any(lag.shard == shard.shard and lag.cause is LagCause.UNREACHABLE for lag in lags)
+        write_json(described.as_json(context))
+    else:
+        described.show()
 
 
 @topic.command()
@@ -364,7 +234,7 @@ def retain(context: CliContext, *, topics: tuple[str, ...], dry_run: bool, force
                     each.topic,
                     counted(each.segments, "segment"),
                     each.events,
-                    _size(each.bytes),
+                    size(each.bytes),
                     each.upto if each.segments else "",
                     each.held_by or "",
                 )

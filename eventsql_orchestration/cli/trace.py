@@ -26,6 +26,7 @@ from eventsql_orchestration.errors import EventSQLError
 MAX_DEPTH: Final = 100
 """Each of them takes some frames of Python's stack."""
 
+NOT_SHOWN: Final = "status and times of runs are not shown"
 HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
 
 
@@ -36,6 +37,7 @@ HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
 @click.option(
     "--depth",
     type=click.IntRange(0, MAX_DEPTH),
+    metavar="N",
     default=DEPTH,
     show_default=True,
     help="How many runs behind one another are followed.",
@@ -43,6 +45,7 @@ HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
 @click.option(
     "--width",
     type=click.IntRange(min=1),
+    metavar="N",
     default=WIDTH,
     show_default=True,
     help="How many publishers of one range are followed.",
@@ -54,20 +57,24 @@ def trace(
 ) -> None:
     """Follow the event of TOPIC at OFFSET back to where it comes from.
 
+    Of several shards, --shard names the one that holds it: eventsql --shard NAME trace TOPIC OFFSET.
+
     An event that an asset published names its run; the run's claims, and what it has told Dagster, name the ranges that
     it had read; their events name the runs before, down to what services have published. Status and times of runs come
-    from --dagster-url, from the instance of DAGSTER_HOME or from that of `eventsql dev`; without any of these the way
-    is followed by what the database knows.
+    from --dagster-url, from the instance of DAGSTER_HOME or from that of `eventsql dev`; without any of these, what the
+    database knows is shown.
     """
     with (
         # A run may have read on another shard than the one that it published to.
         open_platform(context.settings) as platform,
-        _runs(context, platform.shards[0].database.dsn, dagster_url) as runs,
+        _runs(context, platform.shards[0].database.dsn, dagster_url) as (runs, lacking),
     ):
         tracer = Tracer(platform, runs, depth, width)
         origin = tracer.trace(topic, offset, shard=context.shard)
     if tracer.unreachable is not None:
-        _not_reached(tracer.unreachable)
+        lacking = _not_reached(tracer.unreachable)
+    if lacking is not None and _has_run(origin):
+        say(lacking)
     if as_json:
         write_json(_object(origin, dagster_url))
     else:
@@ -75,30 +82,34 @@ def trace(
 
 
 @contextlib.contextmanager
-def _runs(context: CliContext, dsn: str, url: str | None) -> Iterator[Runs | None]:
+def _runs(context: CliContext, dsn: str, url: str | None) -> Iterator[tuple[Runs | None, str | None]]:
+    """Whom to ask for runs, or why there is nobody."""
     if url is not None:
-        yield ServedRuns(url)
+        yield ServedRuns(url), None
         return
     directory = os.environ.get("DAGSTER_HOME")
     if not directory and (instance_directory(context.settings.home) / CONFIG_FILE).exists():
         directory = str(instance_directory(context.settings.home))
         os.environ.setdefault(STORAGE_VARIABLE, storage_url(dsn))
     if not directory:
-        say(f"no status of runs: {HOW_TO_REACH}")
-        yield None
+        yield None, f"{NOT_SHOWN}: {HOW_TO_REACH}"
         return
     with contextlib.ExitStack() as opened:
-        runs = None
+        runs, lacking = None, None
         try:
             runs = StoredRuns(opened.enter_context(dg.DagsterInstance.from_config(directory)))
         except Exception as error:  # noqa: BLE001 - an instance may have any storage, which fails in ways of its own
-            _not_reached(error)
-        yield runs
+            lacking = _not_reached(error)
+        yield runs, lacking
 
 
-def _not_reached(error: Exception) -> None:
+def _not_reached(error: Exception) -> str:
     message = error.message if isinstance(error, EventSQLError) else f"{type(error).__name__}: {error}"
-    say(f"no status of runs, Dagster cannot be reached ({message}): {HOW_TO_REACH}")
+    return f"{NOT_SHOWN}, Dagster cannot be reached ({message}): {HOW_TO_REACH}"
+
+
+def _has_run(origin: Origin) -> bool:
+    return origin.publisher.run_id is not None or (origin.original is not None and _has_run(origin.original))
 
 
 def _link(run_id: str | None, url: str | None) -> str | None:
@@ -158,7 +169,7 @@ def _grow(tree: Tree, origin: Origin, url: str | None) -> None:
     if origin.publisher.run_id is not None:
         branch = tree.add(_run(origin, url))
     elif origin.original is None and not origin.notes:
-        tree.add("published by no run: a service, or a program")
+        tree.add("published by a service or a program, not by a run")
     for note in origin.notes:
         branch.add(Text(_plain(note), style="italic"))
     if origin.original is not None:
@@ -188,13 +199,14 @@ def _run(origin: Origin, url: str | None) -> Text:
 
 def _range(read: Input) -> Text:
     given = read.range
-    line = Text.assemble("read ", (_plain(given.topic), "bold"), f" ({given.after}, {given.upto}]")
+    offsets = "no event" if given.upto <= given.after else f"offsets {given.after + 1} to {given.upto}"
+    line = Text.assemble("read ", (_plain(given.topic), "bold"), f" {offsets}")
     if given.partition >= 0:
         line.append(f" of partition {partition_name(given.partition)}")
     if given.shard is not None:
         line.append(f" on {_plain(given.shard)}")
     if given.consumer is not None:
-        line.append(f" as {_plain(given.consumer)}")
+        line.append(f" as consumer {_plain(given.consumer)}")
     if given.claim is not None:
         line.append(f", claim {given.claim}")
     return line

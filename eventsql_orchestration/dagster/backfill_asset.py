@@ -30,12 +30,13 @@ from eventsql_orchestration.dagster.tags import (
     PRIORITY_TAG,
     SHARED_TAG,
     TOPIC_TAG,
+    pool_tags,
     shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.dagster.windows import new_id, read_key
+from eventsql_orchestration.dagster.windows import Place, new_id, read_key
 from eventsql_orchestration.errors import EventSQLError, ValidationError
-from eventsql_orchestration.log.positions import Earliest, Latest, Start, starting_at
+from eventsql_orchestration.log.positions import AtOffset, AtTime, Earliest, Latest
 
 SUFFIX: Final = "_backfill"
 
@@ -47,6 +48,9 @@ ENDING_SECONDS: Final = 30.0
 
 ASSETS_METADATA: Final = "eventsql/assets"
 """Of the asset of a consumer's backfills: the assets that they materialize."""
+
+_OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, HOUSEKEEPING_TAG, SHARED_TAG)
+"""Tags by which a consumer's sensor and housekeeping know runs that are none of a backfill."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     The asset `<name>_backfill` has a partition for each window and partition of a backfill; the job `backfill_<name>`
     replays one, with the consumer's function, limits and tags. What it materializes is reported for the consumer's own
     asset too, and for the topics that it publishes to. `eventsql backfill` makes the partitions, or from the UI the job
-    `plan_backfill_<name>`; the asset's page then materializes those that are missing, or some again that failed.
+    `plan_<name>_backfill`; the asset's page then materializes those that are missing, or some again that failed.
     """
     name = "_".join(consumer.key.path) + SUFFIX
     partitions = dg.DynamicPartitionsDefinition(name=name)
@@ -119,7 +123,8 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     def compute(context: dg.AssetExecutionContext, config: ReplayConfig, resources: Mapping[str, Any]) -> Any:
         yield from _replay(context, config, consumer, spec.key, resources)
 
-    asset = dg.multi_asset(name=name, specs=[spec], pool=consumer.asset.op.pool)(
+    pool = consumer.asset.op.pool
+    asset = dg.multi_asset(name=name, specs=[spec], pool=pool, op_tags=pool_tags(pool))(
         consumer.computation.user.as_compute(ReplayConfig, compute)
     )
     job = dg.define_asset_job(
@@ -136,10 +141,6 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
         },
     )
     return BackfillDefinition(consumer, asset, job, _plan_job(consumer, partitions), partitions)
-
-
-_OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, HOUSEKEEPING_TAG, SHARED_TAG)
-"""Tags by which a consumer's sensor and housekeeping know runs that are none of a backfill."""
 
 
 def backfill_of(topic: str, consumer: str) -> str:
@@ -191,18 +192,18 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
     return plan_job
 
 
-def _place(text: str) -> Any:
-    if text in ("earliest", "latest"):
-        return Earliest() if text == "earliest" else Latest()
-    start: Start = int(text) if text.isdecimal() else _time(text)
-    return starting_at(start)
-
-
-def _time(text: str) -> Any:
+def _place(text: str) -> Place:
+    if text == "earliest":
+        return Earliest()
+    if text == "latest":
+        return Latest()
+    if text.isdecimal():
+        return AtOffset(int(text))
     try:
-        return datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except ValueError:
         raise ValidationError(f"{text!r} is neither earliest, latest, an offset nor a time with its zone") from None
+    return AtTime(moment)
 
 
 def _seconds(seconds: float) -> timedelta:

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import dagster as dg
 
 from eventsql_orchestration.dagster.backfill_asset import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
+from eventsql_orchestration.dagster.shards import OnShards
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG
-from eventsql_orchestration.dagster.windows import read_key
-from eventsql_orchestration.errors import TopicNotFoundError, ValidationError
+from eventsql_orchestration.dagster.windows import Backfill, read_key
+from eventsql_orchestration.errors import ValidationError
 
 
 def delete_windows(
-    backfills: ShardedBackfills, instance: dg.DagsterInstance, specs: Iterable[dg.AssetSpec]
+    registered: OnShards[Sequence[Backfill]], instance: dg.DagsterInstance, specs: Iterable[dg.AssetSpec]
 ) -> dict[str, int]:
     """Delete the partitions of such backfills, of those assets among `specs` that have some; gives how many, by asset.
 
-    A backfill's partitions stay as long as it is registered, and as long as Dagster has a run of it.
+    A backfill's partitions stay as long as it is `registered`, or may be so on a shard that is left out there, and as
+    long as Dagster has a run of it.
     """
     deleted = {}
     for name, topic, consumer in _assets(specs):
-        try:
-            registered = {each.id for each in backfills.registered(topic) if each.consumer == consumer}
-        except TopicNotFoundError:
-            registered = set()
+        kept = {
+            each.id
+            for backfills in registered.of.values()
+            for each in backfills
+            if (each.topic, each.consumer) == (topic, consumer)
+        }
         by_id: dict[str, list[str]] = {}
         for key in instance.get_dynamic_partitions(name):
-            # Somebody may add partitions of his own.
-            if (backfill_id := _id_of(key)) is not None and backfill_id not in registered:
-                by_id.setdefault(backfill_id, []).append(key)
-        gone = [key for each, keys in by_id.items() if not _has_runs(instance, each, topic, consumer) for key in keys]
+            try:
+                backfill_id, window, _ = read_key(key)
+            except ValidationError:
+                # Somebody has added a partition of his own.
+                continue
+            by_id.setdefault(backfill_id, []).append(key)
+            if registered.left_out and window.shard not in registered.of:
+                kept.add(backfill_id)
+        gone = [
+            key
+            for each, keys in by_id.items()
+            if each not in kept and not _has_runs(instance, each, topic, consumer)
+            for key in keys
+        ]
         for key in gone:
             instance.delete_dynamic_partition(name, key)
         if gone:
@@ -50,13 +63,6 @@ def _assets(specs: Iterable[dg.AssetSpec]) -> Iterator[tuple[str, str, str]]:
             and partitions.name is not None
         ):
             yield partitions.name, str(spec.metadata[CONSUMED_TOPIC]), str(spec.metadata["consumer"])
-
-
-def _id_of(key: str) -> str | None:
-    try:
-        return read_key(key)[0]
-    except ValidationError:
-        return None
 
 
 def _has_runs(instance: dg.DagsterInstance, backfill_id: str, topic: str, consumer: str) -> bool:

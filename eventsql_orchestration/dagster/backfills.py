@@ -236,7 +236,8 @@ class Backfills(BackfillPlanner):
                     {"topic": topic, "names": current.names, "into": current.into, "upto": current.range.upto},
                 )
                 if any(part.partition != NOT_PARTITIONED for part in current.parts):
-                    layouts.move(driver, self._database.schema, topic, current.into, offset=current.range.upto)
+                    end = current.range.upto
+                    layouts.move(driver, self._database.schema, topic, current.into, offset=end, until=end)
             own = {"topic": topic, "names": current.names}
             driver.execute(self._queries("delete_windows"), own)
             driver.execute(self._queries("delete_claims"), own)

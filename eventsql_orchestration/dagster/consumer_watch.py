@@ -14,11 +14,12 @@ from typing import Final
 import dagster as dg
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.dagster.claim_runs import lease_decides, runs_of
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.handover import drained_by, may_hand_over
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.dagster.ticks import Budget, NothingYet, beginning_with
-from eventsql_orchestration.dagster.watch import PartitionWatch, Situation, lease_decides, runs_of
+from eventsql_orchestration.dagster.watch import PartitionWatch, Situation
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseBusyError,
@@ -233,7 +234,9 @@ def _summary(standings: Collection[Standing], reasons: Mapping[int, str]) -> str
     """Why no run is requested, for people."""
     leased = sum(standing.leased and standing.partition not in reasons for standing in standings)
     idle = len(standings) - len(reasons) - leased
-    counts = [f"{idle} of {len(standings)} partitions have no events", f"{leased} are leased"]
+    counts = [f"{idle} of {len(standings)} partitions have no events"]
+    if leased:
+        counts.append(f"{leased} are leased")
     shown = [f"{partition}: {reason}" for partition, reason in list(reasons.items())[:SHOWN_REASONS]]
     more = [f"{len(reasons) - SHOWN_REASONS} more wait"] if len(reasons) > SHOWN_REASONS else []
-    return "; ".join([*counts[: 1 + bool(leased)], *shown, *more])
+    return "; ".join([*counts, *shown, *more])

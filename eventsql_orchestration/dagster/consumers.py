@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import dagster as dg
@@ -19,6 +20,7 @@ from eventsql_orchestration.dagster.definition import (
 )
 from eventsql_orchestration.dagster.draining import Consume, Drained, Draining, owner_of_run
 from eventsql_orchestration.dagster.functions import UserFunction
+from eventsql_orchestration.dagster.handover import comes_soon
 from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.published import add_up
 from eventsql_orchestration.dagster.reporting import metadata_of, report
@@ -32,6 +34,7 @@ from eventsql_orchestration.dagster.tags import (
     SHARED_TAG,
     SPARK_POOL,
     TOPIC_TAG,
+    pool_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, ValidationError
@@ -296,7 +299,11 @@ def _define(
         owner, drained = owner_of_run(context.run.run_id), Drained()
 
         def on(shard: EventSQL) -> Draining:
-            return Draining(shard, make_consume(context, shard, resources), bounds, owner=owner, drained=drained)
+            return Draining(
+                shard, make_consume(context, shard, resources), bounds,
+                owner=owner, drained=drained,
+                successor_comes=partial(comes_soon, context.run.run_id, context.instance),
+            )  # fmt: skip
 
         try:
             drain(context, eventsql, on, config, consumer)
@@ -312,9 +319,9 @@ def _define(
         for each, metadata in results(drained):
             yield dg.MaterializeResult(asset_key=each, metadata=metadata)
 
-    asset = dg.multi_asset(name=name, specs=[spec, *published], retry_policy=retry_policy, pool=pool)(
-        user.as_compute(ClaimConfig, compute)
-    )
+    asset = dg.multi_asset(
+        name=name, specs=[spec, *published], retry_policy=retry_policy, pool=pool, op_tags=pool_tags(pool)
+    )(user.as_compute(ClaimConfig, compute))
     job = dg.define_asset_job(
         f"consume_{name}",
         selection=dg.AssetSelection.assets(key, *(each.key for each in published)).without_checks(),

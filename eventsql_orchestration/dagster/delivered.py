@@ -14,7 +14,7 @@ from eventsql_orchestration.dagster.checks import ConsumerCheck, Look, Memory, V
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.shards import command, place, shards_of
 from eventsql_orchestration.dagster.topics import topic_key
-from eventsql_orchestration.errors import ConsumerNotFoundError
+from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError
 from eventsql_orchestration.log import dead_letters
 from eventsql_orchestration.log.dead_letters import DeadLetter, LetterFilter
 from eventsql_orchestration.model import ConsumerState, how_often
@@ -72,12 +72,13 @@ class _DeliveredRule:
         for shard in shards:
             name = shard.shard or str(shard.database)
             before = look.memory.get(name, {})
-            if shard.shard is None or name in look.lag.unreachable:
+            known_down = shard.shard is None or name in look.lag.unreachable
+            here = None if known_down else self._look_if_up(shard, before)
+            if here is None:
                 found.memory[name] = before
                 down.append(name)
                 doubtful |= bool(before.get(_UNSETTLED))
                 continue
-            here = self._look(shard, before)
             for letter in here.letters:
                 letter.shard = name
             found.letters += here.letters
@@ -85,6 +86,12 @@ class _DeliveredRule:
             found.memory[name] = {**here.memory, _UNSETTLED: bool(here)}
         found.letters.sort(key=lambda letter: letter.buffered_at)
         return self._verdict(found, down, doubtful=doubtful)
+
+    def _look_if_up(self, platform: EventSQL, memory: Memory) -> _Found | None:
+        try:
+            return self._look(platform, memory)
+        except DatabaseUnavailableError:
+            return None
 
     def _look(self, platform: EventSQL, memory: Memory) -> _Found:
         topic, name = self.consumer.topic.name, self.consumer.consumer.name

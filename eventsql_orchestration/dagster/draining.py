@@ -25,7 +25,11 @@ PATIENCE: Final = 30.0
 """Seconds that a successor waits for the run before it, which may be busy with a long range."""
 
 ASK_SECONDS: Final = 1.0
-"""Seconds between its two looks whether that one has ended."""
+"""Seconds between two looks of a run at another one: whether that has ended, or is on its way."""
+
+OVERTIME: Final = 30.0
+"""Seconds after the end of its window in which a run goes on for a successor that is on its way: on a machine that is
+busy, a run may take longer to start than is left of the window when it is requested."""
 
 OWNER_PREFIX: Final = "run "
 
@@ -91,11 +95,19 @@ class Drained:
 class Draining:
     """Consumes a claim, then what comes after it, until an event fails, a limit is reached or nothing more comes.
 
-    It is on one database; a run that goes on with another shard has one `drained` for both.
+    It is on one database; a run that goes on with another shard has one `drained` for both. `successor_comes` tells, of
+    a run whose window ends, whether another was requested to take over and will be there soon.
     """
 
     def __init__(
-        self, platform: EventSQL, consume: Consume, limits: Limits, *, owner: str, drained: Drained | None = None
+        self,
+        platform: EventSQL,
+        consume: Consume,
+        limits: Limits,
+        *,
+        owner: str,
+        drained: Drained | None = None,
+        successor_comes: Callable[[], bool] = lambda: False,
     ) -> None:
         self._platform = platform
         self._consume = consume
@@ -104,6 +116,9 @@ class Draining:
         self.drained = Drained() if drained is None else drained
         self._deadline = self.drained.started + limits.drain_seconds
         self._predecessor: str | None = None
+        self._successor_comes = successor_comes
+        self._comes = False
+        self._asks_at = self._deadline
 
     @property
     def shard(self) -> str | None:
@@ -209,9 +224,9 @@ class Draining:
         left = limits.drain_events - self.drained.events
         if left < limits.min_events:
             return None
-        idle_until = min(self._deadline, time.monotonic() + limits.drain_idle)
-        while time.monotonic() < self._deadline:
-            found = self._try(previous.key, most=min(limits.max_events, left))
+        idle_until = time.monotonic() + limits.drain_idle
+        while self._goes_on(previous.key):
+            found = self._claim_if_due(previous.key, most=min(limits.max_events, left))
             if isinstance(found, Claim):
                 return found
             # A successor has begun: what comes is for it. The run that this one succeeds ends when it finds that out.
@@ -220,6 +235,21 @@ class Draining:
                 return None
             time.sleep(POLL)
         return None
+
+    def _goes_on(self, key: ConsumerPartition) -> bool:
+        """Whether the window lasts, or its end is put off until a successor that is on its way has claimed."""
+        now = time.monotonic()
+        if now < self._deadline:
+            return True
+        # Windows of no length have no successors.
+        if not self._limits.drain_seconds or now >= self._deadline + OVERTIME:
+            return False
+        if now >= self._asks_at:
+            self._comes, self._asks_at = self._successor_comes(), now + ASK_SECONDS
+        if not self._comes:
+            return False
+        last = self._platform.claims.last(key.topic, key.consumer, key.partition)
+        return last is not None and last.owner == self._owner
 
     def succeed(
         self, run_id: str, topic: str, consumer: str, partition: int, *, is_over: Callable[[], bool]
@@ -234,7 +264,7 @@ class Draining:
         over, now = False, time.monotonic()
         ends, asks = now + PATIENCE, now + ASK_SECONDS
         while True:
-            found = self._try(key, most=self._limits.max_events)
+            found = self._claim_if_due(key, most=self._limits.max_events)
             if isinstance(found, Claim):
                 return found
             now = time.monotonic()
@@ -246,8 +276,8 @@ class Draining:
                     ends = min(ends, now + self._limits.drain_idle)
             time.sleep(POLL)
 
-    def _try(self, key: ConsumerPartition, *, most: int) -> Claim | NoClaim:
-        """Claim what a sensor would."""
+    def _claim_if_due(self, key: ConsumerPartition, *, most: int) -> Claim | NoClaim:
+        """Claim what a sensor would: as many events as it waits for, or what has waited long enough."""
         found = self._platform.claims.claim(
             key.topic, key.consumer, key.partition,
             owner=self._owner,

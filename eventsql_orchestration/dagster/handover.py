@@ -3,17 +3,17 @@
 A run that drains ends with its window, and the next one takes seconds to be there. So a tick that finds a run draining
 near the end of its window requests a successor, which has no claim: it tries to claim, as the draining run does, from
 the moment when it is ready. Whichever is faster has the next range. The draining run ends when it sees its successor
-hold the partition. Claims keep their order, and neither can lose anything to the other.
+hold the partition, and goes on after its window while one that has left the queue has not claimed yet. Claims keep
+their order, and neither can lose anything to the other.
 """
 
 from __future__ import annotations
 
-import time
-from datetime import UTC
 from typing import Final
 
 import dagster as dg
 
+from eventsql_orchestration.dagster.claim_runs import age, since_change
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.draining import PATIENCE, run_of_owner
 from eventsql_orchestration.dagster.tags import CLAIM_TAG, FINISHED, PARTITION_TAG, REPLAY_TAG, SHARED_TAG, SUCCEEDS_TAG
@@ -59,7 +59,7 @@ def decide(
         # A run of several consumers has turns, one that replays has no part of what waits, and one that somebody
         # launched goes from partition to partition.
         return None
-    left = limits.drain_seconds - _age(record)
+    left = limits.drain_seconds - age(record)
     if left < -SLACK:
         return None
     if _in_last_part(record, limits):
@@ -74,7 +74,7 @@ def may_hand_over(claim: Claim, run: dg.RunRecord, limits: Limits) -> bool:
 
 
 def _in_last_part(record: dg.RunRecord, limits: Limits) -> bool:
-    return limits.drain_seconds - _age(record) <= LEAD <= _age(record)
+    return limits.drain_seconds - age(record) <= LEAD <= age(record)
 
 
 def _successor_of(run_id: str, instance: dg.DagsterInstance) -> dg.RunRecord | None:
@@ -85,21 +85,16 @@ def _successor_of(run_id: str, instance: dg.DagsterInstance) -> dg.RunRecord | N
     status = runs[0].dagster_run.status
     # As with any run, the queue decides when; what was created and never starts is given up.
     if status == dg.DagsterRunStatus.STARTED:
-        alive = _age(runs[0]) < PATIENCE + SLACK
+        alive = age(runs[0]) < PATIENCE + SLACK
     else:
         alive = status == dg.DagsterRunStatus.QUEUED or since_change(runs[0]) < START_TIMEOUT
     return runs[0] if alive else None
 
 
+def comes_soon(run_id: str, instance: dg.DagsterInstance) -> bool:
+    """Whether the successor of a run has left the queue: in the queue it may wait for that run's own place."""
+    launched = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED]
+    return bool(instance.get_runs_count(dg.RunsFilter(tags={SUCCEEDS_TAG: run_id}, statuses=launched)))
+
+
 _UNFINISHED: Final = [status for status in dg.DagsterRunStatus if status not in FINISHED]
-
-
-def _age(run: dg.RunRecord) -> float:
-    """Seconds since a run started; zero for one that has not."""
-    return 0.0 if run.start_time is None else time.time() - run.start_time
-
-
-def since_change(run: dg.RunRecord) -> float:
-    """Seconds since a run's status changed last."""
-    updated = run.update_timestamp
-    return time.time() - (updated if updated.tzinfo is not None else updated.replace(tzinfo=UTC)).timestamp()

@@ -9,12 +9,13 @@ import dagster as dg
 from dagster_shared.check import CheckError
 
 from eventsql_orchestration.dagster.backfill_history import delete_windows
+from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.checks import ConsumerCheck
 from eventsql_orchestration.dagster.claim_history import delete_claims
 from eventsql_orchestration.dagster.history import EventHistory
 from eventsql_orchestration.dagster.publications import delete_publications
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
+from eventsql_orchestration.dagster.shards import on_each
 from eventsql_orchestration.dagster.tags import (
     FINISHED,
     HOUSEKEEPING_BACKFILL,
@@ -51,6 +52,9 @@ def build_housekeeping_schedule(
     which a publication is not repeated are kept `keep_publication_hours`, and longer as long as a run or a stream could
     repeat it. Runs of backfills are kept `keep_backfill_hours`, and the partitions of one that is over as long as its
     runs; claims that are over `keep_claim_hours`, on each shard.
+
+    A shard that is down keeps what it has until the next run. The others are cleared all the same; then the run fails,
+    and names that shard.
     """
     kept_for = (
         keep_hours, keep_consumer_hours, keep_observation_hours, keep_publication_hours, keep_failure_hours,
@@ -91,12 +95,16 @@ def build_housekeeping_schedule(
 
     @dg.op(name="drop_old_segments", description="Drops the segments of topics that are beyond their retention.")
     def drop_old_segments(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
-        for dropped in eventsql.platform.retention.run_once():
-            held = f"; {dropped.held_by} has not passed the next that is due" if dropped.held_by else ""
-            context.log.info(
-                "topic %s lost %d segments (about %d events, %d bytes)%s",
-                dropped.topic, dropped.segments, dropped.events, dropped.bytes, held,
-            )  # fmt: skip
+        found = on_each(eventsql.shards, lambda shard: shard.retention.run_once())
+        for shard, segments in found.of.items():
+            for dropped in segments:
+                held = f"; {dropped.held_by} has not passed the next that is due" if dropped.held_by else ""
+                context.log.info(
+                    "topic %s%s lost %d segments (about %d events, %d bytes)%s",
+                    dropped.topic, "" if shard is None else f" on shard {shard}", dropped.segments, dropped.events,
+                    dropped.bytes, held,
+                )  # fmt: skip
+        found.require_all(context.log)
 
     @dg.op(
         name="delete_old_publications",
@@ -105,14 +113,16 @@ def build_housekeeping_schedule(
     )
     def delete_old_publications(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
         before = datetime.now(UTC) - timedelta(hours=keep_publication_hours)
-        deleted = sum(delete_publications(shard, context.instance, before=before) for shard in eventsql.shards)
-        context.log.info("deleted the records of %d publications", deleted)
+        found = on_each(eventsql.shards, lambda shard: delete_publications(shard, context.instance, before=before))
+        context.log.info("deleted the records of %d publications", sum(found.of.values()))
+        found.require_all(context.log)
 
     @dg.op(name="delete_old_claims", description="Deletes claims that ended long ago.")
     def delete_old_claims(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
         before = datetime.now(UTC) - timedelta(hours=keep_claim_hours)
-        deleted = sum(delete_claims(shard, before=before) for shard in eventsql.shards)
-        context.log.info("deleted %d claims", deleted)
+        found = on_each(eventsql.shards, lambda shard: delete_claims(shard, before=before))
+        context.log.info("deleted %d claims", sum(found.of.values()))
+        found.require_all(context.log)
 
     @dg.op(
         name="delete_old_windows",
@@ -120,9 +130,10 @@ def build_housekeeping_schedule(
         ins={"done": dg.In(dg.Nothing)},
     )
     def delete_old_windows(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
-        specs = _own_assets(context)
-        for asset, deleted in delete_windows(ShardedBackfills(eventsql.shards), context.instance, specs).items():
+        registered = on_each(eventsql.shards, lambda shard: Backfills(shard).registered())
+        for asset, deleted in delete_windows(registered, context.instance, _own_assets(context)).items():
             context.log.info("deleted %d partitions of asset %s", deleted, asset)
+        registered.require_all(context.log)
 
     @dg.job(
         name=name,

@@ -102,7 +102,7 @@ class AssetLag:
         match lag.cause:
             case LagCause.PAUSED:
                 return "stopped", f"it is paused; {lag.detail}"
-            case LagCause.BLOCKED | LagCause.RETRYING | LagCause.UNREACHABLE:
+            case LagCause.BLOCKED | LagCause.RETRYING | LagCause.HELD_BACK | LagCause.UNREACHABLE:
                 return str(lag.cause), lag.detail
             case LagCause.LEASED:
                 return ("slow" if slow else "leased"), lag.detail + (", and moving" if slow else "")

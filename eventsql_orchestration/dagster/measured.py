@@ -16,22 +16,22 @@ from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource,
 from eventsql_orchestration.database import Connection
 
 VARIABLE: Final = "EVENTSQL_BENCH_DAGSTER"
-"""JSON: `topic`, `partitions`, `sensor` and `drain` (seconds), and `handled`, the file that the function writes."""
+"""JSON: `topic`, `partitions`, `sensor`, `drain` and `idle` (seconds), and `record`, which the function writes."""
 
 CONSUMER: Final = "bench"
 
 
-def measured(*, topic: str, partitions: int, sensor: str, drain: float, handled: str) -> ConsumerDefinition:
-    """A consumer whose function writes down, for each event, when it was published and when it was handed over."""
+def measured(*, topic: str, partitions: int, sensor: str, drain: float, idle: float, record: str) -> ConsumerDefinition:
+    """A consumer whose function writes down, for each event, when it was published, when it was given it, and where."""
 
     def bench(events: Sequence[Event], connection: Connection) -> None:  # noqa: ARG001 - what consumers take
         now = time.time()
-        with Path(handled).open("a", encoding="utf-8") as file:
-            file.writelines(f"{event.value.decode()} {now}\n" for event in events)
+        with Path(record).open("a", encoding="utf-8") as file:
+            file.write("".join(f"{event.value.decode()} {now} {os.getpid()}\n" for event in events))
 
     return consumer_asset(
         topic=Topic(topic, partitions), consumer=CONSUMER, partitioned=True, name=CONSUMER,
-        max_wait=0.0, drain_seconds=drain, drain_idle=drain, sensor=cast("Literal['partition', 'consumer']", sensor),
+        max_wait=0.0, drain_seconds=drain, drain_idle=idle, sensor=cast("Literal['partition', 'consumer']", sensor),
     )(bench)  # fmt: skip
 
 

@@ -44,15 +44,28 @@ SENSOR_LOOP: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class Handled:
+    """An event that a run's function was given: when it was published, and handed over, and to which process."""
+
+    published: float
+    at: float
+    process: int
+
+    @property
+    def delay(self) -> float:
+        """Seconds from publish to handler."""
+        return self.at - self.published
+
+
+@dataclass(frozen=True, slots=True)
 class Daemon:
-    """A running daemon on one topic; `location` is what its code location was told."""
+    """A running daemon on one topic, in whose runs the consumer's function writes what it is given to `record`."""
 
     platform: EventSQL
     instance: dg.DagsterInstance
     storage: str
     topic: str
-    partitions: int
-    handled: Path
+    record: Path
 
     def publish(self, partition: int) -> float:
         """Publish an event and transfer it; gives when."""
@@ -61,12 +74,12 @@ class Daemon:
         self.platform.transfer.run_once([self.topic])
         return now
 
-    def delays(self) -> list[float]:
-        """Seconds from publish to handler, event by event."""
-        if not self.handled.exists():
+    def handled(self) -> list[Handled]:
+        """The events that runs were given, in the order in which they were."""
+        if not self.record.exists():
             return []
-        pairs = (line.split() for line in self.handled.read_text().splitlines())
-        return [float(handled) - float(published) for published, handled in pairs]
+        lines = (line.split() for line in self.record.read_text().splitlines())
+        return [Handled(float(published), float(at), int(process)) for published, at, process in lines]
 
     def runs(self) -> list[dg.RunRecord]:
         """The newest first."""
@@ -103,13 +116,26 @@ class Daemon:
 
 @contextmanager
 def daemon(
-    platform: EventSQL, topic: str, *, partitions: int, sensor: str = "partition", drain: float = 0.0
+    platform: EventSQL,
+    topic: str,
+    *,
+    partitions: int,
+    sensor: str = "partition",
+    drain: float = 0.0,
+    idle: float | None = None,
 ) -> Iterator[Daemon]:
-    """A daemon with one consumer of `topic` for the block. Raises `BenchmarkError` where it does not begin to tick."""
+    """A daemon with one consumer of `topic` for the block, whose runs drain for `drain` seconds.
+
+    They end where nothing comes for `idle` seconds, or never before. Raises `BenchmarkError` where the daemon does not
+    begin to tick.
+    """
     storage = f"{topic}_dagster"
     with tempfile.TemporaryDirectory(prefix="eventsql-bench-") as directory, contextlib.ExitStack() as cleaning:
-        home, handled = Path(directory), Path(directory) / "handled"
-        told = {"topic": topic, "partitions": partitions, "sensor": sensor, "drain": drain, "handled": str(handled)}
+        home, record = Path(directory), Path(directory) / "handled"
+        told = {
+            "topic": topic, "partitions": partitions, "sensor": sensor,
+            "drain": drain, "idle": drain if idle is None else idle, "record": str(record),
+        }  # fmt: skip
         measured(**told).register(platform)  # type: ignore[arg-type]  # as JSON gives them back
         url = storage_url(platform.database.dsn).replace(f"search_path%3D{STORAGE_SCHEMA}", f"search_path%3D{storage}")
         (home / CONFIG_FILE).write_text(yaml.safe_dump(instance_config()), encoding="utf-8")
@@ -134,7 +160,7 @@ def daemon(
                 start_new_session=True,
             )  # fmt: skip
         cleaning.callback(_end, process)
-        running = Daemon(platform, instance, storage, topic, partitions, handled)
+        running = Daemon(platform, instance, storage, topic, record)
         running.await_(lambda: running.ticks() > 0, "the first tick of a sensor", limit=STARTING)
         yield running
 
@@ -181,15 +207,15 @@ def cold_starts(running: Daemon, runs: int, report: Report) -> list[float]:
 def drained(running: Daemon, events: int, every: float, report: Report) -> list[float]:
     """Seconds from publish to handler, of events that a run finds while it drains, one each `every` seconds."""
     running.publish(0)
-    running.await_(lambda: len(running.delays()) == 1, "the run that drains")
+    running.await_(lambda: len(running.handled()) == 1, "the run that drains")
     for number in range(events):
         time.sleep(every)
         running.publish(0)
         report("draining", number + 1, events)
-    running.await_(lambda: len(running.delays()) == events + 1, "every event")
+    running.await_(lambda: len(running.handled()) == events + 1, "every event")
     if len(running.runs()) > 1:
         raise BenchmarkError("the run that drains ended too early: measure fewer events")
-    return running.delays()[1:]
+    return [event.delay for event in running.handled()[1:]]
 
 
 def ticks_per_minute(running: Daemon, seconds: float) -> float:

@@ -120,7 +120,7 @@ class Tracer:
         if shard not in self._shards:
             known = ", ".join(sorted(name for name in self._shards if name is not None))
             raise ShardSetError(
-                f"offsets are each shard's own: choose one of {known} with --shard"
+                f"an offset means another event on each shard: name one of {known} (--shard NAME)"
                 if shard is None
                 else f"there is no shard {shard!r}" + (f", but {known}" if known else "")
             )
@@ -152,7 +152,7 @@ class Tracer:
         self._copies.add((event.topic, event.id))
         try:
             if (topic, offset) in self._copies:
-                note = f"says that it is a copy of event {offset} of topic {topic}, which is followed above"
+                note = f"says that it is a copy of event {offset} of topic {topic}, which is shown above"
             elif len(self._copies) > COPIES:
                 note = f"a copy of event {offset} of topic {topic}, which is not followed any further"
             else:
@@ -178,18 +178,19 @@ class Tracer:
             return origin()
         key = (run_id, group.shard, group.topic, group.first, group.last)
         if key in self._seen:
-            return origin(None, (), "followed above")
+            return origin(None, (), "shown above")
         self._seen.add(key)
         run = self._run(run_id)
         notes = ["Dagster has no such run any more"] if run is None and self.runs is not None else []
         read = self._read_by(run_id, group, run)
         if read and depth < 1:
-            return origin(run, (), *notes, f"comes from {len(read)} ranges that are not followed: give a larger depth")
+            ranges = f"{len(read)} range{'' if len(read) == 1 else 's'}"
+            return origin(run, (), *notes, f"it read {ranges}, not followed any further: give a larger --depth")
         if not read:
             notes.append(
-                "it says of no topic that it has read it"
+                "it read no topic that a claim or Dagster tells of"
                 if run is not None
-                else "it had claimed nothing; what else it has read, Dagster knows"
+                else "it had no claim; what it read without one, Dagster knows"
             )
         return origin(run, tuple(self._input(each, depth - 1) for each in read), *notes)
 
@@ -233,7 +234,7 @@ class Tracer:
 
     def _input(self, read: RunInput, depth: int) -> Input:
         if read.shard not in self._shards:
-            where = "it does not say on which shard" if read.shard is None else f"there is no shard {read.shard!r}"
+            where = "the run does not say on which shard" if read.shard is None else f"there is no shard {read.shard!r}"
             return Input(read, notes=(where,))
         try:
             self._shards[read.shard].registry.topic(read.topic)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
@@ -11,46 +10,33 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.lineage import claim_of, run_of
-from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.errors import DatabaseUnavailableError
-
-logger = logging.getLogger(__name__)
 
 PAGE: Final = 500
 
 
 def delete_publications(platform: EventSQL, instance: dg.DagsterInstance, *, before: datetime) -> int:
-    """Delete the records of publications from before a time; gives their number.
+    """Delete the records of publications on one database from before a time; gives their number.
 
     By its record a publication that is repeated is known and not published again. So that of an asset is kept as long
     as the instance has the run that it belongs to, which could be executed again; one that committed a claim is not
     needed for that, since a claim is committed once. Of other writers, streams above all, the newest batch is kept for
-    ever: a stream repeats its last one, whenever it goes on. Shards that are down keep theirs until the next time.
+    ever: a stream repeats its last one, whenever it goes on.
     """
-    return sum(_delete_on(shard, instance, before) for shard in shards_of(platform))
-
-
-def _delete_on(platform: EventSQL, instance: dg.DagsterInstance, before: datetime) -> int:
     queries = Queries("publications", platform.database.schema)
     deleted, after = 0, ""
-    try:
-        with platform.database.connection() as connection:
-            while True:
-                rows = connection.execute(
-                    queries("old_writers"), {"after": after, "before": before, "limit": PAGE}
-                ).fetchall()
-                writers = [str(row[0]) for row in rows]
-                if not writers:
-                    break
-                gone = _not_to_be_repeated(writers, instance)
-                deleted += connection.execute(queries("delete_writers"), {"writers": gone, "before": before}).rowcount
-                after = writers[-1]
-            deleted += connection.execute(queries("delete_batches"), {"before": before}).rowcount
-    except DatabaseUnavailableError as error:
-        if platform.shard is None:
-            raise
-        logger.warning("the publications of shard %s are left for the next time: %s", platform.shard, error)
+    with platform.database.connection() as connection:
+        while True:
+            rows = connection.execute(
+                queries("old_writers"), {"after": after, "before": before, "limit": PAGE}
+            ).fetchall()
+            writers = [str(row[0]) for row in rows]
+            if not writers:
+                break
+            gone = _not_to_be_repeated(writers, instance)
+            deleted += connection.execute(queries("delete_writers"), {"writers": gone, "before": before}).rowcount
+            after = writers[-1]
+        deleted += connection.execute(queries("delete_batches"), {"before": before}).rowcount
     return deleted
 
 

@@ -48,6 +48,10 @@ SPARK_POOL: Final = "eventsql/spark"
 """The pool of Dagster's that assets are in which start a Spark session: a run queue limits their runs by it, whoever
 launches them and from where."""
 
+POOL_TAG: Final = "eventsql/pool"
+"""Carried by the steps of this package's assets that are in a pool, whose name is its value. Dagster limits either the
+runs of a pool or its steps; an executor of several processes limits the steps of one run by their tags."""
+
 HOUSEKEEPING_TAG: Final = "eventsql/housekeeping"
 """Which of this package's runs a run is, for housekeeping: `consumer`, `internal` or `backfill`."""
 
@@ -64,6 +68,11 @@ FINISHED: Final = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.
 def shard_tags(shard: str | None) -> dict[str, str]:
     """The tag that names the shard of a run; none where there is one database."""
     return {} if shard is None else {SHARD_TAG: shard}
+
+
+def pool_tags(pool: str | None) -> dict[str, str]:
+    """The tags of a step whose asset is in a pool."""
+    return {} if pool is None else {POOL_TAG: pool}
 
 
 def partition_tags(topic: str, consumer: str, partition: int, shard: str | None = None) -> Mapping[str, str]:

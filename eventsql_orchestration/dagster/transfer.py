@@ -88,7 +88,7 @@ def transfer_until_relieved(
     """Transfer until a newer run of the job does; gives the number of events moved per topic.
 
     Ends at once when the run is terminated. Raises what the transfer raises, `DatabaseUnavailableError` excepted, which
-    is waited for.
+    is waited for; of several shards, when those where nothing is wrong have been moved as long.
     """
     moving = _Moving(shards_of(platform), polling_delay)
     moving.check()
@@ -127,20 +127,23 @@ class _Moving:
         ]
         self._stop = threading.Event()
         self._counting = threading.Lock()
+        self._left = len(self._threads)
         self.moved: Counter[str] = Counter()
         self.faults: list[BaseException] = []
+        """What is wrong with a shard, or was the end of its thread; the others go on."""
         self.ended = threading.Event()
 
     def check(self) -> None:
-        """Raise what is wrong with a database, or `DatabaseUnavailableError` where none can be reached."""
-        down: list[DatabaseUnavailableError] = []
+        """Note what is wrong with a shard other than that it is down. Raises it where nothing is right with any."""
+        wrong: list[EventSQLError] = []
         for each in self._transfers:
             try:
                 each.run_once(topics=())
-            except DatabaseUnavailableError as error:
-                down.append(error)
-        if len(down) == len(self._transfers):
-            raise down[0]
+            except EventSQLError as error:
+                wrong.append(error)
+        self.faults += [error for error in wrong if not isinstance(error, DatabaseUnavailableError)]
+        if len(wrong) == len(self._transfers):
+            raise (self.faults or wrong)[0]
 
     def begin(self) -> None:
         for thread in self._threads:
@@ -160,7 +163,10 @@ class _Moving:
         except BaseException as error:  # noqa: BLE001 - raised in the main thread
             self.faults.append(error)
         finally:
-            self.ended.set()
+            with self._counting:
+                self._left -= 1
+                if not self._left:
+                    self.ended.set()
 
     def _count(self, moved: dict[str, int]) -> None:
         with self._counting:

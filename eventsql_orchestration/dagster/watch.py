@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
@@ -12,20 +12,17 @@ from typing import Final
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
+from eventsql_orchestration.dagster.claim_runs import lease_decides, runs_of, since_change
 from eventsql_orchestration.dagster.claim_times import claim_tags, made_at, run_key
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.draining import run_of_owner
-from eventsql_orchestration.dagster.handover import START_TIMEOUT, decide, drained_by, may_hand_over, since_change
+from eventsql_orchestration.dagster.handover import START_TIMEOUT, decide, drained_by, may_hand_over
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
-    CLAIM_TAG,
-    CLAIMED_AT_TAG,
-    CONSUMER_TAG,
     FINISHED,
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_TAG,
     SUCCEEDS_TAG,
-    TOPIC_TAG,
     partition_tags,
 )
 from eventsql_orchestration.dagster.ticks import Budget, Leased, NothingYet
@@ -143,14 +140,11 @@ class PartitionWatch:
         `DatabaseUnavailableError`.
         """
         live, run = found.live, found.run
-        if (
-            live is not None
-            and run is not None
-            and (reason := self._wait_for(live, run, platform, instance, log)) is not None
-        ):
+        if live is None:
+            if (answer := self._hand_over(found, platform, instance)) is not None:
+                return answer
+        elif run is not None and (reason := self._wait_for(live, run, platform, instance, log)) is not None:
             return dg.SkipReason(reason)
-        if live is None and (answer := self._hand_over(found, platform, instance)) is not None:
-            return answer
         claim = platform.claims.claim(
             self.topic.name,
             self.consumer.name,
@@ -179,7 +173,7 @@ class PartitionWatch:
                 platform.claims.release(claim)
                 return dg.SkipReason(f"run {run.dagster_run.run_id} drains the partition")
             # Dagster's default launcher does not notice, and the run would count as one of its queue's for ever.
-            _report_dead(run, "did not renew its lease, and its partition was claimed anew", instance, log)
+            _report_dead(run, instance, log)
         made = made_at(platform, [claim.id]).get(claim.id)
         if made is None:
             return dg.SkipReason(f"{claim} is gone: its consumer or topic was deleted just now")
@@ -296,54 +290,8 @@ class PartitionWatch:
         return failures, runs[0].end_time if runs else None
 
 
-def lease_decides(claim: Claim, run: dg.RunRecord | None) -> bool:
-    """Whether nothing but the lease tells if a live claim's owner still lives."""
-    if run is None:
-        # Its tick may not be stored yet, or never will be; or somebody deleted the run.
-        return True
-    # A run that has taken its claim over renews the lease itself, as long as it lives.
-    return run.dagster_run.status not in FINISHED and run_of_owner(claim.owner) is not None
-
-
-def runs_of(
-    claims: Sequence[Claim], consumer: Consumer, platform: EventSQL, instance: dg.DagsterInstance
-) -> Mapping[int, dg.RunRecord]:
-    """For each claim of a consumer on one shard, the run that has it or is to have it; of several, one that lives."""
-    if not claims:
-        return {}
-    owners = {claim.id: owner for claim in claims if (owner := run_of_owner(claim.owner)) is not None}
-    # Ids of claims are unique within a schema as it is now, and an instance outlives it, and may serve several.
-    made = made_at(platform, [claim.id for claim in claims])
-    tags = {
-        TOPIC_TAG: consumer.topic,
-        CONSUMER_TAG: consumer.name,
-        CLAIM_TAG: [str(claim) for claim in made],
-        CLAIMED_AT_TAG: [str(time) for time in made.values()],
-    }
-    requested = instance.get_run_records(dg.RunsFilter(tags=tags)) if made else []
-    # A run that drains has claims that it was not requested for.
-    owning = instance.get_run_records(dg.RunsFilter(run_ids=list(owners.values()))) if owners else []
-    found: dict[int, dg.RunRecord] = {}
-    for claim in claims:
-        runs = [
-            *(run for run in owning if run.dagster_run.run_id == owners.get(claim.id)),
-            *(
-                run
-                for run in requested
-                if claim.id in made and _is_for(run, claim_tags(claim.id, made[claim.id], platform.shard))
-            ),
-        ]
-        waiting = [run for run in runs if run.dagster_run.status not in FINISHED]
-        if runs:
-            found[claim.id] = (waiting or runs)[0]
-    return found
-
-
-def _is_for(run: dg.RunRecord, tags: Mapping[str, str]) -> bool:
-    return tags.items() <= run.dagster_run.tags.items()
-
-
-def _report_dead(run: dg.RunRecord, why: str, instance: dg.DagsterInstance, log: logging.Logger) -> None:
+def _report_dead(run: dg.RunRecord, instance: dg.DagsterInstance, log: logging.Logger) -> None:
     """Tell Dagster that a run's process is gone. Where it is not, the claim's epoch keeps it from committing."""
+    why = "did not renew its lease, and its partition was claimed anew"
     log.warning("run %s %s: it is reported as failed", run.dagster_run.run_id, why)
     instance.report_run_failed(run.dagster_run, message=f"The run {why}: its process is taken for dead.")

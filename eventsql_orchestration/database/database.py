@@ -24,6 +24,7 @@ from eventsql_orchestration.database import migrations
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
+    DatabaseError,
     DatabaseFullError,
     DatabaseUnavailableError,
     EventSQLError,
@@ -117,6 +118,9 @@ _SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "5330
 """SQLSTATEs of a server that shuts down or starts, has no connection left, or ended the session for being idle."""
 
 
+_DAMAGED: Final = ("58", "XX001", "XX002")
+"""Of files that are gone or cannot be used, and of data and indexes that are damaged."""
+
 _CONNECTION: Final = "08"
 """The class of SQLSTATEs about connections; a pooler whose server does not answer says 08P01."""
 
@@ -135,8 +139,12 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
     detail = describe(cause)
     meaning: tuple[type[EventSQLError], str] | None = None
     match cause:
-        case psycopg.errors.DiskFull() | psycopg.errors.OutOfMemory():
+        case psycopg.errors.DiskFull() | psycopg.errors.OutOfMemory() | psycopg.errors.ConfigurationLimitExceeded():
             meaning = DatabaseFullError, f"has no room left ({detail}): nothing of this call was stored"
+        case psycopg.errors.ReadOnlySqlTransaction():
+            meaning = DatabaseError, f"takes no writes ({detail}): is it a standby, or set to read only?"
+        case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_DAMAGED):
+            meaning = DatabaseError, f"cannot read or write what it has stored ({detail}): look at the server's log"
         case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable() | psycopg.errors.DeadlockDetected():
             meaning = DatabaseBusyError, f"did not get to it in time ({detail}): try again"
         case psycopg.errors.UndefinedTable() if f'"{schema}.' in detail and detail.endswith('_event" does not exist'):

@@ -177,6 +177,8 @@ spark_publication = Table(
     Column("eql_batch", BigInteger, primary_key=True, autoincrement=False),
     Column("eql_events", BigInteger, nullable=False),
     _time("eql_created_at", now=True),
+    # The one of all that were tried for this batch which took place.
+    Column("eql_id", UUID),
 )
 spark_staged_event = Table(
     "spark_staged_event",
@@ -210,6 +212,8 @@ spark_decision = Table(
     Column("eql_shards", ARRAY(Text), nullable=False),
     Column("eql_decided", Boolean, nullable=False, server_default=text("false")),
     _time("eql_created_at", now=True),
+    # Who is to decide it. Where there is one, he has an advisory lock until it is decided.
+    Column("eql_owner", Text),
 )
 spark_part = Table(
     "spark_part",

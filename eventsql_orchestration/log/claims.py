@@ -37,7 +37,7 @@ from eventsql_orchestration.log.consumption import (
     Progress,
 )
 from eventsql_orchestration.log.dead_letters import DeadLetters
-from eventsql_orchestration.log.layouts import Layouts
+from eventsql_orchestration.log.layouts import HELD_BACK, Layouts
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange, how_often
 
@@ -171,7 +171,10 @@ class Claims:
             claimed = attempt() if settled.entered else None
         except ConsumerNotFoundError:
             return NoClaim(f"the topic has no partition {partition} any more")
-        return claimed or NoClaim(f"the partitions of the topic change here: {settled.reason}")
+        if claimed is None:
+            changing = "" if settled is HELD_BACK else "the partitions of the topic change here: "
+            claimed = NoClaim(changing + settled.reason)
+        return claimed
 
     def _claim(
         self,
@@ -538,19 +541,30 @@ class Claims:
         """
         if batch < 1:
             raise ValidationError(f"batch must be at least 1: {batch}")
-        consumed, check = 0, False
+        consumed, size, check = 0, batch, False
         while True:
             try:
-                progress, claim, ended = self._process_batch(claim, handler, batch=batch, lease=lease, check=check)
+                progress, claim, ended = self._process_batch(claim, handler, batch=size, lease=lease, check=check)
             except CommitRefusedError as refused:
-                if check:
+                if refused.passing:
+                    # Whoever processes the claim hears of it, and a run of Dagster's is seen to fail.
                     raise refused.error from None
-                check = True
-                continue
-            check = False
+                if size == 1 and check:
+                    progress, claim, ended = self._refuse(claim, refused.error)
+                else:
+                    # One by one, and where that finds none to blame, the first alone.
+                    size, check = 1 if check else batch, True
+                    continue
+            size, check = batch, False
             consumed += progress.consumed
             if ended:
                 return Processed(consumed, progress.failure)
+
+    def _refuse(self, claim: Claim, error: Exception) -> tuple[Progress, Claim, bool]:
+        """Note that the next event of a claim failed, since it cannot be committed though it is alone."""
+        claim, failure = self.settle(claim, self.read(claim)[0], error)
+        ended = failure.outcome != Failure.DEAD_LETTER or claim.position == claim.range.upto
+        return Progress(int(failure.outcome == Failure.DEAD_LETTER), claim.position, failure), claim, ended
 
     def _process_batch(
         self, claim: Claim, handler: BatchHandler, *, batch: int, lease: float, check: bool

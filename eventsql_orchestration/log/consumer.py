@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, TypeAlias
 
-from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import (
     ClaimLostError,
@@ -33,14 +33,15 @@ from eventsql_orchestration.log.consumption import (
     Progress,
 )
 from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.log.handlers import check_handler
 from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.leased import LeasedHandler, LeasedPasses
 from eventsql_orchestration.log.pacing import Pace, Paces
 from eventsql_orchestration.log.passes import Hold, Pass
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.model import NOT_PARTITIONED
-from eventsql_orchestration.rules import check_whole
+from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.rules import Duration, check_seconds, check_whole
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,10 @@ UNANNOUNCED_SECONDS: Final = 60.0
 transfer does not."""
 
 FAULT_DELAY: Final = 5.0
+
+MOST_REFUSED: Final = 20
+"""Commits of a partition's events that are refused one after the other for what may pass, as a conflict does, before
+the event is looked for that is to blame: after more than a minute, it comes from what is written."""
 
 _LONGEST_WAIT: Final = 3600.0
 """Seconds; the delays that a caller may ask for are longer than a lock can wait."""
@@ -364,23 +369,31 @@ class _Plan:
         each: bool,
         min_events: int,
         max_events: int,
-        polling_delay: float,
-        max_polling_delay: float,
+        polling_delay: Duration,
+        max_polling_delay: Duration,
     ) -> None:
-        _check(min_events, max_events, polling_delay, max_polling_delay)
+        _check(min_events, max_events)
         self.handler = handler
         self.each = each
         self.min_events = min_events
         self.max_events = max_events
-        self.polling_delay = polling_delay
-        self.max_polling_delay = max_polling_delay
+        self.polling_delay = check_seconds("polling_delay", polling_delay, zero=False)
+        self.max_polling_delay = check_seconds("max_polling_delay", max_polling_delay, zero=True)
 
 
-def _check(min_events: int, max_events: int, polling_delay: float, max_polling_delay: float) -> None:
+def _check(min_events: int, max_events: int) -> None:
     if not 1 <= min_events <= max_events:
         raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
-    if not polling_delay > 0 or not max_polling_delay >= 0:
-        raise ValidationError("delays are positive numbers of seconds")
+
+
+def _noting(handler: BatchHandler, handed: list[Event]) -> BatchHandler:
+    """The handler, which leaves in `handed` what it was handed last."""
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        handed[:] = events
+        handler(events, connection)
+
+    return handle
 
 
 def _came_to(progress: Progress, plan: _Plan, *, full: bool) -> Pass:
@@ -422,6 +435,8 @@ class Consumers:
         # Their threads keep those that run.
         self._running: weakref.WeakSet[Consumption] = weakref.WeakSet()
         self._running_lock = threading.Lock()
+        self._refused: dict[ConsumerPartition, int] = {}
+        """How many commits in a row were refused for what may pass."""
 
     def start(
         self,
@@ -429,7 +444,7 @@ class Consumers:
         consumer: str,
         handler: EventHandler,
         *,
-        polling_delay: float = 1.0,
+        polling_delay: Duration = 1.0,
         workers: int = MAX_WORKERS,
     ) -> Consumption:
         """Hand each event to `handler(event, connection)`, in order within each consumer partition.
@@ -437,7 +452,7 @@ class Consumers:
         What the handler writes through `connection` commits together with the offset: exactly once. Anything else it
         does happens at least once. When it raises, its writes for that event are undone and the event is tried again,
         with backoff, up to the consumer's `max_attempts`. The transaction is not the handler's to end: a partition
-        whose handler does so stays where it is.
+        whose handler ends it all the same, as with `COMMIT`, stays where it is.
 
         `polling_delay` is in seconds, after a look that found nothing. A consumer that is notified of new events looks
         at once then, and otherwise every 10 seconds.
@@ -447,6 +462,7 @@ class Consumers:
 
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`.
         """
+        check_handler(handler, "event", "connection")
         plan = _Plan(
             consumption.one_by_one(handler), each=True, min_events=1, max_events=SINGLE_BATCH,
             polling_delay=polling_delay, max_polling_delay=0.0,
@@ -461,8 +477,8 @@ class Consumers:
         *,
         min_events: int = 1,
         max_events: int = 1_000,
-        polling_delay: float = 1.0,
-        max_polling_delay: float = 10.0,
+        polling_delay: Duration = 1.0,
+        max_polling_delay: Duration = 10.0,
         workers: int = MAX_WORKERS,
     ) -> Consumption:
         """Hand events to `handler(events, connection)`, `min_events` to `max_events` at a time.
@@ -470,6 +486,7 @@ class Consumers:
         Fewer than `min_events` wait for more, but none longer than `max_polling_delay` seconds. A batch that fails is
         handed over again event by event, so that only the one that fails is held up. Otherwise as `start`.
         """
+        check_handler(handler, "events", "connection")
         plan = _Plan(
             handler, each=False, min_events=min_events, max_events=max_events,
             polling_delay=polling_delay, max_polling_delay=max_polling_delay,
@@ -482,11 +499,11 @@ class Consumers:
         consumer: str,
         handler: LeasedHandler,
         *,
-        lease: float = 60.0,
+        lease: Duration = 60.0,
         min_events: int = 1,
         max_events: int = 1_000,
-        polling_delay: float = 1.0,
-        max_polling_delay: float = 10.0,
+        polling_delay: Duration = 1.0,
+        max_polling_delay: Duration = 10.0,
         workers: int = MAX_WORKERS,
     ) -> Consumption:
         """Hand events to `handler(events, lease)` outside of any transaction: for work that is longer than seconds.
@@ -500,14 +517,15 @@ class Consumers:
         Events that fail otherwise are handed over again, one at a time. The event that fails then is tried again with
         backoff, up to the consumer's `max_attempts`. Otherwise as `start_batch`.
         """
-        _check(min_events, max_events, polling_delay, max_polling_delay)
-        if not lease > 0:
-            raise ValidationError(f"a lease is a positive number of seconds, not {lease}")
+        check_handler(handler, "events", "lease")
+        _check(min_events, max_events)
+        polling = check_seconds("polling_delay", polling_delay, zero=False)
         passes = LeasedPasses(
-            self._database, self._claims, handler, lease=lease, min_events=min_events, max_events=max_events,
-            polling_delay=polling_delay, max_polling_delay=max_polling_delay,
+            self._database, self._claims, handler, lease=check_seconds("lease", lease, zero=False),
+            min_events=min_events, max_events=max_events, polling_delay=polling,
+            max_polling_delay=check_seconds("max_polling_delay", max_polling_delay, zero=True),
         )  # fmt: skip
-        return self._start(topic, consumer, passes.consume, polling_delay, workers)
+        return self._start(topic, consumer, passes.consume, polling, workers)
 
     def _start_plan(self, topic: str, consumer: str, plan: _Plan, workers: int) -> Consumption:
         return self._start(
@@ -572,6 +590,7 @@ class Consumers:
         Partitions that another consumption holds are left to it. Raises `PartitionOutOfRangeError` for a partition that
         the consumer does not have.
         """
+        check_handler(handler, "events", "connection")
         plan = _Plan(handler, each=False, min_events=1, max_events=max_events, polling_delay=1.0, max_polling_delay=0.0)
         keys = [key for key in self._keys(topic, consumer) if partition is None or key.partition == partition]
         if not keys:
@@ -596,26 +615,68 @@ class Consumers:
 
     def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
         """One pass over one partition; without progress when nothing could or need be consumed."""
-        handler, each, check = plan.handler, plan.each, False
+        handler, each, check, alone = plan.handler, plan.each, False, False
+        handed: list[Event] = []
         while True:
             try:
-                return self._attempt(key, plan, hold, handler, each=each, check=check)
+                came_to = self._attempt(key, plan, hold, handler, each=each, check=check, alone=alone)
             except BatchFailedError as failed:
                 # A savepoint for each batch, in case, would be two more messages to the server. Handled again outside
                 # of this block: what failed, and the frames with its events, would be kept meanwhile.
                 handler, each = failed.handler(plan.handler), True
             except CommitRefusedError as refused:
-                if check:
+                if not check and refused.passing and self._may_pass(key):
                     raise refused.error from None
-                handler, each, check = plan.handler, True, True
+                if alone:
+                    return self._refuse(key, plan, hold, handed[-1], refused.error)
+                # One by one, and where that finds none to blame, the first alone.
+                handler, each, check, alone = _noting(plan.handler, handed), True, True, check
+            else:
+                if came_to.progress is not None:
+                    self._refused.pop(key, None)
+                return came_to
+
+    def _may_pass(self, key: ConsumerPartition) -> bool:
+        """Whether a commit that was refused, as for a conflict, is to be tried again with the same events."""
+        refused = self._refused.pop(key, 0) + 1
+        if refused < MOST_REFUSED:
+            self._refused[key] = refused
+        return refused < MOST_REFUSED
+
+    def _refuse(self, key: ConsumerPartition, plan: _Plan, hold: Hold, event: Event, error: Exception) -> Pass:
+        """Note that an event failed, which cannot be committed though it is alone."""
+        with self._database.transaction() as connection, hold.connection(connection):
+            locked = consumption.lock(connection, self._queries, key, wait=False)
+            if locked is None or locked.leased:
+                return Pass(due_in=plan.polling_delay, deaf=True)
+            events = fetch(
+                connection, self._queries, key.topic,
+                partition=key.partition, after=locked.offset, upto=locked.upto, limit=1,
+            )  # fmt: skip
+            if [each.id for each in events] != [event.id]:
+                # Somebody else has had it since.
+                return Pass(due_in=0.0)
+            progress = consumption.refuse(
+                connection, self._queries, self._dead_letters, locked, event=event, error=error
+            )
+        return _came_to(progress, plan, full=True)
 
     def _attempt(
-        self, key: ConsumerPartition, plan: _Plan, hold: Hold, handler: BatchHandler, *, each: bool, check: bool
+        self,
+        key: ConsumerPartition,
+        plan: _Plan,
+        hold: Hold,
+        handler: BatchHandler,
+        *,
+        each: bool,
+        check: bool,
+        alone: bool,
     ) -> Pass:
-        """A pass in one transaction.
+        """A pass in one transaction, with `alone` over one event.
 
         Raises `BatchFailedError` where it must be made with `each`, `CommitRefusedError` where with `check` as well.
         """
+        limit = 1 if alone else plan.max_events
         refused = Pass(due_in=plan.polling_delay, deaf=True)
         with consumption.transaction(self._database) as connection, hold.connection(connection):
             locked = consumption.lock(connection, self._queries, key, wait=False)
@@ -625,14 +686,14 @@ class Consumers:
                 return refused
             events = fetch(
                 connection, self._queries, key.topic,
-                partition=key.partition, after=locked.offset, upto=locked.upto, limit=plan.max_events,
+                partition=key.partition, after=locked.offset, upto=locked.upto, limit=limit,
             )  # fmt: skip
             if not events:
                 # A look finds out whether the others have come as far.
                 return Pass() if locked.state.until is None else Pass(due_in=0.0, last=True)
             waited = (locked.now - events[0].created_at).total_seconds()
             # Up to the end of a layout there will be no more.
-            enough = len(events) >= plan.min_events or locked.state.until is not None
+            enough = alone or len(events) >= plan.min_events or locked.state.until is not None
             if not enough and waited < plan.max_polling_delay:
                 return Pass(due_in=plan.max_polling_delay - waited, least=plan.min_events)
             progress = consumption.consume(
@@ -640,7 +701,7 @@ class Consumers:
                 events=events, handler=handler, each=each, savepoint=False, check=check,
             )  # fmt: skip
         # At the end of a layout the pass after this one asks for the next.
-        return _came_to(progress, plan, full=len(events) == plan.max_events or locked.state.until is not None)
+        return _came_to(progress, plan, full=len(events) == limit or locked.state.until is not None)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stop every consumption that was started here, as `Consumption.stop`, all within `timeout` seconds."""

@@ -18,8 +18,9 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import ClaimLostError, ConsumptionError
+from eventsql_orchestration.errors import ClaimLostError, ConsumptionError, DatabaseBusyError
 from eventsql_orchestration.log.dead_letters import MAX_MESSAGE_LENGTH, NEVER, DeadLetterCause, DeadLetters, describe
+from eventsql_orchestration.log.handlers import check_returned
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.model import ConsumerState, Event, EventFilter, how_often
 
@@ -37,7 +38,7 @@ def one_by_one(handler: EventHandler) -> BatchHandler:
 
     def handle_events(events: Sequence[Event], connection: Connection) -> None:
         for event in events:
-            handler(event, connection)
+            check_returned(handler(event, connection))
 
     return handle_events
 
@@ -175,16 +176,24 @@ class CommitRefusedError(Exception):
     """Internal: the server refused a commit for what the handler had written.
 
     It checks deferred constraints then. `error` is what it said; the events may be handled one by one, with `check`.
+    With `passing`, as of a conflict, it may go well when it is tried again.
     """
 
-    def __init__(self, error: psycopg.Error) -> None:
+    def __init__(self, error: Exception, *, passing: bool) -> None:
         super().__init__(str(error))
         self.error = error
+        self.passing = passing
 
 
-_NOT_REFUSED: Final = ("08", "25", "40", "53", "55", "57", "58")
-"""Classes of SQLSTATEs that say nothing of what was written: connections, the state of the transaction, conflicts,
-resources, the operator."""
+_ELSEWHERE: Final = ("08", "25", "53", "57P", "58")
+"""SQLSTATEs, and classes of them, that say nothing of what was written: connections, a server that takes no writes,
+resources, the operator, files. No event is to blame, and it is tried again for as long as it takes."""
+
+_PASSING: Final = ("40", "55", "57")
+"""Conflicts, locks, statements that took too long."""
+
+_LASTING: Final = frozenset({"40002", "55000"})
+"""Of these classes, what no repetition mends: a constraint that does not hold, a state that is not there."""
 
 
 @contextmanager
@@ -195,10 +204,28 @@ def transaction(database: Database) -> Iterator[Connection]:
         with database.transaction() as connection:
             yield connection
             committing = True
-    except psycopg.Error as error:
-        if not committing or error.sqlstate is None or error.sqlstate.startswith(_NOT_REFUSED):
+    except (psycopg.Error, DatabaseBusyError) as error:
+        state: str | None = getattr(error if isinstance(error, psycopg.Error) else error.__cause__, "sqlstate", None)
+        if not committing or state is None or state.startswith(_ELSEWHERE):
             raise
-        raise CommitRefusedError(error) from error
+        raise CommitRefusedError(error, passing=state.startswith(_PASSING) and state not in _LASTING) from error
+
+
+def refuse(
+    connection: Connection,
+    queries: Queries,
+    dead_letters: DeadLetters,
+    locked: LockedPartition,
+    *,
+    event: Event,
+    error: Exception,
+) -> Progress:
+    """Note in the caller's transaction that the next event failed, whose effects could not be committed."""
+
+    def fail(_events: Sequence[Event], _connection: Connection) -> None:
+        raise error
+
+    return consume(connection, queries, dead_letters, locked, events=[event], handler=fail, each=True)
 
 
 def handle(
@@ -251,7 +278,7 @@ def _savepoint(connection: Connection, events: Sequence[Event], handler: BatchHa
 
 def _run(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
     try:
-        handler(events, connection)
+        check_returned(handler(events, connection))
     except psycopg.Rollback as error:
         # psycopg would take it for success, and the events would pass without their effects.
         raise psycopg.ProgrammingError("the handler rolled its effects back") from error

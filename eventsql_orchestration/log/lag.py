@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
+from typing import Final, TypeAlias
 
 from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.log.layouts import layouts
 from eventsql_orchestration.log.reader import Reader
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import NOT_PARTITIONED, ConsumerState
+from eventsql_orchestration.sharding import HELD
+
+SHOWN_PARTITIONS: Final = 10
+"""How many of the partitions that others wait for are named."""
+
+Ahead: TypeAlias = Callable[[str, str, int], tuple[Sequence[int], str]]
+"""Of a topic's consumer that is to wait at an offset, the partitions that have yet to come there, and that in words."""
 
 
 class LagCause(StrEnum):
@@ -23,6 +33,7 @@ class LagCause(StrEnum):
     LEASED = "leased"
     TRANSFER = "transfer"
     WAITING = "waiting"
+    HELD_BACK = "held back"
     UNREACHABLE = "unreachable"
 
 
@@ -56,12 +67,15 @@ class LagReader:
         self._registry = registry
         self._reader = reader
         self._queries = Queries("log", database.schema)
+        self._layouts = Queries("layouts", database.schema)
 
     def read(self, topic: str | None = None) -> list[ConsumerLag]:
         """The lag of every consumer partition of one topic or of all, by topic, consumer and partition."""
         states = self._registry.consumers(topic)
         buffered = self._buffered({state.topic for state in states})
-        return [self._lag(state, buffered) for state in states]
+        # Once for all partitions of a consumer, and not at all where the layout of its topic does not change.
+        ahead = cache(self._ahead)
+        return [self._lag(state, buffered, ahead) for state in states]
 
     def buffered(self) -> dict[str, int]:
         """How many events of each topic lie in the buffer; topics without any are left out."""
@@ -75,7 +89,29 @@ class LagReader:
             rows = connection.execute(self._queries("buffered"), {"topics": sorted(topics)})
             return {(topic, partition): (count, seconds) for topic, partition, count, seconds in rows}
 
-    def _lag(self, state: ConsumerState, buffered: dict[tuple[str, int], tuple[int, float]]) -> ConsumerLag:
+    def _ahead(self, topic: str, consumer: str, until: int) -> tuple[Sequence[int], str]:
+        own = {"topic": topic, "consumer": consumer}
+        with self._database.connection() as connection:
+            rows = connection.execute(self._layouts("behind", topic=topic), own, prepare=False).fetchall()
+            known = layouts(connection, self._database.schema, topic)
+        partitions = [partition for partition, _ in rows]
+        ending = max((each.number for each in known if each.after < until), default=None)
+        where = "" if ending is None else f", where layout {ending} of the topic ends"
+        return partitions, f"until {_named(partitions)} come to offset {until}{where}"
+
+    def _held_back(self, state: ConsumerState, ahead: Ahead) -> str | None:
+        """Until when a partition gets no events, though some lie there; None where it may have some."""
+        if state.until is None:
+            return None
+        if state.until == HELD:
+            return "until it has consumed what was before on the other shards, as `eventsql shard status` shows"
+        partitions, detail = ahead(state.topic, state.name, state.until)
+        # What has come to the end of its layout as a whole goes on at the next look.
+        return None if not partitions or state.partition in partitions else detail
+
+    def _lag(
+        self, state: ConsumerState, buffered: dict[tuple[str, int], tuple[int, float]], ahead: Ahead
+    ) -> ConsumerLag:
         partition = None if state.partition == NOT_PARTITIONED else state.partition
         in_buffer = [
             entry
@@ -89,12 +125,8 @@ class LagReader:
         if in_log:
             waits.append(self._reader.seconds_behind(state.topic, after=after, partition=partition))
         cause, detail = _cause(state, in_log, not_moved)
-        if (
-            cause is LagCause.WAITING
-            and state.until is not None
-            and not self._reader.count(state.topic, after=after, upto=max(after, state.until), partition=partition)
-        ):
-            detail = f"the other partitions come to offset {state.until} first, where the topic was repartitioned"
+        if cause is LagCause.WAITING and (until := self._held_back(state, ahead)) is not None:
+            cause, detail = LagCause.HELD_BACK, until
         return ConsumerLag(
             state.topic,
             state.name,
@@ -123,3 +155,8 @@ def _cause(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause,
     if not in_log:
         return LagCause.TRANSFER, "not transferred yet; `eventsql transfer` moves events"
     return LagCause.WAITING, "not consumed yet"
+
+
+def _named(partitions: Sequence[int]) -> str:
+    named = ", ".join(map(str, partitions[:SHOWN_PARTITIONS])) + (", …" if len(partitions) > SHOWN_PARTITIONS else "")
+    return f"partition {named} has" if len(partitions) == 1 else f"partitions {named} have"

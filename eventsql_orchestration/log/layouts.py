@@ -21,6 +21,7 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.sharding import HELD
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,10 @@ class Settled:
 
 
 NOT_WAITING: Final = Settled(False, "the consumer does not wait for a layout")
+
+HELD_BACK: Final = Settled(
+    False, "the consumer is held back, until it has consumed what was before on the other shards"
+)
 
 
 class Layouts:
@@ -74,6 +79,8 @@ class Layouts:
             until = self._behind(connection, topic, own) or self._locked(connection, topic, own)
             if isinstance(until, Settled):
                 return until
+            if until == HELD:
+                return HELD_BACK
             later = [each for each in layouts(connection, self._database.schema, topic) if each.after >= until]
             if not later or later[0].after != until:
                 return Settled(False, f"what comes after offset {until} is not to be consumed yet")
@@ -133,8 +140,17 @@ def place(known: Sequence[Layout], offset: int) -> Place:
     return Place(known[at].number, rows, known[at + 1].after if at + 1 < len(known) else None)
 
 
-def move(connection: Connection, schema: str, topic: str, consumer: str, *, offset: int) -> None:
-    """Give a partitioned consumer, whose rows are locked and stand at `offset`, what it needs to go on from there."""
+def bounded(known: Sequence[Layout], until: int | None) -> Layout:
+    """The layout of a consumer that may consume up to `until`, an offset that it has events up to, or all there is."""
+    return next((each for each in reversed(known) if until is None or each.after < until), known[0])
+
+
+def move(connection: Connection, schema: str, topic: str, consumer: str, *, offset: int, until: int | None) -> None:
+    """Give a partitioned consumer, whose rows are locked and stand at `offset`, what it needs to go on from there.
+
+    `until` is how far it might consume before, and so tells the layout that its rows are of: one that has not all
+    partitions of that, as a backfill of a single one leaves it, is not given any others.
+    """
     known = layouts(connection, schema, topic)
     if not known:
         return
@@ -143,7 +159,7 @@ def move(connection: Connection, schema: str, topic: str, consumer: str, *, offs
     connection.execute(queries("hold"), {**own, "until": at.until})
     connection.execute(queries("release_beyond"), {**own, "partitions": at.partitions})
     connection.execute(queries("delete_beyond"), {**own, "partitions": at.partitions})
-    added = {"partitions": at.partitions, "after": offset, "least": 0}
+    added = {"partitions": at.partitions, "after": offset, "least": bounded(known, until).partitions}
     connection.execute(queries("add_partitions"), {**own, **added})
 
 

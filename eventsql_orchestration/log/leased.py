@@ -16,6 +16,7 @@ from eventsql_orchestration.errors import ClaimLostError, ConsumptionError, Even
 from eventsql_orchestration.log.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.log.consumption import ConsumerPartition, Failure, Progress
 from eventsql_orchestration.log.dead_letters import describe
+from eventsql_orchestration.log.handlers import check_returned
 from eventsql_orchestration.log.passes import Hold, Pass
 from eventsql_orchestration.model import Event
 
@@ -133,7 +134,7 @@ class LeasedPasses:
             lease = Lease(self.database, self.claims, claim, lost, hold, events=len(events), upto=upto)
             try:
                 if events:
-                    self.handler(events, lease)
+                    check_returned(self.handler(events, lease))
             except Exception as error:
                 if isinstance(error, ClaimLostError) or lost.is_set():
                     raise ClaimLostError(f"{claim} was lost while it was worked on") from error

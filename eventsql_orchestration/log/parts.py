@@ -13,9 +13,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 import psycopg
+from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import DatabaseBusyError
@@ -28,18 +30,15 @@ IDLE_SECONDS: Final = 60.0
 
 
 class OpenPartsError(DatabaseBusyError):
-    """Events that Spark has published over several shards are not in the buffer of this one yet.
-
-    `eventsql transfer` with the URLs of all shards brings them there; what was never decided, because its driver died,
-    it gives up ten minutes after that began.
-    """
+    """Events that are published over several shards are not in the buffer of this one yet: `eventsql shard status`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """A publication that this shard decides, and that is not finished; `shards` are the others that have parts of it.
 
-    `age` is in seconds.
+    `age` is in seconds. `owner` is who is to decide it, None where an older version of this package announced it;
+    `deserted` says that this one has ended, so nobody decides it any more.
     """
 
     id: uuid.UUID
@@ -48,16 +47,26 @@ class Announcement:
     shards: tuple[str, ...]
     decided: bool
     age: float
+    owner: str | None
+    deserted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a publication that is not published; `decider` is the shard that knows whether it will be."""
+    """A part of a publication that is not published; `decider` is the shard that knows whether it will be.
+
+    `since` is when it was prepared, None before it is.
+    """
 
     id: uuid.UUID
     decider: str
     writer: str
     batch: int
+    since: datetime | None = None
+
+    def __str__(self) -> str:
+        since = "" if self.since is None else f", prepared at {self.since:%Y-%m-%d %H:%M:%S %Z}"
+        return f"batch {self.batch} of writer {self.writer!r}{since}"
 
 
 class Parts:
@@ -67,7 +76,6 @@ class Parts:
         self._database = database
         self._queries = Queries("parts", database.schema)
         self._blocks = StagedBlocks(database.schema)
-        self._records = Queries("spark", database.schema)
 
     def bound(self, connection: Connection) -> None:
         """Have the caller's transaction end where its client is idle for too long, and its commit wait for the disk.
@@ -86,9 +94,16 @@ class Parts:
 
     # On the shard that decides
 
-    def announce(self, publication: uuid.UUID, writer: str, batch: int, shards: Sequence[str]) -> None:
-        """Begin a publication, which nobody can decide before this is committed."""
-        values = {"id": publication, "writer": writer, "batch": batch, "shards": list(shards)}
+    def attend(self, connection: Connection, publication: uuid.UUID) -> None:
+        """Show others that somebody is at a publication, until the caller's transaction ends, which is to decide it.
+
+        Before it is announced: whoever finds it announced and nobody at it gives it up.
+        """
+        connection.execute(self._queries("attend"), {"id": publication})
+
+    def announce(self, part: Part, shards: Sequence[str], owner: str) -> None:
+        """Begin the publication of a part, which nobody can decide before this is committed; `shards` have parts."""
+        values = {"id": part.id, "writer": part.writer, "batch": part.batch, "shards": list(shards), "owner": owner}
         with self._transaction() as connection:
             connection.execute(self._queries("intend"), values)
 
@@ -115,17 +130,24 @@ class Parts:
         with self._transaction() as connection:
             connection.execute(self._queries("finish"), {"id": publication})
 
-    def is_recorded(self, writer: str, batch: int) -> bool:
-        """Whether a writer's batch was published, by this publication or another."""
+    def took_place(self, part: Part) -> bool | None:
+        """Whether a publication that is over took place, or was given up; another one of its batch may have, then.
+
+        None where that is not known, because an older version of this package recorded the batch.
+        """
+        values = {"id": part.id, "writer": part.writer, "batch": part.batch}
         with self._database.connection() as connection:
-            values = {"writer": writer, "batch": batch}
-            return connection.execute(self._records("published"), values).fetchone() is not None
+            row = connection.execute(self._queries("took_place"), values).fetchone()
+        return False if row is None else row[0]
 
     def announced(self) -> list[Announcement]:
         """The publications that are to be decided here, or are and are not finished; oldest first."""
         with self._database.connection() as connection:
             rows = connection.execute(self._queries("decisions")).fetchall()
-        return [Announcement(row[0], row[1], row[2], tuple(row[3]), row[4], row[5]) for row in rows]
+        return [
+            Announcement(publication, writer, batch, tuple(shards), decided, age, owner, deserted)
+            for publication, writer, batch, shards, decided, age, owner, deserted in rows
+        ]
 
     # On the others
 
@@ -179,11 +201,10 @@ class Parts:
         with self._transaction(patience) as connection:
             return connection.execute(self._queries("give_part_up"), {"id": publication}).rowcount == 1
 
-    def is_unaccounted(self, part: Part) -> bool:
-        """Whether a part is open here, and no other one of the same batch is published here."""
-        values = {"id": part.id, "decider": part.decider, "writer": part.writer, "batch": part.batch}
+    def is_open(self, publication: uuid.UUID) -> bool:
+        """Whether a part is here and not published."""
         with self._database.connection() as connection:
-            return connection.execute(self._queries("is_unaccounted"), values).fetchone() == (True,)
+            return connection.execute(self._queries("is_open"), {"id": publication}).fetchone() == (True,)
 
     def open(self) -> list[Part]:
         """The parts that are not published, oldest first."""
@@ -201,9 +222,16 @@ def refuse_open_parts(connection: psycopg.Connection[Any], schema: str) -> None:
 
     For who has locked the buffer to change what publishers go by: whoever checked that before has prepared his part.
     """
-    row = connection.execute(Queries("parts", schema)("has_open_parts")).fetchone()
-    if row == (True,):
-        raise OpenPartsError
+    rows = connection.cursor(row_factory=tuple_row).execute(Queries("parts", schema)("open_parts")).fetchall()
+    if not rows:
+        return
+    parts = [Part(*row) for row in rows]
+    others = "" if len(parts) == 1 else f", and {len(parts) - 1} more"
+    raise OpenPartsError(
+        f"events that are published over several shards are not in the buffer yet: {parts[0]}{others}, and shard "
+        f"{parts[0].decider!r} knows whether they take place. With the URLs of all shards, `eventsql shard status` "
+        "brings them here or gives them up, and says what is in the way where it cannot"
+    )
 
 
 def _milliseconds(seconds: float) -> str:

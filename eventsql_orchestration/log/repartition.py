@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +14,7 @@ from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, 
 from eventsql_orchestration.log import guards, segments
 from eventsql_orchestration.log.layouts import layouts
 from eventsql_orchestration.log.parts import OpenPartsError, refuse_open_parts
+from eventsql_orchestration.log.patience import Patience
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.log.registry import Registry, consumer_states, find_topic, lock_registry
 from eventsql_orchestration.log.transfer import Transfer
@@ -97,7 +96,7 @@ class Repartitioner:
         if partitions == NOT_PARTITIONED:
             raise ValidationError("a topic cannot lose its partitions while it has events: give a number of at least 1")
         Topic(topic, partitions)
-        deadline = time.monotonic() + patience
+        trying = Patience(patience)
         while True:
             found = self._registry.topic(topic)
             if not found.partitioned:
@@ -112,10 +111,8 @@ class Repartitioner:
             try:
                 changed = self._attempt(topic, partitions)
             except (DatabaseBusyError, TooManyBufferedError) as error:
-                if time.monotonic() > deadline:
+                if not trying.lasts():
                     raise _busy(found, error) from error
-                # Another one of these, or whoever it met, goes first.
-                time.sleep(random.uniform(0.05, 0.25))  # noqa: S311
                 continue
             self._registry.forget(topic)
             if changed is not None:

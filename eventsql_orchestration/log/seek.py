@@ -21,6 +21,7 @@ from eventsql_orchestration.log.registry import (
     lock_registry,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, ConsumerState
+from eventsql_orchestration.sharding import HELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +169,14 @@ class Seeker:
         now = consumer_states(connection, topic, consumer, lock=True)
         targets = [move.target for move in moves]
         whole = {each.partition for each in now} == {move.partition for move in moves}
-        layouts.check_same_layout(known, _stands(known, state.until), targets, whole=whole)
+        until = state.until
+        if until == HELD:
+            # How far it may consume when it is let go.
+            until = layouts.place(known, min(move.offset for move in moves)).until
+        layouts.check_same_layout(known, layouts.bounded(known, until).after, targets, whole=whole)
         if whole:
             # Each keeps the offset that it has got; a partition that is new begins with the first of them.
-            layouts.move(driver, self._database.schema, topic, consumer, offset=min(targets))
+            layouts.move(driver, self._database.schema, topic, consumer, offset=min(targets), until=until)
 
     def _counted(self, move: Move) -> Move:
         after, upto = sorted((move.offset, move.target))
@@ -179,11 +184,6 @@ class Seeker:
         between = self._reader.count(move.topic, after=after, upto=upto, partition=partition) if after < upto else 0
         back = move.target < move.offset
         return replace(move, again=between if back else 0, skipped=0 if back else between)
-
-
-def _stands(known: Sequence[layouts.Layout], until: int | None) -> int:
-    """An offset of the layout in which a consumer may consume up to `until`."""
-    return max((each.after for each in known if until is None or each.after < until), default=0)
 
 
 def _refuse_leased(moves: Sequence[Move]) -> None:

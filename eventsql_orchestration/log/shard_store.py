@@ -7,8 +7,6 @@ a consumer is *held back* until it has consumed what lies before the fences of a
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.layouts import layouts, place
 from eventsql_orchestration.log.parts import OpenPartsError
+from eventsql_orchestration.log.patience import Patience
 from eventsql_orchestration.log.registry import lock_registry
 from eventsql_orchestration.log.repartition import PATIENCE_SECONDS, TooManyBufferedError, drain
 from eventsql_orchestration.log.transfer import Transfer
@@ -145,7 +144,7 @@ class ShardStore:
         `patience` seconds for transactions of publishers, and for such events; `DatabaseBusyError`, and nothing
         changed, when they do not end, or come. Raises `ShardSetError` where another generation has begun.
         """
-        deadline = time.monotonic() + patience
+        trying = Patience(patience)
         while True:
             # As much as can be before publishers have to wait.
             finish()
@@ -153,12 +152,11 @@ class ShardStore:
             try:
                 return self._fence(generation, names)
             except (DatabaseBusyError, TooManyBufferedError) as error:
-                if time.monotonic() > deadline:
+                if not trying.lasts():
                     why = "transactions that published and do not end, or a flood of events, are in the way"
                     if isinstance(error, OpenPartsError):
                         why = str(error)
                     raise DatabaseBusyError(f"{self._database} was not changed: {why}; run it again") from error
-                time.sleep(random.uniform(0.05, 0.25))  # noqa: S311 - another one of these goes first
 
     def _fence(self, generation: int, names: Sequence[str]) -> bool:
         with self._database.core() as connection:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Final
 from uuid import UUID
 
@@ -15,9 +13,6 @@ from eventsql_orchestration.rules import MAX_VALUE_BYTES, check_text
 
 MAX_MESSAGES: Final = 10_000
 """In one receive. More would sit in memory longer than their visibility timeout lasts."""
-
-MAX_SECONDS: Final = 31_536_000.0
-"""A year, as a bound for delays and visibility timeouts: what is hidden longer is lost rather than hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +70,3 @@ def check_max_messages(max_messages: object) -> int:
     if isinstance(max_messages, bool) or not isinstance(max_messages, int) or not 1 <= max_messages <= MAX_MESSAGES:
         raise ValidationError(f"max_messages must be a whole number from 1 to {MAX_MESSAGES}, not {max_messages!r}")
     return max_messages
-
-
-def check_seconds(what: str, duration: float | timedelta, *, zero: bool) -> float:
-    """Return `duration` in seconds, or raise `ValidationError`: finite, positive (or `zero`), a year at most."""
-    seconds: object = duration.total_seconds() if isinstance(duration, timedelta) else duration
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise ValidationError(f"{what} must be a number of seconds, not {duration!r}")
-    if seconds < 0 or (seconds == 0 and not zero) or seconds > MAX_SECONDS:
-        least = "0" if zero else "more than 0"
-        raise ValidationError(f"{what} of {seconds:g} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
-    return float(seconds)

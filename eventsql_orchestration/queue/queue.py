@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Final
 
@@ -19,9 +18,8 @@ from eventsql_orchestration.queue.message import (
     check_key,
     check_max_messages,
     check_metadata,
-    check_seconds,
 )
-from eventsql_orchestration.rules import check_name
+from eventsql_orchestration.rules import Duration, check_name, check_seconds
 
 _NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -48,7 +46,7 @@ class Queue:
         *,
         key: str | None = None,
         metadata: Mapping[str, str] = _NO_METADATA,
-        delay: float | timedelta = 0.0,
+        delay: Duration = 0.0,
         connection: Connection | None = None,
     ) -> int:
         """Put one message on the queue and return its id.
@@ -71,7 +69,7 @@ class Queue:
             assert sent is not None, "an insert of one row returns its id"
             return sent
 
-    def receive(self, *, max_messages: int = 1, visibility_timeout: float | timedelta = 30.0) -> list[Message]:
+    def receive(self, *, max_messages: int = 1, visibility_timeout: Duration = 30.0) -> list[Message]:
         """Take up to `max_messages` (1 to 10,000) messages, none when none is visible; it never waits.
 
         No other receiver gets them for `visibility_timeout` seconds; choose it longer than a batch takes. A batch is

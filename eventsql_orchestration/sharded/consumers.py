@@ -21,6 +21,7 @@ from eventsql_orchestration.log.leased import LeasedHandler
 from eventsql_orchestration.log.pacing import Paces
 from eventsql_orchestration.log.retention import RUN_SECONDS, Dropped, Retainer
 from eventsql_orchestration.log.transfer import Transfer
+from eventsql_orchestration.rules import Duration
 from eventsql_orchestration.sharded.decisions import Decisions
 from eventsql_orchestration.sharded.gates import Gates
 from eventsql_orchestration.sharded.member import Member
@@ -114,7 +115,7 @@ class ShardedConsumers(Consumers):
         consumer: str,
         handler: EventHandler,
         *,
-        polling_delay: float = 1.0,
+        polling_delay: Duration = 1.0,
         workers: int = MAX_WORKERS,
     ) -> Consumption:
         return self._start_on_all(
@@ -133,8 +134,8 @@ class ShardedConsumers(Consumers):
         *,
         min_events: int = 1,
         max_events: int = 1_000,
-        polling_delay: float = 1.0,
-        max_polling_delay: float = 10.0,
+        polling_delay: Duration = 1.0,
+        max_polling_delay: Duration = 10.0,
         workers: int = MAX_WORKERS,
     ) -> Consumption:
         return self._start_on_all(
@@ -152,11 +153,11 @@ class ShardedConsumers(Consumers):
         consumer: str,
         handler: LeasedHandler,
         *,
-        lease: float = 60.0,
+        lease: Duration = 60.0,
         min_events: int = 1,
         max_events: int = 1_000,
-        polling_delay: float = 1.0,
-        max_polling_delay: float = 10.0,
+        polling_delay: Duration = 1.0,
+        max_polling_delay: Duration = 10.0,
         workers: int = MAX_WORKERS,
     ) -> Consumption:
         return self._start_on_all(

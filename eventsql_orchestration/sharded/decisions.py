@@ -5,6 +5,10 @@ until all parts are published. So what a part becomes can be read there: decided
 still be; gone, it was given up, or this part is published. Whoever gives a publication up deletes its announcement,
 unless it is decided: then nobody can decide it any more.
 
+A batch that was given up may be tried again, with other events, and so take place without a part here. Only the record
+of the batch, which names the publication that took place, tells the part of one that was given up from one that came
+back with a backup of this database.
+
 A part that is decided is published before anything changes by which its events were placed: neither a shard is added
 nor a topic repartitioned while parts are open (`log/parts.py`).
 """
@@ -26,7 +30,8 @@ from eventsql_orchestration.platform import EventSQL
 logger = logging.getLogger(__name__)
 
 ABANDONED_SECONDS: Final = 600.0
-"""After so long, a publication that was announced and not decided is given up: the two are seconds apart."""
+"""After so long, a publication that was announced and not decided is given up, though somebody is at it still: the two
+are seconds apart."""
 
 _PATIENCE: Final = 0.1
 """Seconds to wait for whoever publishes or decides a part just now."""
@@ -59,10 +64,11 @@ class Decisions:
         self._shards = shards
 
     def finish(self, *, patience: float = _PATIENCE, abandoned_after: float = ABANDONED_SECONDS) -> list[Unfinished]:
-        """Publish every part that is decided; give up what was announced `abandoned_after` seconds ago and is not.
+        """Publish every part that is decided; give up what is not, and whose owner has ended.
 
-        Gives what could not be finished: because a shard is missing, or because somebody else is at it, for whom it
-        waits `patience` seconds. Raises nothing for a shard that fails.
+        What its owner is still at is given up `abandoned_after` seconds after it was announced. Gives what could not be
+        finished: because a shard is missing, or because somebody else is at it, for whom it waits `patience` seconds.
+        Raises nothing for a shard that fails.
         """
         shards = {name: Parts(platform.database) for name, platform in self._shards().items()}
         left: dict[uuid.UUID, Unfinished] = {}
@@ -97,12 +103,15 @@ class Decisions:
 
         try:
             if not publication.decided:
-                if publication.age < age or not shards[decider].give_up(publication.id, patience=patience):
-                    return left("it is being published")
+                over = publication.deserted or publication.age >= age
+                if not over or not shards[decider].give_up(publication.id, patience=patience):
+                    by = "" if publication.owner is None else f" by {publication.owner}"
+                    return left(f"it is being published{by}, for {publication.age:.0f} seconds now")
                 logger.warning(
-                    "batch %d of writer %r was given up, %.0f seconds after it was announced on shard %r: nobody has "
-                    "decided it, and nothing of it is published",
+                    "batch %d of writer %r was given up, %.0f seconds after it was announced on shard %r: %s, and "
+                    "nothing of it is published",
                     publication.batch, publication.writer, publication.age, decider,
+                    f"{publication.owner} has ended" if publication.deserted else "nobody has decided it",
                 )  # fmt: skip
                 return None
             # On each that takes it, whatever becomes of the others.
@@ -138,13 +147,13 @@ def _look(part: Part, parts: Parts, shards: Mapping[str, Parts], patience: float
     try:
         if decider.is_decided(part.id) is not None:
             return "it is being published"
-        if decider.is_recorded(part.writer, part.batch) and parts.is_unaccounted(part):
+        # What is published here was so before its announcement went, and is not open when that is asked after it.
+        if decider.took_place(part) is not False and parts.is_open(part.id):
             return (
                 f"shard {part.decider!r} has recorded it as published and finished, and here its part {part.id} is "
                 "not, as where one of them was restored from a backup: it is kept, and nothing published by it; "
                 "compare the events, and delete its row of spark_part when they are there"
             )
-        # Nothing, where it is published: its announcement went after that.
         if parts.give_part_up(part.id, patience=patience):
             logger.warning(
                 "a part of batch %d of writer %r was given up: shard %r knows nothing of this publication any more",

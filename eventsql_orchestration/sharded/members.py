@@ -24,6 +24,7 @@ from eventsql_orchestration.errors import (
     WrongShardError,
 )
 from eventsql_orchestration.log.shard_store import ShardState
+from eventsql_orchestration.sharded.asking import ask
 from eventsql_orchestration.sharded.chores import Chores
 from eventsql_orchestration.sharded.founding import found, judge, unreached
 from eventsql_orchestration.sharded.member import Member
@@ -106,11 +107,11 @@ class Members:
     def _look(self, members: Iterable[Member]) -> dict[Member, ShardState]:
         """What those say of themselves that can be reached; the others are down."""
         states = {}
-        for member in members:
-            try:
-                states[member] = member.store.state()
-            except DatabaseUnavailableError as error:
-                self.lose(member, error)
+        for member, answer in ask(members).items():
+            if isinstance(answer, ShardState):
+                states[member] = answer
+            else:
+                self.lose(member, answer)
         return states
 
     def _take_in(self, states: dict[Member, ShardState]) -> ShardSet:

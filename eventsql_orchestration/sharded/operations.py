@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from builtins import list as list_of
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from eventsql_orchestration.log.dead_letters import (
     RedrivePlan,
 )
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
+from eventsql_orchestration.log.patience import Patience
 from eventsql_orchestration.log.positions import AtOffset, Position
 from eventsql_orchestration.log.registry import choose_partitions
 from eventsql_orchestration.log.repartition import PATIENCE_SECONDS, Repartitioner, Repartitioning
@@ -26,7 +26,7 @@ from eventsql_orchestration.log.seek import Move, Seeker
 from eventsql_orchestration.model import ConsumerState, Event
 from eventsql_orchestration.sharded.decisions import Decisions, Unfinished
 from eventsql_orchestration.sharded.everywhere import everywhere
-from eventsql_orchestration.sharded.gates import Gates
+from eventsql_orchestration.sharded.gates import Gates, HeldBack
 from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
 from eventsql_orchestration.sharded.registry import ShardedRegistry
@@ -34,8 +34,6 @@ from eventsql_orchestration.sharded.registry import ShardedRegistry
 ABANDONED_SECONDS: Final = 5.0
 """After so long, a publication over several shards that is announced and not decided is given up for a repartitioning,
 which such a one of that topic could not outlive in any case."""
-
-_POLL: Final = 0.25
 
 
 class ShardedSeeker(Seeker):
@@ -230,16 +228,16 @@ class ShardedRepartitioner(Repartitioner):
 
     def _await_finished(self, topic: str, patience: float) -> None:
         """See to it that what has been announced until now is finished, or given up."""
-        deadline = time.monotonic() + patience
-        before = left = self._finish()
+        trying = Patience(patience)
+        left = self._finish()
+        # Those that are announced from now on are waited for by each attempt.
+        known = {each.id for each in left}
         while left:
-            if time.monotonic() > deadline:
+            if not trying.lasts():
                 raise DatabaseBusyError(
-                    f"topic {topic!r} keeps its partitions on all shards: {'; '.join(map(str, left))}; try again later"
+                    f"topic {topic!r} keeps its partitions on all shards: {'; '.join(map(str, left))}; try again when "
+                    "`eventsql shard status` shows nothing that is not finished"
                 )
-            time.sleep(_POLL)
-            # Those that were announced since are waited for by each attempt.
-            known = {each.id for each in before}
             left = [each for each in self._finish() if each.id in known]
 
 
@@ -252,6 +250,8 @@ class ShardedLag:
 
     def read(self, topic: str | None) -> list[ConsumerLag]:
         """By topic, consumer, shard and partition. Raises `TopicNotFoundError`, and where no shard is up."""
+        # Before anything is read, so that what is let go just now does not count as held back.
+        held = {(each.topic, each.consumer, each.shard): each for each in self._gates.settle()}
         lags: list[ConsumerLag] = []
         for member in self._members.up():
             try:
@@ -263,9 +263,8 @@ class ShardedLag:
         for member in self._members.known():
             if member.down is not None:
                 lags += self._unreachable(member, lags)
-        held = {(each.topic, each.consumer, each.shard): each.waits_for for each in self._gates.settle()}
         return sorted(
-            (_held_back(lag, held.get((lag.topic, lag.consumer, lag.shard or ""))) for lag in lags),
+            (self._held_back(lag, held.get((lag.topic, lag.consumer, lag.shard or ""))) for lag in lags),
             key=lambda lag: (lag.topic, lag.consumer, lag.shard or "", lag.partition),
         )
 
@@ -280,6 +279,13 @@ class ShardedLag:
             for topic, consumer, partition in partitions
         ]
 
+    def _held_back(self, lag: ConsumerLag, held: HeldBack | None) -> ConsumerLag:
+        if held is None or lag.cause is not LagCause.HELD_BACK:
+            return lag
+        down = {member.name for member in self._members.known() if member.down is not None}
+        names = ", ".join(f"{name} (down)" if name in down else name for name in held.waits_for)
+        return replace(lag, detail=f"until it has consumed what was before on {names}")
+
     def buffered(self) -> dict[str, int]:
         counts: dict[str, int] = {}
         for member in self._members.up():
@@ -287,10 +293,3 @@ class ShardedLag:
                 for topic, events in member.platform.buffered().items():
                     counts[topic] = counts.get(topic, 0) + events
         return counts
-
-
-def _held_back(lag: ConsumerLag, waits_for: tuple[str, ...] | None) -> ConsumerLag:
-    if waits_for is None or lag.cause is not LagCause.WAITING:
-        return lag
-    names = ", ".join(waits_for)
-    return replace(lag, detail=f"the shard joined: what was published before then on {names} is consumed first")

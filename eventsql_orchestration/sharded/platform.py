@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Unpack
+from typing import Any, Final, Literal, Unpack
 
 from eventsql_orchestration.errors import ShardError
 from eventsql_orchestration.log.asynchronous import AsyncPublisher
@@ -19,6 +19,7 @@ from eventsql_orchestration.sharded.buffered import ShardedAsyncPublisher, Shard
 from eventsql_orchestration.sharded.consumers import ShardedConsumers, ShardedRetainer, ShardedTransfer
 from eventsql_orchestration.sharded.decisions import Unfinished
 from eventsql_orchestration.sharded.gates import Gates, HeldBack
+from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members, OnShardDown
 from eventsql_orchestration.sharded.operations import (
     ShardedDeadLetters,
@@ -39,12 +40,15 @@ class SingleShardError(ShardError, AttributeError):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A shard: its name, its database, the generation with which it came, and what it is up to."""
+    """A shard: its name, its database, the generation with which it came, and what it is up to.
+
+    `state` is `takes events`, `down`, `joining` while it is being added, or `prepared` for that, without a generation.
+    """
 
     shard: str
     database: str
-    generation: int
-    state: str
+    generation: int | None
+    state: Literal["takes events", "down", "joining", "prepared"]
 
 
 class ShardedEventSQL(EventSQL):
@@ -79,6 +83,9 @@ class ShardedEventSQL(EventSQL):
         self.seeker = ShardedSeeker(self._members, sharded, self._gates)
         self._sharded_lag = ShardedLag(self._members, self._gates)
         self._buffering: weakref.WeakSet[BufferedPublisher | AsyncPublisher] = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {', '.join(map(repr, self.shards))}>"
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_ONE:
@@ -122,17 +129,21 @@ class ShardedEventSQL(EventSQL):
         self._members.add(platform)
 
     def standing(self) -> list[Standing]:
-        """Each shard, those first that were there first, and whether it can be reached."""
+        """Each shard, those first that were there first, and whether it can be reached; then those only prepared."""
         self._members.refresh()
-        return [
-            Standing(
-                member.name,
-                str(member.platform.database),
-                max(1, self._members.generation_of(member)),
-                "down" if member.down is not None else "takes events" if member.active else "joining",
-            )
-            for member in self._members.known()
-        ]
+        standing = [self._standing(member) for member in self._members.known()]
+        return sorted(standing, key=lambda each: each.state == "prepared")
+
+    def _standing(self, member: Member) -> Standing:
+        name, where = member.name, str(member.platform.database)
+        came = max(1, self._members.generation_of(member))
+        if member.down is not None:
+            return Standing(name, where, came, "down")
+        if member.active:
+            return Standing(name, where, came, "takes events")
+        # The shards that were there know of it from the first fence on.
+        known = name in self._members.state.generations[-1]
+        return Standing(name, where, came, "joining") if known else Standing(name, where, None, "prepared")
 
     def held_back(self) -> list[HeldBack]:
         """Let go the consumers that may go on with a shard that joined; gives those that may not yet."""

@@ -47,8 +47,9 @@ source which columns a query needs: ask for a few with `.schema("key string, off
 | `claimShard` | the shard that the claim is of, where `dsn` has several URLs | |
 
 A write takes the columns `value` (binary or string, never null), `key string`, `topic string`, `partition int` and
-`headers map<string,string>`; `offset` and `timestamp` are ignored, since the log gives them anew, and any other is an
-error. With a `claim` and no `writerId` the writer is that claim's, so that a run which is repeated publishes once.
+`headers map<string,string>`; `offset`, `timestamp` and `shard` are ignored, since the log gives them anew, and any
+other is an error. With a `claim` and no `writerId` the writer is that claim's, so that a run which is repeated
+publishes once.
 """
 
 from __future__ import annotations

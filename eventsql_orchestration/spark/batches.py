@@ -11,35 +11,24 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
 import adbc_driver_manager
-import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
-from adbc_driver_manager import dbapi
 from psycopg import sql
 
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, DataLossError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+from eventsql_orchestration.spark.copying import CopyConnection
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.shards import Shard, naming
 from eventsql_orchestration.spark.values import ValueDecoder
 
 logger = logging.getLogger(__name__)
-
-BATCH_BYTES: Final = 4 * 1024 * 1024
-"""What a record batch should hold; bounds a task's memory, whatever its range. Measured with 200-byte events on two
-cores: 1 MiB reads 2.7 million events/s, 4 MiB 2.8 and 16 MiB 3.0."""
-
-_BATCH_SIZE: Final = {adbc_driver_postgresql.StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)}
-
-_DATABASES: Final = 8
-"""Databases that a process remembers. Those of one session of Spark share its Python processes."""
 
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 
@@ -128,48 +117,24 @@ def read_batches(source: Source, pieces: Iterable[Piece], wanted: Projection) ->
 
 def _read_database(source: Source, pieces: Iterable[Piece], wanted: Projection) -> Iterator[pa.RecordBatch]:
     with ExitStack() as opened:
-        connection, cursor = None, None
+        connection = None
         for piece in pieces:
             with _errors(source, piece.offsets):
-                if connection is None or cursor is None:
-                    connection = opened.enter_context(_connect(source.dsn))
-                    cursor = connection.cursor()
-                    opened.enter_context(cursor)
-                    cursor.adbc_statement.set_options(**_BATCH_SIZE)
-                yield from _read_piece(cursor, source, piece, wanted)
+                if connection is None:
+                    connection = opened.enter_context(CopyConnection(source.dsn))
+                yield from _read_piece(connection, source, piece, wanted)
                 connection.commit()
 
 
-@lru_cache(maxsize=_DATABASES)
-def _database(dsn: str) -> adbc_driver_manager.AdbcDatabase:
-    # It asks the server for all of its types, those of tables too, over a connection that it closes. Measured with 20
-    # tables: 25 ms, which every task would wait for; the task's own connection takes 7.
-    database: adbc_driver_manager.AdbcDatabase = adbc_driver_postgresql.connect(dsn)
-    return database
-
-
-class _Kept:
-    """Stands for a database that is not closed with the connection that was made from it."""
-
-    def close(self) -> None:
-        """Nothing: it goes with the process, and holds no connection."""
-
-
-def _connect(dsn: str) -> dbapi.Connection:
-    database: Any = _Kept()
-    return dbapi.Connection(database, adbc_driver_manager.AdbcConnection(_database(dsn)))
-
-
-def _read_piece(cursor: Any, source: Source, piece: Piece, wanted: Projection) -> Iterator[pa.RecordBatch]:
+def _read_piece(
+    connection: CopyConnection, source: Source, piece: Piece, wanted: Projection
+) -> Iterator[pa.RecordBatch]:
     fetched, schema, topic = wanted.fetched, wanted.schema, piece.offsets.topic
     # One snapshot: a segment that is being detached could otherwise be there for the first statement alone.
-    # The driver has begun the transaction. What it is asked to execute, it prepares and describes first: a pooler by
-    # transactions would have another connection answer the second.
-    cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
     # Times without a zone, of a topic that EventSQL's Java library made, are in UTC.
-    cursor.execute("SET LOCAL TIME ZONE 'UTC'")
-    cursor.execute(_first_query(source, piece))
-    if not cursor.fetchall():
+    connection.execute("SET LOCAL TIME ZONE 'UTC'")
+    if not sum(batch.num_rows for batch in connection.batches(_first_query(source, piece))):
         # From here on its segment cannot be dropped, and neither can a later one.
         report_loss(
             f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "
@@ -177,8 +142,7 @@ def _read_piece(cursor: Any, source: Source, piece: Piece, wanted: Projection) -
             fail=wanted.fail_on_data_loss,
             shard=piece.shard,
         )
-    cursor.execute(_query(source, piece, fetched))
-    for batch in cursor.fetch_record_batch():
+    for batch in connection.batches(_query(source, piece, fetched)):
         if batch.num_rows:
             found = dict(zip(fetched, batch.columns, strict=True))
             if wanted.decoder is not None and "value" in found:

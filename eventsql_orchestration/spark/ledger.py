@@ -14,7 +14,7 @@ from eventsql_orchestration.errors import (
     RedefinitionError,
     TopicNotFoundError,
 )
-from eventsql_orchestration.log.parts import Parts
+from eventsql_orchestration.log.parts import Part, Parts
 from eventsql_orchestration.log.staged import ORPHANED_AFTER_HOURS, StagedBlock, StagedBlocks, swept
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark.staging import Attempt, Share
@@ -88,12 +88,12 @@ class Ledger:
 
     # The record
 
-    def record(self, connection: Connection, batch: Batch) -> bool:
+    def record(self, connection: Connection, batch: Batch, publication: uuid.UUID) -> bool:
         """Become the one publication of the writer's batch; False where there was one.
 
         Waits for another transaction that publishes the same, and then knows what became of it.
         """
-        values = {"writer": batch.writer, "batch": batch.number, "events": batch.events}
+        values = {"writer": batch.writer, "batch": batch.number, "events": batch.events, "id": publication}
         return connection.execute(self._queries("record_publication"), values).rowcount == 1
 
     def recorded(self, batch: Batch) -> bool:
@@ -137,6 +137,14 @@ class Ledger:
                 raise swept(attempt, sum(share.events.values()))
         return found
 
+    def prepare(self, part: Part, portion: Portion) -> None:
+        """Have the blocks of a portion kept, on disk, for a publication that is announced. Raises as `find`."""
+        with self.platform.database.transaction() as connection:
+            self.parts.bound(connection)
+            self.parts.hold(connection, portion.attempts)
+            self.find(connection, portion)
+            self.parts.prepare(connection, part, portion.attempts, portion.events)
+
     def publish(self, connection: Connection, portion: Portion) -> None:
         """Publish the events of a portion. Raises as `find`, and as `check_topics`."""
         self._blocks.publish(connection, portion.attempts, self.find(connection, portion))
@@ -177,6 +185,11 @@ class Ledger:
     def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
         """Delete what attempts staged, unless it is published or will be."""
         self._blocks.delete(connection, attempts)
+
+    def give_up(self, attempts: Sequence[uuid.UUID]) -> None:
+        """`delete`, in a transaction of its own."""
+        with self.platform.database.connection() as connection:
+            self.delete(connection, attempts)
 
     def sweep(self) -> None:
         """Delete what attempts staged that nobody published or gave up."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
 from eventsql_orchestration.errors import ShardPendingError, ShardSetError, TopicNotFoundError
+from eventsql_orchestration.log.patience import Patience
 from eventsql_orchestration.model import Topic
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.sharding import pending
@@ -17,8 +17,6 @@ from eventsql_orchestration.spark.staging import Place
 
 PENDING_SECONDS: Final = 10.0
 """How long a write waits, when it is planned, for a shard that is being added."""
-
-_POLL: Final = 0.25
 
 
 def places(
@@ -45,15 +43,14 @@ def _await_shards(
     platforms: Mapping[str | None, EventSQL], wanted: str | None
 ) -> tuple[dict[str | None, list[Topic]], list[str | None]]:
     """The topics on each shard, and those that take events, once none is being added any more."""
-    deadline = time.monotonic() + PENDING_SECONDS
+    patience = Patience(PENDING_SECONDS)
     while True:
         topics = {name: _topics(platform, wanted) for name, platform in platforms.items()}
         try:
             return topics, _taking(topics, wanted)
         except ShardPendingError:
-            if time.monotonic() > deadline:
+            if not patience.lasts():
                 raise
-            time.sleep(_POLL)
 
 
 def _source_of(shard: EventSQL, schema: str) -> Source:

@@ -2,17 +2,17 @@
 
 Over several shards, one transaction decides: that of the shard whose claim is committed, or else of the one that was
 there first, whatever was added since. It records (writer, batch), and from its commit on the events of all shards are
-published. Before it, those of each other shard are prepared, so that no crash and no sweep takes them away, and a
-transaction there has placed them and holds what they were placed by. It commits after the one that decides; where it
-cannot, whoever comes publishes what was prepared (`sharded/decisions.py`).
+published. It is open from before the publication is announced: where it has ended without deciding, nobody will.
+Before it commits, the events of each other shard are prepared, so that no crash and no sweep takes them away, and a
+transaction there has placed them and holds what they were placed by. That one commits after the one that decides; where
+it cannot, whoever comes publishes what was prepared (`sharded/decisions.py`).
 """
 
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +28,9 @@ from eventsql_orchestration.errors import (
     RedefinitionError,
     ShardSetError,
 )
+from eventsql_orchestration.log.leased import owner_name
 from eventsql_orchestration.log.parts import Part
+from eventsql_orchestration.log.patience import Patience
 from eventsql_orchestration.log.shard_store import ShardStore
 from eventsql_orchestration.log.staged import swept
 from eventsql_orchestration.platform import EventSQL
@@ -38,7 +40,7 @@ from eventsql_orchestration.spark.places import places
 from eventsql_orchestration.spark.staging import Attempt, Place
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.sharded.decisions import Decisions
+    from eventsql_orchestration.sharded.decisions import Decisions, Unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,8 @@ FINISH_SECONDS: Final = 10.0
 FORGET_SECONDS: Final = 86_400.0
 """How long it is known which events of a publication each shard got, after it was finished."""
 
-_POLL: Final = 0.25
+GIVE_UP_SECONDS: Final = 0.25
+"""How long each part of a publication that does not take place is waited for; whoever comes next gives it up too."""
 
 
 class Publications:
@@ -162,15 +165,14 @@ class Publications:
             first = self._publish_over(str(decider), deciding, given, portions)
         if self._sharded and not first:
             self._await_finished(deciding, given)
-            with suppress(EventSQLError):
-                self.discard(attempts)
+            self.discard(attempts)
         self._sweep()
         return first
 
     def _publish_alone(self, ledger: Ledger, batch: Batch, portion: Portion) -> bool:
         """Publish in one database, in one transaction."""
         with ledger.platform.database.transaction() as connection:
-            first = ledger.record(connection, batch)
+            first = ledger.record(connection, batch, uuid.uuid4())
             if first:
                 self._publish_own(ledger, connection, batch, portion)
             else:
@@ -186,11 +188,12 @@ class Publications:
             ledger.commit(connection, batch.claim)
 
     def discard(self, attempts: Sequence[Attempt]) -> None:
-        """Give up what these attempts staged, as far as it is not published, and will not be."""
+        """Give up what these attempts staged, where it is not published and will not be. A sweep takes what is left."""
         for shard, portion in Batch("", 0, tuple(attempts)).portions().items():
-            ledger = self._ledger(shard, "what was staged")
-            with ledger.platform.database.connection() as connection:
-                ledger.delete(connection, portion.attempts)
+            # Whoever gives up has failed before, and is to hear of that, not of a shard that is down now, too.
+            with suppress(EventSQLError, psycopg.Error):
+                ledger = self._ledger(shard, "what was staged")
+                ledger.give_up(portion.attempts)
 
     def _sweep(self) -> None:
         try:
@@ -212,22 +215,13 @@ class Publications:
         if self._is_repeated(deciding, batch):
             return False
         self._await_earlier(batch, portions)
-        publication, others = uuid.uuid4(), [str(shard) for shard in portions if shard != decider]
-        part = Part(publication, decider, batch.writer, batch.number)
+        part = Part(uuid.uuid4(), decider, batch.writer, batch.number)
+        others = {str(shard): portion for shard, portion in portions.items() if shard != decider}
         try:
-            deciding.parts.announce(publication, batch.writer, batch.number, others)
-            for shard in others:
-                ledger, portion = self._ledger(shard, "what was staged"), portions[shard]
-                with ledger.platform.database.transaction() as connection:
-                    ledger.parts.bound(connection)
-                    ledger.parts.hold(connection, portion.attempts)
-                    ledger.find(connection, portion)
-                    ledger.parts.prepare(connection, part, portion.attempts, portion.events)
-            self._decide(part, deciding, batch, portions)
+            self._commit_on_all(part, deciding, batch, others, portions.get(decider, Portion()))
         except Exception as error:
             decided = self._is_decided(part, deciding, batch, others)
             if not decided:
-                # Of one that is over, only the record can tell whether it took place; another may have left it.
                 over = decided is None or isinstance(error, _PublishedBeforeError)
                 if over and self._is_repeated(deciding, batch):
                     return False
@@ -237,7 +231,7 @@ class Publications:
         else:
             # Otherwise the next who comes finds nothing to do, and does this.
             with suppress(DatabaseError, psycopg.Error):
-                deciding.parts.finish(publication)
+                deciding.parts.finish(part.id)
         return True
 
     def _is_repeated(self, deciding: Ledger, batch: Batch) -> bool:
@@ -248,52 +242,60 @@ class Publications:
             deciding.check_repeated(connection, batch)
         return True
 
-    def _decide(self, part: Part, deciding: Ledger, batch: Batch, portions: Mapping[str | None, Portion]) -> None:
-        """Place the events of all shards, commit on the one that decides, and then on the others.
+    def _commit_on_all(
+        self, part: Part, deciding: Ledger, batch: Batch, others: Mapping[str, Portion], own: Portion
+    ) -> None:
+        """Prepare what the others get, place the events of all, commit on the one that decides, then on the others.
 
         Whatever raises before the first commit rolls all of them back, whatever does after it those that are left.
         """
-        with ExitStack() as others:
-            for shard, portion in portions.items():
-                if shard == part.decider:
-                    continue
-                ledger = self._ledgers[shard]
-                connection = others.enter_context(ledger.platform.database.transaction())
-                ledger.parts.bound(connection)
-                missing = ledger.parts.publish(connection, part.id)
-                if missing is None:
-                    raise _given_up(batch)
-                ledger.check_topics(connection, portion)
-                if missing:
-                    raise swept()
-            own = portions.get(part.decider, Portion())
-            with deciding.platform.database.transaction() as connection:
+        with ExitStack() as following, deciding.platform.database.transaction() as connection:
+            deciding.parts.bound(connection)
+            deciding.parts.attend(connection, part.id)
+            deciding.parts.announce(part, list(others), owner_name())
+            for shard, portion in others.items():
+                self._ledger(shard, "what was staged").prepare(part, portion)
+                # It would be ended as idle where all of them together take long.
                 deciding.parts.bound(connection)
-                if not deciding.record(connection, batch):
-                    raise _PublishedBeforeError
-                if not deciding.parts.decide(connection, part.id):
-                    raise _given_up(batch)
-                self._publish_own(deciding, connection, batch, own)
-                deciding.delete(connection, own.attempts)
+            for shard, portion in others.items():
+                self._place(part, batch, self._ledgers[shard], portion, following)
+            if not deciding.record(connection, batch, part.id):
+                raise _PublishedBeforeError
+            if not deciding.parts.decide(connection, part.id):
+                raise _given_up(batch)
+            self._publish_own(deciding, connection, batch, own)
+            deciding.delete(connection, own.attempts)
 
-    def _is_decided(self, part: Part, deciding: Ledger, batch: Batch, others: Sequence[str]) -> bool | None:
+    def _place(self, part: Part, batch: Batch, ledger: Ledger, portion: Portion, following: ExitStack) -> None:
+        """Publish what a shard has of a publication, in a transaction that `following` ends."""
+        connection = following.enter_context(ledger.platform.database.transaction())
+        ledger.parts.bound(connection)
+        missing = ledger.parts.publish(connection, part.id)
+        if missing is None:
+            raise _given_up(batch)
+        ledger.check_topics(connection, portion)
+        if missing:
+            raise swept()
+
+    def _is_decided(self, part: Part, deciding: Ledger, batch: Batch, others: Iterable[str]) -> bool | None:
         """Whether a publication that failed takes place; gives it up where that can still be said.
 
-        None where somebody else has finished it, or has given it up.
+        None where somebody else has given it up.
         """
         decided: bool | None = False
         try:
             if not deciding.parts.give_up(part.id, patience=FINISH_SECONDS):
-                decided = deciding.parts.is_decided(part.id)
-                if decided:
+                # Once it is finished, only the record tells.
+                if deciding.parts.is_decided(part.id) or deciding.parts.took_place(part):
                     return True
+                decided = None
         except EventSQLError as error:
             logger.warning("whether %s takes place is found out by the next publication: %s", batch, error)
             return False
         for shard in others:
             # Its blocks are discarded with those of every write that fails; else both are swept.
             with suppress(EventSQLError):
-                self._ledgers[shard].parts.give_part_up(part.id, patience=_POLL)
+                self._ledgers[shard].parts.give_part_up(part.id, patience=GIVE_UP_SECONDS)
         return decided
 
     def _await_earlier(self, batch: Batch, portions: Mapping[str | None, Portion]) -> None:
@@ -301,40 +303,40 @@ class Publications:
 
         Raises `DatabaseBusyError`, and then nothing of this batch is published.
         """
-        deadline = time.monotonic() + FINISH_SECONDS
-        while True:
-            unfinished = self._decisions.finish()
-            left = [each for each in unfinished if each.decided and not portions.keys().isdisjoint(each.shards)]
-            if not left:
-                return
-            if time.monotonic() > deadline:
+        patience = Patience(FINISH_SECONDS)
+        while left := self._earlier(portions):
+            if not patience.lasts():
                 raise DatabaseBusyError(
                     f"{batch} was not published, because {'; '.join(map(str, left))}: its events come first; write "
                     "again when the shard takes them"
                 )
-            time.sleep(_POLL)
+
+    def _earlier(self, portions: Mapping[str | None, Portion]) -> list[Unfinished]:
+        """What is decided, and could not be finished on a shard of these."""
+        unfinished = self._decisions.finish()
+        return [each for each in unfinished if each.decided and not portions.keys().isdisjoint(each.shards)]
 
     def _await_finished(self, deciding: Ledger, batch: Batch) -> None:
         """Publish what is left of a batch that is decided. Raises `PublicationUnfinishedError`."""
-        deadline = time.monotonic() + FINISH_SECONDS
-        while True:
-            reasons = {each.id: each.reason for each in self._decisions.finish(patience=1.0)}
-            try:
-                left = [
-                    reasons.get(each.id, "it is being finished")
-                    for each in deciding.parts.announced()
-                    if each.decided and (each.writer, each.batch) == (batch.writer, batch.number)
-                ]
-            except EventSQLError as error:
-                left = [str(error)]
-            if not left:
-                return
-            if time.monotonic() > deadline:
+        patience = Patience(FINISH_SECONDS)
+        while left := self._left(deciding, batch):
+            if not patience.lasts():
                 raise PublicationUnfinishedError(
                     f"{batch} is published, and some of its events are not where they are read yet: {'; '.join(left)}; "
                     "the same write again, or `eventsql transfer` with the URLs of all shards, finishes it"
                 )
-            time.sleep(_POLL)
+
+    def _left(self, deciding: Ledger, batch: Batch) -> list[str]:
+        """Why a batch that is decided could not be finished; nothing where it is."""
+        reasons = {each.id: each.reason for each in self._decisions.finish(patience=1.0)}
+        try:
+            return [
+                reasons.get(each.id, "it is being finished")
+                for each in deciding.parts.announced()
+                if each.decided and (each.writer, each.batch) == (batch.writer, batch.number)
+            ]
+        except EventSQLError as error:
+            return [str(error)]
 
 
 class _PublishedBeforeError(Exception):

@@ -20,6 +20,9 @@ from eventsql_orchestration.spark.writer import BatchWriter, StreamWriter
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
 """The program in which Spark asks for a reader that it pushes filters to."""
 
+_COMMITTING: Final = "pyspark.sql.worker.python_streaming_sink_runner"
+"""The program in which Spark asks for a writer that commits or aborts a stream's batch, which another has planned."""
+
 
 class EventSQLDataSource(DataSource):
     """Topics as tables and as streams. The package's docstring lists the options."""
@@ -48,10 +51,16 @@ class EventSQLDataSource(DataSource):
         return BatchWriter(WriteOptions.parse(self.options, streaming=False), schema, overwrite=overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
-        return StreamWriter(WriteOptions.parse(self.options, streaming=True), schema, overwrite=overwrite)
+        options = WriteOptions.parse(self.options, streaming=True)
+        return StreamWriter(options, schema, overwrite=overwrite, plan=not _runs(_COMMITTING))
 
 
 def pushes_filters() -> bool:
     """Whether this process is one of those in which Spark pushes filters down."""
+    return _runs(_PUSHING)
+
+
+def _runs(program: str) -> bool:
+    """Whether this process is one that Spark has started with this program of its own."""
     started = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return _PUSHING in sys.modules or getattr(started, "name", None) == _PUSHING
+    return program in sys.modules or getattr(started, "name", None) == program

@@ -17,9 +17,10 @@ from pyspark.sql.types import StructType
 
 from eventsql_orchestration.errors import ConfigurationError, PublicationUnfinishedError, ValidationError
 from eventsql_orchestration.spark.options import WriteOptions
-from eventsql_orchestration.spark.staging import Attempt, stage
+from eventsql_orchestration.spark.staging import Attempt, Place, stage
 
 if TYPE_CHECKING:
+    from eventsql_orchestration.spark.ledger import ClaimHold
     from eventsql_orchestration.spark.publication import Publications
 
 logger = logging.getLogger(__name__)
@@ -72,14 +73,20 @@ class Staged(WriterCommitMessage):
 class _Writing:
     """What a batch and a stream have in common; pickled into the tasks."""
 
-    def __init__(self, options: WriteOptions, schema: StructType, *, overwrite: bool) -> None:
+    def __init__(self, options: WriteOptions, schema: StructType, *, overwrite: bool, plan: bool = True) -> None:
+        """Without `plan`, only for what is left when tasks have staged: whatever it asked of a database that is down
+        now would hide why a commit has failed.
+        """
         if overwrite:
             raise ConfigurationError("mode overwrite is not possible, a topic only grows: take mode append")
         check_schema(schema, topic=options.topic)
         self._options = options
-        with self._publications() as publications:
-            self._places = publications.places(options.topic, options.headers)
-            self._claim = None if options.claim is None else publications.hold(options.claim, options.claim_shard)
+        self._places: tuple[Place, ...] = ()
+        self._claim: ClaimHold | None = None
+        if plan:
+            with self._publications() as publications:
+                self._places = publications.places(options.topic, options.headers)
+                self._claim = None if options.claim is None else publications.hold(options.claim, options.claim_shard)
 
     def _publications(self) -> Publications:
         # Not for the tasks, which import this module too: the database floor loads longer than they stage a few events.

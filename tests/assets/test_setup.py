@@ -32,3 +32,9 @@ def test_setup_registers_dead_letters_of_every_consumed_topic_and_may_be_repeate
         assert not definitions.defs.resolve_asset_graph().get(key).is_executable
     with platform.database.connection() as connection:
         assert connection.execute("SELECT count(*) FROM rides.order_status").fetchone() == (0,)
+
+
+def test_assets_that_are_materialized_together_share_one_process_and_its_spark_session() -> None:
+    import definitions
+
+    assert definitions.defs.resolve_implicit_global_asset_job_def().executor_def is dg.in_process_executor

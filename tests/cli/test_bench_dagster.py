@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -12,7 +13,10 @@ from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import bench_dagster
-from eventsql_orchestration.dagster import measuring
+from eventsql_orchestration.dagster import measuring, steady
+from eventsql_orchestration.dagster.measuring import Handled
+from eventsql_orchestration.dagster.steady import Steady, steady_traffic
+from eventsql_orchestration.errors import BenchmarkError
 
 Run = Callable[..., Result]
 
@@ -48,22 +52,77 @@ def _of(process: psutil.Process) -> list[str]:
         return []
 
 
-@pytest.mark.parametrize("arguments", ["--cold 0", "--drained nothing", "--runs -1", "--seconds 0"])
+def test_a_gap_between_two_runs_is_told_from_those_within_one() -> None:
+    first, last = Handled(10.0, 10.25, process=1), Handled(10.5, 10.75, process=1)
+    late, after = Handled(11.0, 12.75, process=2), Handled(14.0, 14.25, process=2)
+    found = Steady([first, last, late, after])
+    assert (found.runs, found.hand_overs) == (2, [(last, late)])
+    assert Steady([first, late, last]).runs == 2, "both may have a turn while they overlap"
+    assert (found.gaps, found.gaps_within) == ([2.0], [0.5, 1.5])
+    assert found.delays == [0.25, 0.25, 1.75, 0.25]
+    assert found.delays_around == [0.25, 0.25, 1.75], "the last one was published long after"
+    assert (Steady([first]).runs, Steady([first]).delays_around) == (1, [])
+
+
+class Handler:
+    """Stands for a daemon whose runs are given what is published, as `deliver` says."""
+
+    def __init__(self, deliver: Callable[[list[float]], list[float]]) -> None:
+        self._deliver = deliver
+        self._published: list[float] = []
+
+    def publish(self, partition: int) -> float:
+        self._published.append(float(len(self._published)) + partition)
+        return self._published[-1]
+
+    def handled(self) -> list[Handled]:
+        return [Handled(at, at, process=1) for at in self._deliver(self._published)]
+
+    def await_(self, condition: Callable[[], bool], what: str) -> None:
+        assert condition(), what
+
+
+@pytest.mark.parametrize(
+    "deliver",
+    [lambda events: [*events[:-2], *events[:-3:-1]], lambda events: [*events, *events[-1:]]],
+    ids=["out of order", "twice"],
+)
+def test_steady_traffic_that_is_not_handled_in_order_and_once_is_no_figure(
+    deliver: Callable[[list[float]], list[float]],
+) -> None:
+    def silent(*_: object) -> None: ...
+
+    whole: Any = Handler(list)
+    assert len(steady_traffic(whole, 0.03, 0.01, silent).events) == 3
+    broken: Any = Handler(lambda events: deliver(events) if len(events) > 3 else list(events))
+    with pytest.raises(BenchmarkError, match="3 events were published, and"):
+        steady_traffic(broken, 0.03, 0.01, silent)
+
+
+@pytest.mark.parametrize("arguments", ["--cold 0", "--drained nothing", "--runs -1", "--seconds 0", "--only nothing"])
 def test_bad_options_are_refused_before_anything_starts(run: Run, arguments: str) -> None:
     assert run("bench", "dagster", *arguments.split()).exit_code == 2
 
 
-def test_every_number_of_sensors_is_measured(run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_measured_or_what_is_asked_for(
+    run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The figures and their order; what each is worth only a daemon says."""
     for name, figure in (("cold_starts", [1.0, 3.0]), ("drained", [0.02]), ("ticks_per_minute", 60.0)):
         monkeypatch.setattr(measuring, name, lambda *_, figure=figure: figure)
     monkeypatch.setattr(measuring, "runs_per_second", lambda *_: 0.5)
     monkeypatch.setattr(measuring, "daemon", lambda *_, **__: contextlib.nullcontext())
+    runs = Steady([Handled(float(n), n + 0.05, process=n // 2) for n in range(4)])
+    monkeypatch.setattr(steady, "steady_traffic", lambda *_: runs)
     result = run("bench", "dagster", "--quick", "--json")
     assert result.exit_code == 0, result.stderr
     *figures, _ = json.loads(result.stdout)
     assert {figure["name"]: figure["value"] for figure in figures} == {
-        "dagster_cold_start": 1_000.0, "dagster_draining": 20.0, "dagster_ticks_3_sensors": 20.0,
-        "dagster_ticks_1_sensor_3_partitions": 60.0, "dagster_runs": 0.5,
+        "dagster_cold_start": 1_000.0, "dagster_draining": 20.0,
+        "dagster_steady": pytest.approx(50.0), "dagster_steady_around_handover": pytest.approx(50.0),
+        "dagster_gap_at_handover": pytest.approx(1_000.0),
+        "dagster_ticks_3_sensors": 20.0, "dagster_ticks_1_sensor_3_partitions": 60.0, "dagster_runs": 0.5,
     }  # fmt: skip
+    (only, _) = json.loads(run("bench", "dagster", "--quick", "--json", "--only", "draining").stdout)[:2]
+    assert only["name"] == "dagster_draining"
     assert platform.registry.topics() == []

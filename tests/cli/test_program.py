@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
+import psycopg
 import pytest
 from click.testing import Result
 
@@ -47,7 +49,7 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     names = [line.split()[0] for line in commands if line.startswith("  ") and line[2:3].isalpha() and "  " in line[2:]]
     assert names == [
         "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag", "seek",
-        "dlt", "shard", "bench", "trace", "backfill",
+        "dlt", "trace", "backfill", "shard", "bench",
     ]  # fmt: skip
 
 
@@ -196,23 +198,33 @@ def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, close
 
 
 def test_a_database_that_goes_away_while_a_stream_is_published_is_one_line_that_says_how_much_was(
-    start: Start, platform: EventSQL, dsn: str, server: EmbeddedPostgres
+    start: Start, platform: EventSQL, direct_dsn: str, server: EmbeddedPostgres
 ) -> None:
     platform.registry.register_topic(Topic("account_created"))
+    platform.close()
     process = start("publish", "account_created", "--no-transfer", stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(b"1\n2\n")
     process.stdin.flush()
-    with platform.database.connection() as connection:
-        query = "SELECT count(*) FROM eventsql.event_buffer"
-        while (row := connection.execute(query).fetchone()) is None or row[0] < 2:
+    with closing(psycopg.connect(direct_dsn)) as holder:
+        while holder.execute("SELECT count(*) FROM eventsql.event_buffer").fetchone() != (2,):
             pass
-    platform.close()
-    server.drop_database(dsn.rpartition("/")[2])
-    _, errors = process.communicate(b"3\n", timeout=60)
+        holder.execute("LOCK TABLE eventsql.event_buffer IN SHARE ROW EXCLUSIVE MODE")
+        process.stdin.write(b"3\n")
+        process.stdin.flush()
+        # The program publishes one after the other: where the third waits, the others have been acknowledged to it.
+        while (
+            holder.execute(
+                "SELECT FROM pg_locks WHERE relation = 'eventsql.event_buffer'::regclass AND NOT granted"
+            ).fetchone()
+            is None
+        ):
+            pass
+        server.drop_database(direct_dsn.rpartition("/")[2])
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     (line,) = errors.decode().splitlines()
-    assert "cannot be reached" in line
+    assert "closed the connection (terminating connection due to administrator command)" in line
     assert line.endswith("; 2 events were published before that")
 
 

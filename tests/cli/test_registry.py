@@ -205,7 +205,7 @@ def test_a_topic_is_repartitioned_while_its_consumers_go_on(run: Run, platform: 
     assert layouts["events"] == 6
     assert len(layouts["log"]) == 5
     assert [(each["partitions"], each["after"]) for each in layouts["layouts"]] == [(2, 0), (5, 6), (1, 6)]
-    assert layouts["unsettled_consumers"] == {"mailer": 6}
+    assert layouts["unsettled_consumers"] == [{"consumer": "mailer", "until": 6, "waits_for": []}]
     assert "has 1 partition already" in run("topic", "alter", topic, "--partitions", 1).stderr
 
 

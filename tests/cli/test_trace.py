@@ -132,7 +132,7 @@ def test_an_event_is_followed_over_two_runs_to_what_a_service_published(run: Run
     assert (rides["after"], rides["upto"]) == (end - 4, end), "the range of the second round alone"
     (of_rides,) = rides["origins"]
     assert (of_rides["run_id"], of_rides["events"], of_rides["inputs"]) == (None, 4, [])
-    assert message == "eventsql: no status of runs: give --dagster-url, or set DAGSTER_HOME\n"
+    assert message == "eventsql: status and times of runs are not shown: give --dagster-url, or set DAGSTER_HOME\n"
 
 
 def test_the_tree_reads_from_the_event_to_its_origin(run: Run, pipeline: Pipeline) -> None:
@@ -143,12 +143,12 @@ def test_the_tree_reads_from_the_event_to_its_origin(run: Run, pipeline: Pipelin
     assert [line.partition(", claim")[0] for line in lines] == [
         f"sums event {offset}",
         f"run {sums_run}, asset summed",
-        f"read doubles ({middle - 4}, {middle}] as to_sums",
+        f"read doubles offsets {middle - 3} to {middle} as consumer to_sums",
         f"doubles 4 events, offsets {middle - 3} to {middle}",
         f"run {doubles_run}, asset doubled",
-        f"read rides ({end - 4}, {end}] as to_doubles",
+        f"read rides offsets {end - 3} to {end} as consumer to_doubles",
         f"rides 4 events, offsets {end - 3} to {end}",
-        "published by no run: a service, or a program",
+        "published by a service or a program, not by a run",
     ]
 
 
@@ -228,7 +228,7 @@ def test_a_webserver_is_asked_the_same_and_linked_to(
             ("rides", 0, 7)
         ]
     pipeline_gone, _ = trace(run, "sums", offset, "--dagster-url", webserver, "--depth", 0)
-    assert pipeline_gone["notes"] == ["comes from 1 ranges that are not followed: give a larger depth"]
+    assert pipeline_gone["notes"] == ["it read 1 range, not followed any further: give a larger --depth"]
 
     with pipeline.instance() as instance:
         instance.delete_run(sums_run)
@@ -260,12 +260,13 @@ def test_without_dagster_what_has_no_claim_is_said_to_be_unknown(run: Run, pipel
     run_id, offset = through_io_manager(pipeline)
     found, _ = trace(run, "sums", offset)
     assert (found["run_id"], found["inputs"]) == (run_id, [])
-    assert found["notes"] == ["it had claimed nothing; what else it has read, Dagster knows"]
+    assert found["notes"] == ["it had no claim; what it read without one, Dagster knows"]
 
 
 def test_what_is_no_url_of_a_webserver_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:
     pipeline.publish(1)
     refused = run("trace", "rides", 1, "--dagster-url", "nowhere")
+    assert run("trace", "rides", 1).stderr == "", "no run, so nothing is lacking"
     assert (refused.exit_code, "'nowhere' is no URL" in refused.stderr) == (2, True)
 
 
@@ -281,7 +282,7 @@ def test_where_dagster_does_not_answer_the_way_is_shown_all_the_same(
     else:
         found, message = trace(run, "doubles", 1, how, f"http://127.0.0.1:{closed_port}")
     assert found["inputs"][0]["origins"][0]["events"] == 3
-    assert message.startswith("eventsql: no status of runs, Dagster cannot be reached (")
+    assert message.startswith("eventsql: status and times of runs are not shown, Dagster cannot be reached (")
     assert message.count("\n") == 1
 
 

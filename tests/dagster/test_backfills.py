@@ -534,6 +534,17 @@ def test_a_range_in_which_the_topic_was_repartitioned_is_cut_there_and_replayed_
     backfills.register(one, "two")
 
 
+def test_a_side_consumer_of_a_partition_stays_so_though_the_topic_is_repartitioned_before_the_backfill_ends(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    bench.publish("orders", 30)
+    plan = backfills.plan("orders", "ledger", start=Earliest(), end=Latest(), partition=1)
+    backfill = backfills.register(plan, "one", into="ledger_2")
+    assert bench.platform.repartitioner.repartition("orders", 5) is not None
+    replay_all(bench, location.ledger_backfill, plan, backfill)
+    assert [state.partition for state in bench.platform.registry.consumer("orders", "ledger_2")] == [1]
+
+
 def test_a_side_consumer_that_would_look_like_a_window_is_refused(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 5)
     with pytest.raises(ValidationError, match="would be taken for a window"):

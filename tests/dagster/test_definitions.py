@@ -127,10 +127,13 @@ def test_tags_go_to_the_runs_of_a_consumer() -> None:
 
 def test_spark_assets_and_their_backfills_are_in_the_pool_that_limits_their_runs_and_others_in_one_if_asked() -> None:
     spark = range_asset(topic=TOPIC, consumer="c", name="spark")(consume_range)
-    assert spark.asset.op.pool == build_backfill(spark).asset.op.pool == SPARK_POOL
+    replayed = build_backfill(spark)
+    assert spark.asset.op.pool == replayed.asset.op.pool == SPARK_POOL
+    assert spark.asset.op.tags["eventsql/pool"] == replayed.asset.op.tags["eventsql/pool"] == SPARK_POOL
     assert range_asset(topic=TOPIC, consumer="c", name="own", pool="own")(consume_range).asset.op.pool == "own"
     assert range_asset(topic=TOPIC, consumer="c", name="plain", kinds=())(consume_range).asset.op.pool is None
-    assert consumer_asset(topic=TOPIC, consumer="c", name="batches")(consume).asset.op.pool is None
+    batches = consumer_asset(topic=TOPIC, consumer="c", name="batches")(consume).asset.op
+    assert (batches.pool, "eventsql/pool" in batches.tags) == (None, False)
     assert consumer_asset(topic=TOPIC, consumer="c", name="sums", pool=SPARK_POOL)(consume).asset.op.pool == SPARK_POOL
 
 

@@ -11,7 +11,12 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
+from eventsql_orchestration.dagster.batches import BatchConsumer
+from eventsql_orchestration.dagster.definition import Limits
+from eventsql_orchestration.dagster.draining import Draining, owner_of_run
+from eventsql_orchestration.dagster.handover import comes_soon
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
+from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.location import record
 
@@ -166,6 +171,49 @@ def test_a_run_that_died_between_two_ranges_is_not_waited_for_until_its_window_e
         connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
     (request,) = requests_of(bench.tick(long.sensors[0]))
     assert "eventsql/claim" in request.tags
+
+
+def test_a_run_goes_on_after_its_window_until_a_successor_that_was_launched_has_claimed(bench: Workbench) -> None:
+    asked = threading.Event()
+
+    def comes() -> bool:
+        asked.set()
+        return True
+
+    def draining_of(run_id: str, limits: Limits, **options: Any) -> Draining:
+        consume = BatchConsumer(bench.platform, record, limits)
+        return Draining(bench.platform, consume, limits, owner=owner_of_run(run_id), **options)
+
+    ids = bench.publish("long", 1)
+    first = draining_of("first", Limits(max_wait=0.0, drain_seconds=0.1, drain_idle=60.0), successor_comes=comes)
+    second = draining_of("second", Limits(max_wait=0.0, drain_idle=0.0))
+    claim = first.claim("long", "long", -1)
+    assert isinstance(claim, Claim)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        ending = pool.submit(first.run, claim)
+        await_(asked.is_set, "the end of the window")
+        ids += bench.publish("long", 2)
+        await_(lambda: bench.effects() == ids, "what comes after it")
+        assert not ending.done()
+        taking = pool.submit(second.succeed, "first", "long", "long", -1, is_over=lambda: False)
+        while not taking.done():
+            ids += bench.publish("long", 1)
+        ending.result()
+    taken = taking.result()
+    assert isinstance(taken, Claim)
+    second.run(taken)
+    assert bench.effects() == ids
+
+
+def test_a_successor_comes_soon_once_it_has_left_the_queue(bench: Workbench) -> None:
+    succession = {SUCCEEDS_TAG: "first"}
+    for status, soon in (
+        (dg.DagsterRunStatus.NOT_STARTED, False), (dg.DagsterRunStatus.FAILURE, False),
+        (dg.DagsterRunStatus.STARTING, True),
+    ):  # fmt: skip
+        bench.instance.create_run_for_job(bench.job(long), status=status, tags=succession)
+        assert comes_soon("first", bench.instance) is soon
+    assert not comes_soon("other", bench.instance)
 
 
 def test_a_successor_for_which_nothing_comes_ends_with_the_run_before_it(bench: Workbench) -> None:

@@ -24,11 +24,12 @@ from eventsql_orchestration.dagster import (
     write_instance,
 )
 from eventsql_orchestration.dagster.backfill_history import delete_windows
+from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.claim_history import delete_claims
 from eventsql_orchestration.dagster.housekeeping import delete_reports, delete_runs, purge_ticks
 from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
 from eventsql_orchestration.dagster.lag_sensor import OWN_EVENT
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
+from eventsql_orchestration.dagster.shards import on_each
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
     BACKFILL_TAG,
@@ -184,9 +185,8 @@ def test_the_windows_of_a_backfill_go_with_its_last_run(bench: Workbench) -> Non
 
     def keep_house() -> dict[str, int]:
         delete_runs(bench.instance, HOUSEKEEPING_BACKFILL, before=datetime.now(UTC) + timedelta(seconds=1))
-        return delete_windows(
-            ShardedBackfills([bench.platform]), bench.instance, [*eager.asset.specs, *backfill.asset.specs]
-        )
+        registered = on_each([bench.platform], lambda shard: Backfills(shard).registered())
+        return delete_windows(registered, bench.instance, [*eager.asset.specs, *backfill.asset.specs])
 
     assert keep_house() == {}, "it is registered"
     replay = location.resolve_job_def("backfill_eager")

@@ -100,9 +100,9 @@ def test_a_killed_run_that_dagster_reports_gives_its_claim_back_at_once(bench: W
     (run,) = bench.instance.get_runs()
     bench.instance.report_run_failed(run)
 
-    started = time.monotonic()
+    with bench.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() + interval '1 hour'")
     finish(bench, reached)
-    assert time.monotonic() - started < 30
     assert bench.effects() == ids
 
 

@@ -164,6 +164,17 @@ def test_a_blocked_a_paused_and_a_leased_partition_say_so(bench: Workbench) -> N
     assert cause(observe(bench), "eager") == f"blocked: event {first} failed 5 of 5 times: KeyError: x"
 
 
+def test_a_partition_that_is_held_back_says_by_which_other(bench: Workbench) -> None:
+    bench.publish("orders", 1, partition=1)
+    changed = bench.platform.repartitioner.repartition("orders", bench.platform.registry.topic("orders").partitions + 1)
+    assert changed is not None
+    bench.publish("orders", 1, partition=0)
+    assert cause(observe(bench), "ledger") == (
+        f"[0] held back: until partition 1 has come to offset {changed.after}, where layout 1 of the topic ends; "
+        "[1] waiting: not consumed yet"
+    )
+
+
 def test_a_consumer_that_moves_and_is_behind_all_the_same_is_slow(bench: Workbench) -> None:
     bench.publish("rides", 3)
     first = observe(bench)

@@ -179,7 +179,7 @@ def test_an_event_that_says_it_is_a_copy_of_itself_or_of_nothing_is_followed_onc
     bench.platform.publisher.publish(Publication("sums", b"", metadata=metadata))
     bench.platform.transfer.run_once()
     origin = Tracer(bench.platform).trace("sums", 1)
-    notes = ("says that it is a copy of event 1 of topic sums, which is followed above",) if offset == "1" else ()
+    notes = ("says that it is a copy of event 1 of topic sums, which is shown above",) if offset == "1" else ()
     assert (origin.original, origin.notes) == (None, notes)
 
 

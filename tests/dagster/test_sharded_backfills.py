@@ -242,7 +242,7 @@ def test_an_event_is_followed_to_the_claim_of_its_run_on_whatever_shard_that_was
     origin = Tracer(platform).trace("echoes", 1, shard=OTHER)
     (read,) = origin.inputs
     assert (origin.shard, read.range.shard, read.range.claim) == (OTHER, OTHER, claimed.id)
-    with pytest.raises(ShardSetError, match="choose one of shard-1, shard-2 with --shard"):
+    with pytest.raises(ShardSetError, match=r"name one of shard-1, shard-2 \(--shard NAME\)"):
         Tracer(platform).trace("echoes", 1)
 
     traced = json.loads(run("--shard", OTHER, "trace", "echoes", "1", "--json").stdout)

@@ -213,6 +213,14 @@ def test_the_transfer_moves_events_on_each_shard_and_does_not_wait_for_one_that_
     assert waiting() == {ONE: 0, OTHER: 3}
     assert not transfer(shards, f"{NOWHERE} {NOWHERE}2").success
 
+    # What is wrong with a shard is told by a run that fails, after the others' events were moved.
+    publish()
+    with shards[OTHER].platform.database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.event_buffer_lock RENAME TO gone")
+    broken = transfer(shards, shards[ONE].eventsql.dsn)
+    assert "event_buffer_lock" in str(broken.failure_data_for_node("move_events"))
+    assert waiting()[ONE] == 0
+
 
 def test_registering_makes_topics_and_consumers_on_all_shards_and_prepares_each(shards: dict[str, Workbench]) -> None:
     prepared: list[tuple[str | None, str]] = []

@@ -27,9 +27,8 @@ from eventsql_orchestration.errors import (
     ShardSetError,
 )
 from eventsql_orchestration.log.claims import Claim
-from tests.dagster.conftest import Workbench, await_
-from tests.dagster.location import SLOW_BATCH, record, slow
-from tests.dagster.test_killed_run import run_process
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
 
 ORDERS = Topic("orders", 2)
 NOWHERE = "postgresql://nobody@127.0.0.1:1/nowhere"
@@ -409,34 +408,3 @@ def test_a_tick_fails_where_the_databases_are_no_set(
     stranger = EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {dsn}")
     with pytest.raises(ShardSetError):
         shards[ONE].tick(ledger.sensors[0], eventsql=stranger)
-
-
-# A run that is killed
-
-
-def test_a_run_that_is_killed_on_one_shard_holds_up_no_other_and_each_event_takes_effect_once(
-    eventsql: EventSQLResource, shards: dict[str, Workbench], shared_instance: dg.DagsterInstance
-) -> None:
-    for bench in shards.values():
-        bench.instance = shared_instance
-    slow.register(eventsql.platform)
-    ids = {name: bench.publish("orders", 3 * SLOW_BATCH) for name, bench in shards.items()}
-    one, other = tick(shards[ONE], slow.sensors[0])
-    with run_process(shards[ONE], one, delay=1.0) as process:
-        await_(lambda: len(shards[ONE].effects()) >= SLOW_BATCH, "the first batch")
-        process.kill()
-        process.wait()
-    reached = shards[ONE].effects()
-    assert SLOW_BATCH <= len(reached) < 3 * SLOW_BATCH
-
-    assert shards[OTHER].run(slow, other).success
-    ids[OTHER] += shards[OTHER].publish("orders", 1)
-    await_(lambda: shards[ONE].lease_is_over(slow), "the lease of 2 s")
-    again = {request.tags["eventsql/shard"]: request for request in tick(shards[ONE], slow.sensors[0])}
-    assert again[ONE].tags["eventsql/after"] == str(reached[-1])
-    for request in again.values():
-        assert shards[ONE].run(slow, request).success
-    for name, bench in shards.items():
-        assert bench.effects() == ids[name]
-    killed = [run for run in shared_instance.get_runs() if run.status is dg.DagsterRunStatus.FAILURE]
-    assert [run.tags["eventsql/shard"] for run in killed] == [ONE]

@@ -280,10 +280,24 @@ def test_what_a_pooler_says_while_its_server_is_away_is_an_error_of_ours(databas
         raise psycopg.errors.lookup(sqlstate)("query_wait_timeout")
 
 
-@pytest.mark.parametrize("sqlstate", ["53100", "53200"])
+@pytest.mark.parametrize("sqlstate", ["53100", "53200", "53400"])
 def test_a_full_disk_or_memory_says_that_nothing_was_stored(database: Database, sqlstate: str) -> None:
     with pytest.raises(DatabaseFullError, match="nothing of this call was stored"):
         run(database, f"DO $$ BEGIN RAISE EXCEPTION 'no room' USING ERRCODE = '{sqlstate}'; END $$")()
+
+
+@pytest.mark.parametrize(
+    ("sqlstate", "said"),
+    [
+        ("25006", "takes no writes"),
+        ("58030", "look at the server's log"),
+        ("58P01", "look at the server's log"),
+        ("XX001", "look at the server's log"),
+    ],
+)
+def test_a_server_that_cannot_write_says_what_to_look_at(database: Database, sqlstate: str, said: str) -> None:
+    with pytest.raises(DatabaseError, match=said):
+        run(database, f"DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = '{sqlstate}'; END $$")()
 
 
 def test_what_the_server_says_of_values_is_left_out(database: Database) -> None:

@@ -14,7 +14,14 @@ from psycopg.rows import dict_row
 
 from eventsql_orchestration import Consumer, ConsumerState, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ClaimLostError, ConsumptionError, DatabaseUnavailableError
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConsumptionError,
+    DatabaseBusyError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+)
+from eventsql_orchestration.log import consumer
 from eventsql_orchestration.log.claims import Claim, NoClaim
 from eventsql_orchestration.log.consumption import MAX_BACKOFF
 from eventsql_orchestration.log.dead_letters import DeadLetterCause, DeadLetterFactory, dead_letter
@@ -273,6 +280,89 @@ def test_a_commit_that_conflicts_is_tried_again_and_is_nobodys_failure(
     assert state_of(platform).failed_event_id is None
     assert consume(platform, handle) == 10
     assert effects() == list(range(1, 11))
+
+
+@pytest.fixture
+def refusing(platform: EventSQL) -> Callable[[str, str], None]:
+    """Has each commit refused whose effects meet a condition, with a SQLSTATE: no check before the commit says so."""
+
+    def refuse(condition: str, state: str) -> None:
+        with platform.database.connection() as connection:
+            connection.execute(
+                f"""
+                CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                    IF {condition} AND EXISTS (
+                        SELECT FROM eventsql.consumer WHERE eql_last_event_id = (SELECT max(event_id) FROM effects)
+                    ) THEN
+                        RAISE EXCEPTION 'refused' USING ERRCODE = '{state}';
+                    END IF;
+                    RETURN NULL;
+                END $$;
+                CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED
+                    FOR EACH ROW EXECUTE FUNCTION refuse();
+                """
+            )
+
+    return refuse
+
+
+@pytest.mark.parametrize("way", ["batch", "claim"])
+@pytest.mark.parametrize("state", ["23514", "40002", "55000", "P0001"])
+def test_what_only_the_commit_itself_refuses_is_the_failure_of_its_event_too(
+    platform: EventSQL, effects: Callable[[], list[int]], refusing: Callable[[str, str], None], way: str, state: str
+) -> None:
+    """The trigger looks at the offset, which moves after all events were handled and checked one by one."""
+    platform.registry.register_topic(Topic("orders_dlt"))
+    refusing("NEW.event_id = 4", state)
+
+    def turn() -> None:
+        if way == "claim":
+            claim = platform.claims.claim("orders", "mailer", owner="me")
+            assert isinstance(claim, Claim)
+            platform.claims.process(claim, write, batch=4)
+        else:
+            platform.consumers.consume_once("orders", "mailer", write, max_events=4)
+
+    while state_of(platform).last_event_id < 10:
+        turn()
+        make_due(platform)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert letter.metadata["dlt_attempts"] == "3"
+
+
+@pytest.mark.parametrize("state", ["40001", "57014", "55P03"])
+def test_a_commit_that_never_stops_conflicting_ends_as_the_failure_of_its_event(
+    platform: EventSQL,
+    effects: Callable[[], list[int]],
+    refusing: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+) -> None:
+    monkeypatch.setattr(consumer, "MOST_REFUSED", 3)
+    refusing("NEW.event_id = 1", state)
+    for _ in range(2):
+        with pytest.raises((psycopg.Error, DatabaseBusyError)):
+            consume(platform, write)
+        assert state_of(platform).failed_event_id is None
+    assert consume(platform, write) == 0
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (1, 1)
+    make_due(platform)
+    with pytest.raises((psycopg.Error, DatabaseBusyError)):
+        consume(platform, write)
+    assert effects() == []
+
+
+def test_what_has_nothing_to_do_with_an_event_is_never_its_failure(
+    platform: EventSQL, refusing: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer, "MOST_REFUSED", 1)
+    refusing("true", "53100")
+    for _ in range(3):
+        with pytest.raises(DatabaseFullError, match="has no room left"):
+            consume(platform, write)
+    assert state_of(platform).failed_event_id is None
 
 
 @pytest.mark.parametrize("begin", ["BEGIN", "SAVEPOINT mine", "SAVEPOINT mine; RELEASE mine"])

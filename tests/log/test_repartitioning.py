@@ -27,7 +27,9 @@ from eventsql_orchestration.log.claims import Claim, NoClaim
 from eventsql_orchestration.log.lag import LagCause
 from eventsql_orchestration.log.partitioner import partition_of_key
 from eventsql_orchestration.log.positions import AtOffset, Earliest, Latest, ShiftBy
+from eventsql_orchestration.log.shard_store import ShardStore
 from eventsql_orchestration.model import Event
+from eventsql_orchestration.sharding import HELD
 from tests.log.dying import repartition_and_die, repartition_until
 
 KEYS = [f"rider {number}" for number in range(40)]
@@ -135,9 +137,10 @@ def test_a_consumer_waits_for_all_of_its_partitions_at_the_change(platform: Even
     assert untils(platform) == {changed.after}
     assert platform.layouts.unsettled("orders") == {"mailer": changed.after}
     lag = {entry.partition: entry for entry in platform.lag("orders") if entry.consumer == "mailer"}
-    assert lag[0].cause is LagCause.WAITING
-    assert f"come to offset {changed.after} first" in lag[0].detail
-    assert lag[2].detail == "not consumed yet"
+    assert lag[0].cause is LagCause.HELD_BACK
+    ends = f"offset {changed.after}, where layout 1 of the topic ends"
+    assert lag[0].detail == f"until partition 2 has come to {ends}"
+    assert (lag[2].cause, lag[2].detail) == (LagCause.WAITING, "not consumed yet")
     assert sum(entry.events for entry in lag.values()) == sum(orders.published.values()) - sum(
         map(len, orders.handled.values())
     )
@@ -339,6 +342,44 @@ def test_a_side_consumer_of_some_partitions_gets_no_others(platform: EventSQL, o
         connection.execute("DELETE FROM eventsql.consumer WHERE eql_partition NOT IN (-1, %s)", [only])
     platform.repartitioner.repartition("orders", 5)
     assert partitions(platform) == [only]
+
+
+@pytest.mark.parametrize("after", [5, 2])
+def test_a_side_consumer_of_one_partition_gets_no_others_wherever_it_is_sought(
+    platform: EventSQL, orders: Orders, after: int
+) -> None:
+    orders.publish(50)
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.consumer WHERE eql_partition NOT IN (-1, 1)")
+    changed = platform.repartitioner.repartition("orders", after)
+    orders.publish(50)
+    assert changed is not None
+    for position in (Earliest(), AtOffset(changed.after + 1), Latest(), Earliest()):
+        platform.seeker.execute("orders", "mailer", position)
+        assert partitions(platform) == [1]
+    # Nor is it kept from the events of its own.
+    assert orders.consume() == len(platform.reader.read("orders", partition=1))
+    assert (partitions(platform), untils(platform)) == ([1], {None})
+
+
+def test_a_consumer_that_is_held_back_is_of_the_layout_in_which_it_stands(platform: EventSQL, orders: Orders) -> None:
+    """As on a shard that joined, where a seek holds all consumers back first."""
+    orders.publish(30)
+    changed = platform.repartitioner.repartition("orders", 2)
+    orders.publish(30)
+    orders.consume()
+    assert changed is not None
+    store = ShardStore(platform.database)
+    store.hold("orders", "mailer")
+    with pytest.raises(ValidationError, match="seek all of its partitions to one offset or time"):
+        platform.seeker.execute("orders", "mailer", Earliest(), partition=1)
+    platform.seeker.execute("orders", "mailer", Earliest())
+    assert (partitions(platform), untils(platform)) == ([0, 1, 2], {HELD})
+    store.let_go("orders", "mailer")
+    assert untils(platform) == {changed.after}
+    orders.handled = {key: [] for key in KEYS}
+    assert orders.consume() == 60
+    orders.check()
 
 
 # Publishers that know the old number

@@ -22,6 +22,7 @@ _MARKED = "no low-water mark is kept through a pooler"
 _COUNTED = "a pooler makes more statements necessary"
 _ENDED = "it ends a session by its process number, which is the pooler's own invention"
 _RESTARTED = "the server goes away: for a while, the pooler says so after it has come back"
+_DROPPED = "the database is dropped in the middle of a COPY: what a pooler answers to that is its own"
 _WARNED = "standard error tells of the pooler"
 _SESSION = "the test itself keeps something on a session"
 
@@ -56,6 +57,7 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/log/test_transfer.py::test_a_server_that_is_down": _RESTARTED,
     "tests/log/test_transfer.py::test_the_loop_waits_for_a_server": _RESTARTED,
     "tests/log/test_segments.py::test_a_table_that_something_hangs_on": _SESSION,
+    "tests/cli/test_program.py::test_a_database_that_goes_away": _DROPPED,
     "tests/cli/test_events.py::test_following_": _WARNED,
     "tests/cli/test_events.py::test_ctrl_c_": _WARNED,
 }

@@ -20,6 +20,7 @@ from eventsql_orchestration.errors import (
     ShardSetError,
     WrongShardError,
 )
+from eventsql_orchestration.log.claims import NoClaim
 from eventsql_orchestration.log.lag import LagCause
 from eventsql_orchestration.log.positions import Earliest, Latest
 from eventsql_orchestration.log.shard_store import ShardStore
@@ -297,8 +298,15 @@ def test_a_consumer_gets_no_event_of_the_new_shard_before_those_of_the_old_ones(
     (held,) = platform.held_back()
     assert (held.consumer, held.shard, held.waits_for) == ("mailer", "shard-3", ("shard-1", "shard-2"))
     waiting = [lag for lag in platform.lag("orders") if lag.shard == "shard-3" and lag.events]
-    assert [(lag.events, lag.cause) for lag in waiting] == [(1, LagCause.WAITING)]
-    assert "the shard joined" in waiting[0].detail
+    assert [(lag.events, lag.cause, lag.detail) for lag in waiting] == [
+        (1, LagCause.HELD_BACK, "until it has consumed what was before on shard-1, shard-2")
+    ]
+    (joined,) = (shard for shard in platform.shards if shard.shard == "shard-3")
+    refused = joined.claims.claim("orders", "mailer", waiting[0].partition, owner="a run")
+    assert isinstance(refused, NoClaim)
+    assert refused.reason == ("the consumer is held back, until it has consumed what was before on the other shards"), (
+        "as a sensor's tick says it"
+    )
     assert consume_on(platform, old) == [0]
     assert [each.waits_for for each in platform.held_back()] == [(other,)]
     assert consume_on(platform, "shard-3") == []

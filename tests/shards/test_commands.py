@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
 import pytest
 from click.testing import CliRunner, Result
+from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL
 from eventsql_orchestration.cli import main
@@ -133,11 +135,14 @@ def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
     assert "'0' is a number, as partitions are" in refused.stderr
     planned = orders("shard", "add", "--dsn", dsns[2], "--name", "west")
     assert "1 in 3" in planned.stdout
+    database = dsns[2].rpartition("/")[2]
+    assert re.search(rf"database +postgresql://eventsql:\*\*\*@127.0.0.1:\d+/{database}\n", planned.stdout)
     assert "a plan, nothing has changed" in planned.stderr
     assert len(objects(orders("shard", "list", "--json"))) == 2
     orders("shard", "add", "--dsn", dsns[2], "--name", "west", "--prepare")
     assert "shard 'west' takes events" in orders("shard", "add", "--dsn", dsns[2], "--execute").stderr
     assert "no URL leads to west" in orders("lag", code=2).stderr
+    assert "'west' takes events already" in orders("shard", "add", "--dsn", dsns[2]).stderr
 
     def whole(*arguments: object) -> Result:
         return orders("--dsn", dsns[2], *arguments)
@@ -151,6 +156,94 @@ def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
     assert "held back from shard west" in whole("doctor").stdout.replace("\n", " ")
     whole("consume", "orders", "mailer")
     assert "no consumer is held back" in whole("shard", "status").stderr
+
+
+def test_a_database_that_a_server_keeps_for_maintenance_is_called_so(run: Run, dsns: list[str]) -> None:
+    run("migrate")
+    planned = run("shard", "add", "--dsn", f"{dsns[2].rpartition('/')[0]}/postgres")
+    assert "/postgres\n" in planned.stdout
+    assert "'postgres' is the database that its server keeps for maintenance" in planned.stderr
+
+
+def test_a_shard_that_is_prepared_is_shown_with_what_is_to_be_done(orders: Run, dsns: list[str]) -> None:
+    prepared = orders("shard", "add", "--dsn", dsns[2], "--name", "west", "--prepare")
+    assert "shard 'west' takes no events yet: give its URL to every process" in prepared.stderr
+
+    def whole(*arguments: object) -> Result:
+        return orders("--dsn", dsns[2], *arguments)
+
+    listed = objects(whole("shard", "list", "--json"))
+    assert [(each["shard"], each["generation"], each["state"]) for each in listed] == [
+        ("shard-1", 1, "takes events"), ("shard-2", 1, "takes events"), ("west", None, "prepared"),
+    ]  # fmt: skip
+    (left,) = json.loads(whole("shard", "status", "--json").stdout)["not_added"]
+    assert (left["shard"], left["state"]) == ("west", "prepared")
+    for command in ("list", "status"):
+        assert (
+            "'west' is prepared and takes no events: give its URL to every process, then add it with"
+            in whole("shard", command).stderr
+        )
+    findings = json.loads(whole("doctor", "--json").stdout)["findings"]
+    assert ("shard west is prepared and takes no events yet", "eventsql shard add --dsn URL --execute") in [
+        (each["message"], each["remedy"]) for each in findings
+    ]
+
+
+def test_a_consumer_that_is_held_back_is_told_in_the_same_words_everywhere(orders: Run, dsns: list[str]) -> None:
+    orders("shard", "add", "--dsn", dsns[2], "--execute")
+
+    def whole(*arguments: object, stdin: str | None = None, code: int = 0) -> Result:
+        return orders("--dsn", dsns[2], *arguments, stdin=stdin, code=code)
+
+    whole("publish", "orders", "--key", "key", stdin="".join(json.dumps({"key": key}) + "\n" for key in KEYS))
+    whole("transfer", "--once")
+    until = "until it has consumed what was before on shard-1, shard-2"
+    of_new = [each for each in objects(whole("lag", "--json")) if each["shard"] == "shard-3"]
+    assert {(each["cause"], each["detail"]) for each in of_new} == {("held back", until)}
+    assert f"held back, {until}" in whole("lag").stdout
+    described = whole("topic", "describe", "orders")
+    assert f"consumer 'mailer' is held back from shard-3, {until}" in described.stderr
+    assert "offset" not in described.stderr
+    assert json.loads(whole("topic", "describe", "orders", "--json").stdout)["unsettled_consumers"] == [
+        {"shard": "shard-3", "consumer": "mailer", "until": None, "waits_for": ["shard-1", "shard-2"]}
+    ]
+    for command in (("list",), ("describe", "orders", "mailer")):
+        states = {(each["shard"], each["state"]) for each in objects(whole("consumer", *command, "--json"))}
+        assert states == {("shard-1", "active"), ("shard-2", "active"), ("shard-3", "held back")}
+
+    alone = whole("--shard", "shard-3", "topic", "describe", "orders")
+    assert "until it has consumed what was before on the other shards, as `eventsql shard status` shows" in alone.stderr
+    (refused,) = whole(
+        "--shard", "shard-3", "consume", "orders", "mailer", "--partition", 0, code=1
+    ).stderr.splitlines()
+    assert "partition 0 is held back, until it has consumed what was before on the other shards" in refused
+
+
+def test_what_is_printed_of_one_shard_has_its_name_too(orders: Run) -> None:
+    def of_one(*arguments: object, code: int = 0) -> Result:
+        return orders("--shard", "shard-2", *arguments, code=code)
+
+    for listing in (("lag",), ("topic", "list"), ("consumer", "list"), ("consumer", "describe", "orders", "mailer")):
+        assert {each["shard"] for each in objects(of_one(*listing, "--json"))} == {"shard-2"}
+    described = json.loads(of_one("topic", "describe", "orders", "--json").stdout)
+    assert {described["shard"], *(each["shard"] for each in described["log"])} == {"shard-2"}
+    moves = json.loads(of_one("seek", "orders", "mailer", "--to-offset", 1, "--json").stdout)["moves"]
+    assert {each["shard"] for each in moves} == {"shard-2"}
+    for command in (("tail", "orders"), ("consume", "orders", "mailer")):
+        assert {each["shard"] for each in lines(of_one(*command))} == {"shard-2"}
+
+
+def test_a_platform_names_its_shards_and_shows_no_password(orders: Run, dsns: list[str]) -> None:
+    with EventSQL(*dsns[:2], transfer=False) as platform:
+        alone = EventSQL(dsns[2])
+        names = [dsn.rpartition("/")[2] for dsn in dsns]
+        assert re.fullmatch(rf"<EventSQL on postgresql://eventsql:\*\*\*@127\.0\.0\.1:\d+/{names[2]}>", repr(alone))
+        assert "shard=" not in repr(platform), "nothing connects to be shown"
+        platform.open()
+        shown = [f"/{name}, shard='shard-{number}'>" for number, name in enumerate(names[:2], start=1)]
+        assert all(part in repr(platform.shards) for part in shown)
+        assert all(part in repr(platform) for part in shown)
+        assert not any(str(make_url(dsn).password) in repr(platform) for dsn in dsns)
 
 
 def test_publications_that_are_not_finished_are_shown(orders: Run, dsns: list[str]) -> None:

@@ -31,8 +31,9 @@ def batch(spark: SparkSession, *, dsn: str, topic: str, events: int, options: di
 
 
 def stream(spark: SparkSession, *, dsn: str, source: str, topic: str, checkpoint: str, options: dict[str, str]) -> str:
-    """Copy what is new in a topic to another."""
-    rows = spark.readStream.format(FORMAT).options(dsn=dsn, subscribe=source, startingOffsets="earliest").load()
+    """Copy what is new in a topic to another, as two tasks."""
+    reading = {"dsn": dsn, "subscribe": source, "startingOffsets": "earliest", "minPartitions": "2"}
+    rows = spark.readStream.format(FORMAT).options(**reading).load()
     query = (
         rows.selectExpr("key", "value")
         .writeStream.format(FORMAT)

@@ -32,7 +32,8 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.spark import eventsql_error, range_options
-from eventsql_orchestration.spark.batches import TYPES, Piece, Projection, _database, read_batches
+from eventsql_orchestration.spark.batches import TYPES, Piece, Projection, read_batches
+from eventsql_orchestration.spark.copying import known_database
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.reader import COLUMNS, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
@@ -304,20 +305,20 @@ def test_the_options_can_be_had_without_loading_spark() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_what_the_tasks_load_does_not_load_the_database_floor() -> None:
-    program = "import sys, eventsql_orchestration.spark.reader; sys.exit('sqlalchemy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+def test_what_the_tasks_load_loads_neither_the_database_floor_nor_pandas() -> None:
+    program = "import sys, eventsql_orchestration.spark.source; print({'sqlalchemy', 'pandas'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"set()\n"
 
 
 def test_the_tasks_of_a_process_ask_for_the_servers_types_once_and_keep_no_connection(
     platform: EventSQL, dsn: str, orders: str
 ) -> None:
-    source, before = Source(dsn, "eventsql", "the database"), _database.cache_info()
+    source, before = Source(dsn, "eventsql", "the database"), known_database.cache_info()
     wanted = [Piece(OffsetRange(orders, NOT_PARTITIONED, 0, 10), f"{orders}_event", 1)]
     for _ in range(3):
         (batch,) = read_batches(source, wanted, Projection(["offset"]))
         assert batch.num_rows == 10
-    after = _database.cache_info()
+    after = known_database.cache_info()
     assert (after.misses - before.misses, after.hits - before.hits) == (1, 2)
     with platform.database.connection() as connection:
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import psycopg
@@ -48,6 +49,7 @@ from eventsql_orchestration.spark.writer import BatchWriter, Staged
 from tests.shards.conftest import Databases, database_of
 from tests.spark.processes import wait_until
 from tests.spark.spreading import publish, rows, source_of, staged, start
+from tests.spark.stopping import Stop, await_end_of_transactions, no_transactions, stopping
 
 NAMES = ["shard-1", "shard-2", "shard-3"]
 
@@ -56,8 +58,6 @@ FEW = 600
 
 MANY = 3 * LEAST_BY_BLOCKS + 6_000
 """Enough for blocks on every shard."""
-
-LOCK = 7
 
 
 @pytest.fixture
@@ -92,55 +92,6 @@ def platform(dsns: list[str]) -> Iterator[ShardedEventSQL]:
         yield opened
 
 
-class Stop:
-    """Lets whoever comes to a step in a database wait, until it is let go or its session is ended."""
-
-    def __init__(self, dsn: str, step: str, *, at_commit: bool = False) -> None:
-        self._dsn = dsn
-        self._connection = psycopg.connect(dsn, autocommit=True)
-        self._connection.execute("SELECT pg_advisory_lock(%s)", [LOCK])
-        self._connection.execute(
-            f"CREATE FUNCTION stop_here() RETURNS trigger LANGUAGE plpgsql AS "
-            f"'BEGIN PERFORM pg_advisory_xact_lock({LOCK}); RETURN NULL; END'"
-        )
-        self._connection.execute(
-            sql.SQL(
-                "CREATE CONSTRAINT TRIGGER stopping AFTER {} DEFERRABLE INITIALLY {} "
-                "FOR EACH ROW EXECUTE FUNCTION stop_here()"
-            ).format(sql.SQL(step), sql.SQL("DEFERRED" if at_commit else "IMMEDIATE"))
-        )
-
-    def reached(self) -> bool:
-        row = self._connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
-        ).fetchone()
-        return row is not None and row[0] > 0
-
-    def await_reached(self) -> None:
-        wait_until(self.reached, "the write has come to the step")
-
-    def end_session(self) -> None:
-        """End the session that waits, so that its transaction is rolled back."""
-        self._connection.execute(
-            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
-            "WHERE datname = current_database() AND wait_event = 'advisory'"
-        )
-
-    def let_go(self) -> None:
-        self._connection.close()
-
-
-@contextmanager
-def stopping(dsn: str, step: str, *, at_commit: bool = False) -> Iterator[Stop]:
-    stop = Stop(dsn, step, at_commit=at_commit)
-    try:
-        yield stop
-    finally:
-        stop.let_go()
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            connection.execute("DROP FUNCTION stop_here CASCADE")
-
-
 def kill_at(dsns: list[str], events: int, shard: int, step: str, *, at_commit: bool = False) -> None:
     """A write of events from 0 on, whose process is killed at a step on a shard."""
     with stopping(dsns[shard], step, at_commit=at_commit) as stop:
@@ -149,17 +100,7 @@ def kill_at(dsns: list[str], events: int, shard: int, step: str, *, at_commit: b
         process.kill()
         process.join()
         stop.end_session()
-    for dsn in dsns:
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            # What it had open elsewhere ends when the server takes note of it.
-            wait_until(lambda: no_transactions(connection), "the transactions of the process have ended")
-
-
-def no_transactions(connection: psycopg.Connection) -> bool:
-    row = connection.execute(
-        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
-    ).fetchone()
-    return row == (0,)
+    await_end_of_transactions(dsns)
 
 
 def events_of(platform: EventSQL) -> list[int]:
@@ -242,8 +183,8 @@ def test_a_write_that_was_not_decided_is_not_published_and_the_next_one_is(
     assert events_of(platform) == []
     assert publish(dsns, FEW, FEW)
     assert events_of(platform) == list(range(FEW, 2 * FEW))
-    # What nobody decided is given up by whoever comes, once it is old.
-    Decisions(lambda: {str(shard.shard): shard for shard in platform.shards}).finish(abandoned_after=0)
+    # What nobody can decide any more is given up by whoever comes.
+    assert decisions_of(platform).finish() == []
     check_nothing_is_left(dsns)
     assert events_of(platform) == list(range(FEW, 2 * FEW))
 
@@ -260,18 +201,57 @@ def test_a_write_that_was_decided_is_finished_by_the_next_one_from_what_was_deci
     check_nothing_is_left(dsns)
 
 
-def test_a_repartitioning_gives_up_what_a_dead_driver_left_before_any_shard_changes(
+def test_a_repartitioning_waits_for_a_driver_and_gives_up_what_a_dead_one_left_before_any_shard_changes(
     platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part")
-    with pytest.raises(DatabaseBusyError, match="keeps its partitions on all shards: batch 7 of writer 'nightly'"):
-        platform.repartitioner.repartition("orders", 5, patience=0)
+    monkeypatch.setattr(operations, "ABANDONED_SECONDS", 600.0)
+    with stopping(dsns[1], "UPDATE ON eventsql.spark_part") as stop:
+        process = start(dsns, 0, FEW)
+        stop.await_reached()
+        named = "batch 7 of writer 'nightly' is not finished: it is being published by process %d on .*, for [0-9]+ s"
+        with pytest.raises(DatabaseBusyError, match=f"keeps its partitions on all shards: {named % process.pid}"):
+            platform.repartitioner.repartition("orders", 5, patience=0)
+        process.kill()
+        process.join()
+        stop.end_session()
+    await_end_of_transactions(dsns)
     assert {shard.registry.topic("orders").partitions for shard in platform.shards} == {4}
-    monkeypatch.setattr(operations, "ABANDONED_SECONDS", 0.0)
-    assert platform.repartitioner.repartition("orders", 5) is not None
+    assert platform.repartitioner.repartition("orders", 5, patience=0) is not None
     assert {shard.registry.topic("orders").partitions for shard in platform.shards} == {5}
     assert publish(dsns, FEW, FEW)
     assert events_of(platform) == list(range(FEW, 2 * FEW))
+    check_nothing_is_left(dsns)
+
+
+@pytest.mark.parametrize(
+    ("shard", "statement", "at_commit"),
+    [
+        (1, "INSERT ON eventsql.spark_part", True),
+        (1, "UPDATE ON eventsql.spark_part", False),
+        (0, "INSERT ON eventsql.spark_publication", True),
+    ],
+    ids=["while it prepares", "while it places", "while it decides"],
+)
+def test_what_a_driver_is_at_is_not_given_up(
+    platform: ShardedEventSQL, dsns: list[str], shard: int, statement: str, *, at_commit: bool
+) -> None:
+    outcomes: list[bool] = []
+    decisions = decisions_of(platform)
+    with stopping(dsns[shard], statement, at_commit=at_commit) as stop:
+        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
+        writing.start()
+        stop.await_reached()
+        (left,) = decisions.finish()
+        assert "it is being published by process" in left.reason
+        if shard == 0:
+            # Nor while it is being decided, whatever its age.
+            (left,) = decisions.finish(abandoned_after=0)
+            assert "did not get to it in time" in left.reason
+        stop.let_go()
+        writing.join()
+    assert outcomes == [True]
+    assert decisions.finish() == []
+    assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
 
 
@@ -309,11 +289,72 @@ def test_blocks_that_are_lost_after_they_were_prepared_publish_nothing(
     assert events_of(platform) == list(range(FEW))
 
 
+def decisions_of(platform: EventSQL) -> Decisions:
+    platform.open()
+    return Decisions(lambda: {str(shard.shard): shard for shard in platform.shards})
+
+
+def test_a_part_whose_batch_took_place_elsewhere_is_given_up(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    """Whoever gave the first attempt up did not come to its parts, and the second has no events on their shards."""
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part")
+    first, *others = platform.open().shards
+    (announced,) = Parts(first.database).announced()
+    assert Parts(first.database).give_up(announced.id, patience=1.0)
+    with Publications(source_of(dsns)) as publications:
+        attempts = [
+            Attempt(each.id, tuple(share for share in each.shares if share.shard == first.shard))
+            for each in staged(publications, FEW, FEW)
+        ]
+        with first.database.connection() as connection:
+            publications._ledgers[first.shard].record(connection, Batch("nightly", 7, tuple(attempts)), uuid.uuid4())
+        decisions = decisions_of(platform)
+        assert [len(Parts(shard.database).open()) for shard in others] == [1, 1]
+        assert decisions.finish() == []
+        publications.discard(attempts)
+    assert events_of(platform) == []
+    check_nothing_is_left(dsns)
+    assert platform.repartitioner.repartition("orders", 5, patience=0) is not None
+
+
+def test_a_part_of_a_batch_that_an_older_version_recorded_is_kept(platform: ShardedEventSQL, dsns: list[str]) -> None:
+    assert publish(dsns, 0, FEW)
+    with psycopg.connect(dsns[0]) as connection:
+        connection.execute("UPDATE eventsql.spark_publication SET eql_id = NULL")
+    with psycopg.connect(dsns[1]) as connection:
+        connection.execute("UPDATE eventsql.spark_part SET eql_published_at = NULL")
+    (left,) = decisions_of(platform).finish(abandoned_after=0)
+    assert (left.decided, left.shards) == (None, ("shard-2",))
+    assert len(Parts(platform.shards[1].database).open()) == 1
+
+
+def test_a_write_that_others_finish_before_it_finds_out_was_the_first(
+    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[bool] = []
+    decisions, give_up = decisions_of(platform), Parts.give_up
+
+    def finish_before(parts: Parts, publication: uuid.UUID, *, patience: float) -> bool:
+        assert decisions.finish() == []
+        return give_up(parts, publication, patience=patience)
+
+    monkeypatch.setattr(Parts, "give_up", finish_before)
+    with stopping(dsns[1], "UPDATE ON eventsql.spark_part", at_commit=True) as stop:
+        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
+        writing.start()
+        stop.await_reached()
+        stop.end_session()
+        stop.let_go()
+        writing.join()
+    assert outcomes == [True]
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
 def test_a_part_that_comes_back_with_a_backup_is_reported_and_kept(
     platform: ShardedEventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert publish(dsns, 0, FEW)
-    decisions = Decisions(lambda: {str(shard.shard): shard for shard in platform.open().shards})
+    decisions = decisions_of(platform)
     assert decisions.finish() == []
     with psycopg.connect(dsns[1]) as connection:
         connection.execute("UPDATE eventsql.spark_part SET eql_published_at = NULL")

@@ -9,8 +9,12 @@ SELECT set_config('idle_in_transaction_session_timeout', %(idle)s, true),
        );
 
 -- intend -- Announce a publication over several shards, on the one that will decide it. Before any part of it is prepared.
-INSERT INTO {schema}.spark_decision (eql_id, eql_writer, eql_batch, eql_shards)
-VALUES (%(id)s, %(writer)s, %(batch)s, %(shards)s);
+INSERT INTO {schema}.spark_decision (eql_id, eql_writer, eql_batch, eql_shards, eql_owner)
+VALUES (%(id)s, %(writer)s, %(batch)s, %(shards)s, %(owner)s);
+
+-- attend -- Show all others, until this transaction ends, that somebody is at a publication: the one that decides it, and
+-- that began before it was announced. So where nobody has this lock, nobody can decide it any more.
+SELECT pg_advisory_xact_lock(hashtextextended(%(id)s::uuid::text, 0));
 
 -- hold_blocks -- Keep the blocks of attempts from a sweep until the end of this transaction.
 SELECT FROM {schema}.spark_staged_event
@@ -28,6 +32,10 @@ UPDATE {schema}.spark_decision SET eql_decided = true WHERE eql_id = %(id)s AND 
 -- is_decided -- Whether a publication is to take place; no row where it is finished, or was given up.
 SELECT eql_decided FROM {schema}.spark_decision WHERE eql_id = %(id)s;
 
+-- took_place -- Whether it was this publication of its writer's batch that took place, of all that were tried; no row where
+-- none did. NULL where a version of this package recorded the batch that did not note which.
+SELECT eql_id = %(id)s FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
+
 -- give_up -- See to it that a publication never takes place; no row where it does.
 DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND NOT eql_decided;
 
@@ -43,27 +51,24 @@ RETURNING eql_attempts, eql_events;
 -- give_part_up -- Forget a part of a publication that does not take place.
 DELETE FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NULL;
 
--- decisions -- The publications that were announced here and are not finished, oldest first, with their age in seconds.
-SELECT eql_id, eql_writer, eql_batch, eql_shards, eql_decided, extract(epoch FROM now() - eql_created_at)::float8
+-- decisions -- The publications that were announced here and are not finished, oldest first, with their age in seconds,
+-- who is to decide them, and whether that one is known to have ended. See `attend`; the lock that this takes ends with it.
+SELECT eql_id, eql_writer, eql_batch, eql_shards, eql_decided, extract(epoch FROM now() - eql_created_at)::float8,
+       eql_owner,
+       CASE WHEN eql_decided OR eql_owner IS NULL THEN false
+            ELSE pg_try_advisory_xact_lock_shared(hashtextextended(eql_id::text, 0)) END
 FROM {schema}.spark_decision
 ORDER BY eql_created_at, eql_id;
 
--- is_unaccounted -- Whether a part is open, and no other of the same batch is published here.
-SELECT EXISTS (SELECT FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NULL)
-   AND NOT EXISTS (
-       SELECT FROM {schema}.spark_part
-       WHERE eql_shard = %(decider)s AND eql_writer = %(writer)s AND eql_batch = %(batch)s
-         AND eql_published_at IS NOT NULL
-   );
+-- is_open -- Whether a part is here and not published.
+SELECT EXISTS (SELECT FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NULL);
 
--- open_parts -- The parts here that are not published, oldest first, with the shards that decide about them.
-SELECT eql_id, eql_shard, eql_writer, eql_batch
+-- open_parts -- The parts here that are not published, oldest first, with the shards that decide about them, and since when
+-- they are.
+SELECT eql_id, eql_shard, eql_writer, eql_batch, eql_created_at
 FROM {schema}.spark_part
 WHERE eql_published_at IS NULL
 ORDER BY eql_created_at, eql_id;
-
--- has_open_parts -- Whether there are any.
-SELECT EXISTS (SELECT FROM {schema}.spark_part WHERE eql_published_at IS NULL);
 
 -- forget_parts -- Delete what is known of parts that were published so long ago.
 DELETE FROM {schema}.spark_part WHERE eql_published_at < now() - make_interval(secs => %(seconds)s);

@@ -1,6 +1,6 @@
 -- record_publication -- Becomes the one publication of a writer's batch, or finds that there was one.
-INSERT INTO {schema}.spark_publication (eql_writer, eql_batch, eql_events)
-VALUES (%(writer)s, %(batch)s, %(events)s)
+INSERT INTO {schema}.spark_publication (eql_writer, eql_batch, eql_events, eql_id)
+VALUES (%(writer)s, %(batch)s, %(events)s, %(id)s)
 ON CONFLICT DO NOTHING;
 
 -- published -- How many events a writer published as a batch.

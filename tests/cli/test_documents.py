@@ -1,0 +1,103 @@
+"""The Python of README.md and of docs/ runs as it stands, and the commands of all documents are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import dagster as dg
+import psycopg
+import pytest
+
+from eventsql_orchestration.cli import main
+from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions
+from tests.shards.conftest import Databases, databases
+
+__all__ = ["databases"]
+
+REPOSITORY = Path(__file__).parents[2]
+README = REPOSITORY / "README.md"
+DOCUMENTS = (README, *sorted((REPOSITORY / "docs").glob("*.md")))
+
+
+def examples(document: Path) -> list[str]:
+    """The blocks of Python of a document."""
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def play(code: str, **urls: str) -> dict[str, Any]:
+    """Run an example whose URLs lead to databases of the test; gives its names."""
+    for shown, url in urls.items():
+        assert code.count(f"@{shown}/app") == 1
+        code = re.sub(rf"postgresql://app:secret@{shown}/app", url, code)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(code, "example", "exec"), names)
+    return names
+
+
+def test_the_example_of_a_service_publishes_and_consumes_each_event_once(dsn: str) -> None:
+    play(examples(README)[0], localhost=dsn)
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT id FROM account").fetchall() == [(43,)]
+        rows = connection.execute("SELECT account, count(*) FROM mail GROUP BY account").fetchall()
+    assert dict(rows) == {str(number): 2 if number in {42, 43} else 1 for number in range(1_000)}
+
+
+def test_the_example_of_a_consumer_is_a_code_location(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    ledger = play(examples(README)[1])["ledger"]
+    assert isinstance(ledger, ConsumerDefinition)
+    assert {"consume_ledger", "register"} <= {job.name for job in build_definitions([ledger]).jobs or ()}
+
+
+def test_the_example_of_a_backfill_has_the_jobs_that_the_text_names(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    location: dg.Definitions = play(examples(REPOSITORY / "docs" / "backfills.md")[0])["defs"]
+    for job in ("backfill_order_status", "plan_order_status_backfill"):
+        assert location.resolve_job_def(job).name == job
+
+
+def test_the_example_of_shards_publishes_on_one_of_them_and_consumes_there(
+    databases: Databases, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = databases(2)
+    play(examples(REPOSITORY / "docs" / "shards.md")[0], one=one, two=two)
+    shown = capsys.readouterr().out
+    assert "shard='shard-1'" in shown
+    assert "shard='shard-2'" in shown
+
+
+def lines(document: Path) -> list[list[str]]:
+    """The words of each `eventsql …` that a document shows, without remarks."""
+    shown = re.findall(r"(?:^|`|\$ |\.venv/bin/)eventsql ([a-z-][^`|\n]*)", document.read_text("utf-8"), re.MULTILINE)
+    return [line.partition("  #")[0].split() for line in shown]
+
+
+def understood(words: list[str]) -> bool:
+    """Whether the program has these commands and options; an ellipsis stands for anything."""
+    command: click.Command = main
+    left = iter(words)
+    for word in left:
+        if word.startswith("-"):
+            option = next((each for each in command.params if word.partition("=")[0] in each.opts), None)
+            if not isinstance(option, click.Option):
+                return False
+            if not option.is_flag and "=" not in word:
+                next(left, None)
+        elif "…" in word:
+            return True
+        elif isinstance(command, click.Group):
+            # A backfill is run where nothing else is said.
+            found = command.commands.get(word) or command.commands.get("run")
+            if found is None:
+                return False
+            # What is loaded when it is called stands for itself only then.
+            command = found.make_context(word, [], resilient_parsing=True).command
+    return True
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_what_a_document_shows_of_the_command_is_there(document: Path) -> None:
+    assert [words for words in lines(document) if not understood(words)] == []

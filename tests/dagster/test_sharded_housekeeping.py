@@ -1,0 +1,135 @@
+"""Housekeeping over shards: one that is down keeps no other from it, and is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Retention, Topic
+from eventsql_orchestration.dagster import (
+    EventSQLResource,
+    build_backfill,
+    build_housekeeping_schedule,
+    consumer_asset,
+)
+from eventsql_orchestration.dagster.backfill_history import delete_windows
+from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.shards import ShardsLeftOutError, on_each
+from eventsql_orchestration.errors import DatabaseError, ShardUnavailableError
+from eventsql_orchestration.log import segments
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
+from tests.dagster.test_shards import NOWHERE, ONE, OTHER, tick
+
+ORDERS = Topic("orders", 2, retention=Retention(events=2))
+BY_SHARD = {"drop_old_segments", "delete_old_claims", "delete_old_publications", "delete_old_windows"}
+
+ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", max_wait=0.0)(record)
+replayed = build_backfill(ledger)
+
+
+@pytest.fixture
+def eventsql(shards: dict[str, Workbench], monkeypatch: pytest.MonkeyPatch) -> EventSQLResource:
+    """Both shards, with segments of a few events."""
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 4)
+    resource = shards[ONE].eventsql
+    ledger.register(resource.platform)
+    return resource
+
+
+def keep_house(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> dg.ExecuteInProcessResult:
+    location = dg.Definitions(
+        assets=[ledger.asset, replayed.asset],
+        jobs=[ledger.job, *replayed.jobs],
+        schedules=[build_housekeeping_schedule(keep_claim_hours=0.0)],
+        resources={"eventsql": eventsql},
+    )
+    return location.resolve_job_def("housekeeping").execute_in_process(instance=instance, raise_on_error=False)
+
+
+def without_the_other(shards: dict[str, Workbench]) -> EventSQLResource:
+    """Both shards while the second one's server is not there."""
+    return EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {NOWHERE}")
+
+
+def steps(result: dg.ExecuteInProcessResult, kind: dg.DagsterEventType) -> set[str | None]:
+    return {event.step_key for event in result.all_events if event.event_type == kind}
+
+
+def test_a_shard_that_is_down_keeps_what_is_old_and_the_others_do_not(
+    eventsql: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    instance = shards[ONE].instance
+    for _ in range(3):
+        for bench in shards.values():
+            bench.publish("orders", 5, partition=0)
+        for request in tick(shards[ONE], ledger.sensors[0]):
+            assert shards[ONE].run(ledger, request).success
+
+    def left() -> dict[str, tuple[int, bool]]:
+        """The claims of each shard, and whether it has all of its events."""
+        return {
+            shard: (len(bench.claims()), bench.platform.reader.count("orders") == 15) for shard, bench in shards.items()
+        }
+
+    assert left() == {ONE: (3, True), OTHER: (3, True)}
+    down = keep_house(instance, without_the_other(shards))
+    assert left() == {ONE: (0, False), OTHER: (3, True)}
+    assert steps(down, dg.DagsterEventType.STEP_FAILURE) == BY_SHARD
+    assert steps(down, dg.DagsterEventType.STEP_SUCCESS) == {"delete_old_history"}
+    (failure,) = [event for event in down.all_events if event.is_step_failure and event.step_key == "delete_old_claims"]
+    message = str(failure.step_failure_data.error_display_string)
+    assert "shard-2 cannot be reached: start that server" in message
+
+    assert keep_house(instance, eventsql).success
+    assert left() == {ONE: (0, False), OTHER: (0, False)}
+
+
+def test_the_windows_of_a_backfill_that_may_be_registered_on_a_shard_that_is_down_stay(
+    eventsql: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    instance, name = shards[ONE].instance, str(replayed.partitions.name)
+    here, everywhere = "aaaaaa:0-9:0@shard-1", ["bbbbbb:0-9:0@shard-1", "bbbbbb:0-9:0@shard-2"]
+    instance.add_dynamic_partitions(name, [here, *everywhere])
+
+    def delete(resource: EventSQLResource) -> dict[str, int]:
+        return delete_windows(
+            on_each(resource.shards, lambda shard: Backfills(shard).registered()), instance, replayed.asset.specs
+        )
+
+    down = without_the_other(shards)
+    assert delete(down) == {name: 1}
+    assert list(instance.get_dynamic_partitions(name)) == everywhere
+    down.platform.close()
+    assert delete(eventsql) == {name: 2}
+
+
+def test_a_failure_of_one_shard_is_told_after_the_others_and_that_of_the_only_database_at_once(
+    eventsql: EventSQLResource, platform: Any
+) -> None:
+    visited: list[str | None] = []
+
+    def fail(shard: Any) -> None:
+        visited.append(shard.shard)
+        if shard.shard != OTHER:
+            raise DatabaseError("its disk is full")
+
+    found = on_each(eventsql.shards, fail)
+    assert visited == [ONE, OTHER]
+    assert list(found.of) == [OTHER]
+    with pytest.raises(ShardsLeftOutError, match=r"failed on shard-1 \(its disk is full\); every other shard is done"):
+        found.require_all(dg.get_dagster_logger())
+    with pytest.raises(DatabaseError, match="disk is full"):
+        on_each([platform], fail)
+
+
+def test_nothing_is_told_of_shards_where_none_can_be_reached(shards: dict[str, Workbench]) -> None:
+    result = keep_house(shards[ONE].instance, EventSQLResource(dsn=f"{NOWHERE} {NOWHERE}2"))
+    assert steps(result, dg.DagsterEventType.STEP_FAILURE) == BY_SHARD
+    errors: Sequence[str] = [
+        str(event.step_failure_data.error_display_string) for event in result.all_events if event.is_step_failure
+    ]
+    assert all(ShardUnavailableError.__name__ in error for error in errors)

@@ -1,0 +1,125 @@
+"""A handler that cannot do its work is refused before it gets an event, and none passes that was not handled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.log.lag import LagCause
+
+
+@pytest.fixture(autouse=True)
+def _one_event(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    platform.publisher.publish(Publication("orders", b"1"))
+    platform.transfer.run_once()
+
+
+async def asynchronous(_event: object, _connection: object) -> None: ...
+
+
+async def asynchronous_generator(_event: object, _connection: object) -> AsyncIterator[None]:
+    yield
+
+
+def generator(_event: object, _connection: object) -> Iterator[None]:
+    yield
+
+
+def one_argument(_event: object) -> None: ...
+
+
+def keyword_only(_event: object, *, connection: object) -> None: ...
+
+
+class Callee:
+    async def __call__(self, _event: object, _connection: object) -> None: ...
+
+    async def method(self, _event: object, _connection: object) -> None: ...
+
+
+Starter = Callable[[EventSQL, Any], object]
+
+STARTERS: list[Starter] = [
+    lambda platform, handler: platform.consumers.start("orders", "mailer", handler),
+    lambda platform, handler: platform.consumers.start_batch("orders", "mailer", handler),
+    lambda platform, handler: platform.consumers.start_leased("orders", "mailer", handler),
+    lambda platform, handler: platform.consumers.consume_once("orders", "mailer", handler),
+]
+
+
+@pytest.mark.parametrize("start", STARTERS)
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [
+        (None, "a handler is a function of"),
+        (asynchronous, "handler asynchronous is asynchronous, and nothing awaits it"),
+        (partial(asynchronous), "is asynchronous"),
+        (Callee(), "is asynchronous"),
+        (Callee().method, "handler Callee.method is asynchronous"),
+        (asynchronous_generator, "is asynchronous"),
+        (generator, "handler generator is a generator"),
+        (one_argument, r"handler one_argument\(_event: 'object'\) -> 'None' cannot be called with \(events?, "),
+        (keyword_only, "cannot be called with"),
+    ],
+)
+def test_a_handler_that_would_do_nothing_is_refused(
+    platform: EventSQL, start: Starter, handler: Any, said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        start(platform, handler)
+    assert [(lag.events, lag.cause) for lag in platform.lag("orders")] == [(1, LagCause.WAITING)]
+
+
+@pytest.mark.parametrize("handler", [print, partial(print, "event"), lambda *_: None, lambda event, _, more=1: more])
+def test_whatever_can_be_called_so_is_a_handler(platform: EventSQL, handler: Any) -> None:
+    assert platform.consumers.consume_once("orders", "mailer", handler) == 1
+
+
+@pytest.mark.parametrize("returning", [lambda: asynchronous(1, 2), lambda: generator(1, 2)])
+@pytest.mark.parametrize("way", ["start", "start_batch", "start_leased"])
+@pytest.mark.filterwarnings("error")
+def test_an_event_whose_handler_returns_what_is_still_to_be_run_has_failed(
+    platform: EventSQL, returning: Callable[[], object], way: str, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    def handler(_event: object, _connection: object) -> object:
+        return returning()
+
+    with getattr(platform.consumers, way)("orders", "mailer", handler):
+        until(lambda: platform.lag("orders")[0].cause == LagCause.BLOCKED)
+    (state,) = platform.registry.consumer("orders", "mailer")
+    assert state.last_event_id == 0
+    assert state.failure is not None
+    assert "is still to be awaited" in state.failure
+
+
+def test_delays_and_leases_are_seconds_or_timedeltas(platform: EventSQL) -> None:
+    handled = threading.Event()
+    with platform.consumers.start_leased(
+        "orders", "mailer", lambda _events, _lease: handled.set(), lease=timedelta(seconds=30),
+        polling_delay=timedelta(milliseconds=10), max_polling_delay=timedelta(0),
+    ):  # fmt: skip
+        assert handled.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("delays", "said"),
+    [
+        ({"polling_delay": 0}, "polling_delay of 0 seconds"),
+        ({"polling_delay": timedelta(seconds=-1)}, "polling_delay of -1 seconds"),
+        ({"max_polling_delay": float("nan")}, "max_polling_delay must be a number of seconds"),
+        ({"max_polling_delay": "1"}, "max_polling_delay must be a number of seconds"),
+    ],
+)
+def test_delays_that_are_none_are_refused(platform: EventSQL, delays: dict[str, Any], said: str) -> None:
+    for start in (platform.consumers.start_batch, platform.consumers.start_leased):
+        with pytest.raises(ValidationError, match=said):
+            start("orders", "mailer", lambda _events, _connection: None, **delays)

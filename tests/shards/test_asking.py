@@ -1,0 +1,104 @@
+"""Shards whose servers take connections and say nothing: they are asked at once, and not for long."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.errors import ShardUnavailableError
+from eventsql_orchestration.sharded import ShardedEventSQL, asking
+from eventsql_orchestration.sharding import shard_of_key
+from tests.shards.adding import KEYS
+from tests.shards.conftest import Databases, Open, Until
+
+NAMES = ["shard-1", "shard-2", "shard-3"]
+
+
+class Silent:
+    """A server that takes connections and never answers; who connects to it waits for a minute."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listening.setblocking(False)
+        self._connections: list[socket.socket] = []
+        self.url = f"postgresql://nobody@127.0.0.1:{self._listening.getsockname()[1]}/silent?connect_timeout=60"
+
+    def asked(self) -> bool:
+        """Whether somebody has connected."""
+        with suppress(BlockingIOError):
+            self._connections.append(self._listening.accept()[0])
+        return bool(self._connections)
+
+    def is_awaited(self) -> bool:
+        """Whether the first who has connected waits for an answer still."""
+        self._connections[0].setblocking(False)
+        try:
+            while self._connections[0].recv(1024):
+                pass
+        except BlockingIOError:
+            return True
+        return False
+
+    def close(self) -> None:
+        if self._listening.fileno() >= 0:
+            self.asked()
+        self._listening.close()
+        for connection in self._connections:
+            connection.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[list[Silent]]:
+    servers = [Silent(), Silent()]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def dsns(databases: Databases) -> list[str]:
+    """Three shards with a topic, by their names."""
+    dsns = databases(3)
+    with EventSQL(*dsns, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        named = {str(shard.shard): shard.database.dsn for shard in platform.shards}
+    return [named[name] for name in NAMES]
+
+
+def states(platform: ShardedEventSQL) -> list[str]:
+    return [each.state for each in platform.standing()]
+
+
+def test_shards_that_do_not_answer_are_asked_side_by_side(
+    dsns: list[str], silent: list[Silent], opened: Open, until: Until
+) -> None:
+    platform = opened(dsns[0], *(server.url for server in silent))
+    opening = threading.Thread(target=platform.open)
+    opening.start()
+    # One after the other, the second would not be asked before the first has been waited for.
+    first, second = silent
+    until(first.asked)
+    until(second.asked)
+    for server in silent:
+        server.close()
+    opening.join()
+    assert sorted(states(platform)) == ["down", "down", "takes events"]
+
+
+def test_a_shard_that_does_not_answer_in_time_is_down_and_the_others_go_on(
+    dsns: list[str], silent: list[Silent], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "ANSWER_SECONDS", 4.0)
+    platform = opened(*dsns[:2], silent[0].url)
+    platform.open()
+    assert silent[0].asked()
+    assert silent[0].is_awaited(), "it was not waited for until the connection failed"
+    keys = {name: next(key for key in KEYS if shard_of_key(key, NAMES) == name) for name in NAMES}
+    platform.publisher.publish_all(Publication("orders", b"1", key=keys[name]) for name in NAMES[:2])
+    with pytest.raises(ShardUnavailableError, match=r"'shard-3' is down: .* has not answered for 4 seconds"):
+        platform.publisher.publish(Publication("orders", b"1", key=keys["shard-3"]))

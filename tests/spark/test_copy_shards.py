@@ -1,0 +1,233 @@
+"""A stream from shards to shards: each event once, whoever dies, and each key in order on its shard."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
+from eventsql_orchestration.sharded import ShardedEventSQL
+from eventsql_orchestration.sharded.decisions import Decisions
+from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.spark import FORMAT, eventsql_error
+from tests.shards.conftest import Databases, databases
+from tests.spark.processes import driver, wait_until
+from tests.spark.stopping import Stop, await_end_of_transactions, stopping
+
+__all__ = ["databases"]
+
+EVENTS = 400
+LIMIT = 240
+PATIENCE = 120
+
+
+@pytest.fixture
+def shards(databases: Databases) -> Iterator[ShardedEventSQL]:
+    """Two shards with a topic of 400 events of 24 keys, and one to copy it to."""
+    with prepared(databases(2)) as platform:
+        yield platform
+
+
+@contextmanager
+def prepared(dsns: list[str]) -> Iterator[ShardedEventSQL]:
+    with EventSQL(*dsns, transfer=False) as platform:
+        assert isinstance(platform, ShardedEventSQL)
+        platform.registry.register_topic(Topic("orders", partitions=2))
+        platform.registry.register_topic(Topic("fares", partitions=3))
+        publish(platform, range(EVENTS))
+        assert all(shard.reader.count("orders") > LIMIT // 2 for shard in platform.shards)
+        yield platform
+
+
+def publish(platform: EventSQL, numbers: Iterable[int]) -> None:
+    platform.publisher.publish_all(
+        Publication("orders", b"%d" % number, key=f"key-{number % 24}") for number in numbers
+    )
+    platform.transfer.run_once()
+
+
+def urls_of(platform: ShardedEventSQL) -> list[str]:
+    """In the order of their names: the first is the one that decides."""
+    return [shard.database.dsn for shard in sorted(platform.shards, key=lambda shard: str(shard.shard))]
+
+
+def start(spark: SparkSession, dsns: list[str], checkpoint: Path, **writing: str) -> StreamingQuery:
+    """Copy on from the checkpoint, as two tasks; `trigger` in seconds keeps the query running."""
+    reading = {"dsn": " ".join(dsns), "subscribe": "orders", "startingOffsets": "earliest", "minPartitions": "2"}
+    rows = spark.readStream.format(FORMAT).options(**reading, maxOffsetsPerTrigger=str(LIMIT)).load()
+    given = {"dsn": " ".join(dsns), "topic": "fares", "checkpointLocation": str(checkpoint), **writing}
+    running = given.pop("running", None)
+    writer = rows.select("key", "value").writeStream.format(FORMAT).options(**given)
+    return (writer.trigger(availableNow=True) if running is None else writer.trigger(processingTime=running)).start()
+
+
+def copy(spark: SparkSession, dsns: list[str], checkpoint: Path, **writing: str) -> None:
+    """Copy all that there is."""
+    query = start(spark, dsns, checkpoint, **writing)
+    try:
+        assert query.awaitTermination(PATIENCE)
+    finally:
+        query.stop()
+
+
+def copies(platform: ShardedEventSQL) -> list[int]:
+    """The numbers of all copies, each of which lies on the shard of its key, in its partition and in its order."""
+    platform.transfer.run_once()
+    names = [str(shard.shard) for shard in platform.shards]
+    found: list[int] = []
+    for shard in platform.shards:
+        numbers: dict[str, list[int]] = {}
+        for event in shard.reader.read("fares"):
+            key = str(event.key)
+            assert shard_of_key(key, names) == shard.shard
+            assert event.partition == platform.publisher.partition_of(event.as_publication())
+            numbers.setdefault(key, []).append(int(event.value))
+        assert all(of_key == sorted(of_key) for of_key in numbers.values())
+        found += [number for of_key in numbers.values() for number in of_key]
+    return sorted(found)
+
+
+def counted(dsn: str, table: str, condition: str = "true") -> int:
+    with psycopg.connect(dsn) as connection:
+        row = connection.execute(
+            sql.SQL("SELECT count(*) FROM {} WHERE {}").format(sql.Identifier("eventsql", table), sql.SQL(condition))
+        ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def check_nothing_is_left(platform: ShardedEventSQL) -> None:
+    """Once what nobody decided is given up, as it is by whoever comes when it is old."""
+    Decisions(lambda: {str(shard.shard): shard for shard in platform.shards}).finish(abandoned_after=0)
+    for dsn in urls_of(platform):
+        assert counted(dsn, "spark_decision") == counted(dsn, "spark_part", "eql_published_at IS NULL") == 0
+
+
+def test_a_stream_goes_on_from_its_checkpoint_with_each_key_in_order_on_its_shard(
+    spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path
+) -> None:
+    dsns = urls_of(shards)
+    copy(spark, dsns, checkpoint)
+    assert copies(shards) == list(range(EVENTS))
+    publish(shards, range(EVENTS, EVENTS + 10))
+    # Whichever URL comes first.
+    copy(spark, list(reversed(dsns)), checkpoint)
+    assert copies(shards) == list(range(EVENTS + 10))
+    assert counted(dsns[0], "spark_publication") == len(list((checkpoint / "commits").glob("[0-9]*"))) == 3
+    check_nothing_is_left(shards)
+
+
+@pytest.mark.parametrize(
+    ("shard", "step", "at_commit", "decided"),
+    [(0, "INSERT ON eventsql.spark_publication", False, 0), (1, "UPDATE ON eventsql.spark_part", True, 1)],
+    ids=["prepared-not-decided", "decided-not-delivered"],
+)
+def test_a_batch_whose_driver_is_killed_in_the_commit_is_replayed_and_published_once(
+    *, spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path, tmp_path: Path,
+    shard: int, step: str, at_commit: bool, decided: int,
+) -> None:  # fmt: skip
+    dsns = urls_of(shards)
+    stream = {"dsn": " ".join(dsns), "source": "orders", "topic": "fares", "checkpoint": str(checkpoint)}
+    with (
+        driver(tmp_path, {"spark.master": "local[1]"}) as killed,
+        stopping(dsns[shard], step, at_commit=at_commit) as stop,
+    ):
+        killed.start("stream", options={}, **stream)
+        stop.await_reached()
+        killed.kill()
+        stop.end_session()
+    await_end_of_transactions(dsns)
+    assert counted(dsns[0], "spark_decision", "eql_decided") == counted(dsns[0], "spark_publication") == decided
+    assert counted(dsns[1], "spark_part", "eql_published_at IS NULL") == 1
+    # The batch is what the checkpoint says, whatever has come since.
+    publish(shards, range(EVENTS, EVENTS + 10))
+    copy(spark, dsns, checkpoint)
+    assert counted(dsns[0], "spark_publication") == 2
+    assert copies(shards) == list(range(EVENTS + 10))
+    check_nothing_is_left(shards)
+
+
+def test_a_stream_whose_checkpoint_was_deleted_publishes_nothing_twice(
+    spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path
+) -> None:
+    dsns = urls_of(shards)
+    copy(spark, dsns, checkpoint, writerId="copier")
+    shutil.rmtree(checkpoint)
+    copy(spark, dsns, checkpoint, writerId="copier")
+    assert copies(shards) == list(range(EVENTS))
+    assert counted(dsns[0], "spark_publication") == 2
+    # The last batch would have other events than the one that was published under its number.
+    shutil.rmtree(checkpoint)
+    publish(shards, range(EVENTS, EVENTS + 10))
+    with pytest.raises(StreamingQueryException) as failure:
+        copy(spark, dsns, checkpoint, writerId="copier")
+    refused = eventsql_error(failure.value)
+    assert isinstance(refused, ConfigurationError)
+    assert "batch 1 of writer 'copier' was published before with 160 events, and has 170 now" in str(refused)
+    assert copies(shards) == list(range(EVENTS))
+    check_nothing_is_left(shards)
+
+
+@pytest.fixture
+def second() -> Iterator[EmbeddedPostgres]:
+    """A server of its own, which the test stops and starts."""
+    # Not pytest's own temporary directory, which PostgreSQL's account may not enter.
+    home = Path(tempfile.mkdtemp(prefix="eventsql-shard-"))
+    home.chmod(0o755)
+    embedded = EmbeddedPostgres(home / "postgres")
+    try:
+        yield embedded
+    finally:
+        embedded.destroy()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def failure_of(query: StreamingQuery) -> str:
+    """What a query says that stops because a shard is down, also where it cannot give up what it has staged there."""
+    with pytest.raises(StreamingQueryException) as failure:
+        query.awaitTermination(PATIENCE)
+    error = eventsql_error(failure.value)
+    assert isinstance(error, DatabaseUnavailableError), str(failure.value)
+    return str(error)
+
+
+def test_a_shard_that_goes_down_stops_a_stream_which_goes_on_when_it_is_back(
+    spark: SparkSession, databases: Databases, second: EmbeddedPostgres, checkpoint: Path
+) -> None:
+    port = second.start().port
+    with prepared([*databases(1), second.create_database("orders")]) as shards:
+        dsns = urls_of(shards)
+        lost = next(dsn for dsn in dsns if f":{port}/" in dsn)
+        name = next(str(shard.shard) for shard in shards.shards if shard.database.dsn == lost)
+        # While a part of the first batch is published there.
+        stop = Stop(lost, "INSERT ON eventsql.event_buffer")
+        query = start(spark, dsns, checkpoint)
+        stop.await_reached()
+        second.stop(mode="immediate")
+        stop.let_go()
+        assert f":{port}/orders " in failure_of(query)
+        second.start()
+        with psycopg.connect(lost, autocommit=True) as connection:
+            connection.execute("DROP FUNCTION stop_here CASCADE")
+        # Between two batches.
+        query = start(spark, dsns, checkpoint, running="0 seconds")
+        wait_until(lambda: copies(shards) == list(range(EVENTS)), "everything is copied")
+        second.stop(mode="immediate")
+        assert f"shard {name!r} is down" in failure_of(query)
+        second.start()
+        publish(shards, range(EVENTS, EVENTS + 10))
+        copy(spark, dsns, checkpoint)
+        assert copies(shards) == list(range(EVENTS + 10))
+        check_nothing_is_left(shards)
