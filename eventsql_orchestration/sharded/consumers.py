@@ -15,11 +15,12 @@ from eventsql_orchestration.errors import (
     EventSQLError,
     PartitionOutOfRangeError,
 )
-from eventsql_orchestration.log.consumer import MAX_WORKERS, Consumers, Consumption
+from eventsql_orchestration.log.consumer import Consumers
 from eventsql_orchestration.log.consumption import BatchHandler, EventHandler
 from eventsql_orchestration.log.leased import LeasedHandler
 from eventsql_orchestration.log.pacing import Paces
 from eventsql_orchestration.log.retention import RUN_SECONDS, Dropped, Retainer
+from eventsql_orchestration.log.running import MAX_WORKERS, Consumption
 from eventsql_orchestration.log.transfer import Transfer
 from eventsql_orchestration.rules import Duration
 from eventsql_orchestration.sharded.decisions import Decisions

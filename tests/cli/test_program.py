@@ -224,7 +224,8 @@ def test_a_database_that_goes_away_while_a_stream_is_published_is_one_line_that_
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     (line,) = errors.decode().splitlines()
-    assert "closed the connection (terminating connection due to administrator command)" in line
+    # What the server says as it ends may be lost with what it had not read.
+    assert "closed the connection" in line or "cannot be reached" in line
     assert line.endswith("; 2 events were published before that")
 
 

@@ -22,11 +22,12 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.log import consumer as consumer_module
 from eventsql_orchestration.log import consumption as consumption_module
-from eventsql_orchestration.log.consumer import Consumers, Consumption, _Plan
+from eventsql_orchestration.log import running
+from eventsql_orchestration.log.consumer import Consumers, _Plan
 from eventsql_orchestration.log.consumption import ConsumerPartition
 from eventsql_orchestration.log.passes import Hold
+from eventsql_orchestration.log.running import Consumption
 from eventsql_orchestration.log.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -465,7 +466,7 @@ def test_handlers_that_stop_their_consumption_at_once_do_not_wait_for_each_other
 def test_a_handler_that_ends_its_thread_is_tried_again(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(consumer_module, "FAULT_DELAY", 0.01)
+    monkeypatch.setattr(running, "FAULT_DELAY", 0.01)
     seen = Seen()
     exits = iter([SystemExit(1)])
 
@@ -623,7 +624,7 @@ def test_a_notification_during_a_look_leads_to_another_look(platform: EventSQL, 
 def test_events_that_nobody_notifies_of_are_found_by_polling_which_then_goes_on_at_its_pace(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer_module, "IDLE_POLLING", 0.05)
+    monkeypatch.setattr(running, "IDLE_POLLING", 0.05)
     seen = Seen()
     with platform.consumers.start_batch("payments", "mailer", seen, polling_delay=0.01) as consumption:
         until_idle(consumption, until)
@@ -650,7 +651,7 @@ def test_a_consumer_that_hears_nothing_polls(dsn: str, platform: EventSQL, until
 def test_a_consumer_polls_at_its_pace_while_its_listener_is_cut_off(platform: EventSQL, until: Until) -> None:
     with platform.consumers.start("payments", "mailer", Seen().one, polling_delay=0.01) as consumption:
         until_idle(consumption, until)
-        assert consumption._idle_delay() == consumer_module.IDLE_POLLING
+        assert consumption._idle_delay() == running.IDLE_POLLING
         platform.listener.close()
         until(lambda: consumption._idle_delay() == 0.01)
 
@@ -864,7 +865,7 @@ def test_an_idle_consumer_of_many_partitions_says_nothing_until_it_is_due_or_wok
         consumption._look = noting(looks, consumption._look)
         consumption._pass = noting(passes, consumption._pass)
         until_idle(consumption, until)
-        slowly = consumer_module.IDLE_POLLING / 2
+        slowly = running.IDLE_POLLING / 2
         until(lambda: all(turn.due - time.monotonic() > slowly for turn in list(consumption._idle.values())))
         looks.clear()
         assert passes == []

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
-from eventsql_orchestration.log import consumer as consumer_module
+from eventsql_orchestration.log import running
 from eventsql_orchestration.log.buffered import BufferedPublisher
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.leased import Lease
@@ -404,7 +404,7 @@ def transfer(dsn: str, batch: str) -> None:
 
 def consume(dsn: str, consumer: str, most: str = "40") -> None:
     """Consume with the threads of `start_batch`, until the input ends."""
-    consumer_module.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
+    running.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
 
     def start(platform: EventSQL) -> bool:
         platform.consumers.start_batch(
@@ -424,7 +424,7 @@ def consume(dsn: str, consumer: str, most: str = "40") -> None:
 
 def consume_leased(dsn: str, consumer: str, most: str) -> None:
     """The same under leases: the work is done outside of any transaction, its effects commit with the offset."""
-    consumer_module.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
+    running.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
         with lease.transaction() as connection:

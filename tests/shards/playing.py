@@ -20,7 +20,7 @@ import psycopg
 from eventsql_orchestration import Event, EventSQL, Publication
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError, ShardError
-from eventsql_orchestration.log import consumer as consumer_module
+from eventsql_orchestration.log import running
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.leased import Lease
 from eventsql_orchestration.sharded import ShardedEventSQL
@@ -207,7 +207,7 @@ def _through_restarts(start: Callable[[ShardedEventSQL], bool], platform: Sharde
 
 def consume(urls: str, consumer: str, most: str) -> None:
     """Consume with the threads of `start_batch`, until told to end."""
-    consumer_module.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
+    running.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
 
     def start(platform: ShardedEventSQL) -> bool:
         platform.consumers.start_batch(
@@ -227,7 +227,7 @@ def consume(urls: str, consumer: str, most: str) -> None:
 
 def consume_leased(urls: str, consumer: str, most: str) -> None:
     """The same under leases."""
-    consumer_module.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
+    running.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
         with lease.transaction() as connection:

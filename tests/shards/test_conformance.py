@@ -10,12 +10,13 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError
 from eventsql_orchestration.log.asynchronous import AsyncPublisher
 from eventsql_orchestration.log.buffered import BufferedPublisher
-from eventsql_orchestration.log.consumer import Consumers, Consumption
+from eventsql_orchestration.log.consumer import Consumers
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.log.repartition import Repartitioner
 from eventsql_orchestration.log.retention import Retainer
+from eventsql_orchestration.log.running import Consumption
 from eventsql_orchestration.log.seek import Seeker
 from eventsql_orchestration.log.transfer import Transfer
 from eventsql_orchestration.queue import Queue
