@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -67,11 +66,13 @@ def check_text(
 def check_seconds(what: str, duration: Duration, *, zero: bool) -> float:
     """Return `duration` in seconds, or raise `ValidationError`: finite, positive (or `zero`), a year at most."""
     seconds: object = duration.total_seconds() if isinstance(duration, timedelta) else duration
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds != seconds:  # noqa: PLR0124 - NaN
         raise ValidationError(f"{what} must be a number of seconds, not {duration!r}")
     if seconds < 0 or (seconds == 0 and not zero) or seconds > MAX_SECONDS:
+        # An int may be too large for a float.
+        shown = f"{seconds:g}" if isinstance(seconds, float) else seconds
         least = "0" if zero else "more than 0"
-        raise ValidationError(f"{what} of {seconds:g} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
+        raise ValidationError(f"{what} of {shown} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
     return float(seconds)
 
 

@@ -14,6 +14,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.consumption import Failure
 from eventsql_orchestration.log.dead_letters import describe
+from eventsql_orchestration.log.handlers import check_returned
 
 STALLED_AFTER: Final = 300.0
 """Seconds after which the server ends a batch whose process stands still or is cut off: its transaction holds the
@@ -94,7 +95,7 @@ class BatchConsumer:
             if chosen:
                 with self._platform.database.transaction() as connection:
                     self._bound(connection)
-                    self._function(chosen, connection)
+                    check_returned(self._function(chosen, connection))
                 handed += len(chosen)
         return Consumed(handed, metadata={"replayed": True})
 
@@ -104,10 +105,10 @@ class BatchConsumer:
             (str(round(max(self._limits.lease, STALLED_AFTER) * 1000)),),
         )
 
-    def _watch(self, events: Sequence[Event], connection: Connection) -> None:
+    def _watch(self, events: Sequence[Event], connection: Connection) -> object:
         try:
             self._bound(connection)
-            self._function(events, connection)
+            return self._function(events, connection)
         except Exception as error:
             if len(events) == 1:
                 self._failed[events[0].id] = describe(error.__cause__ or error)

@@ -25,10 +25,14 @@ class UserFunction:
     def of(cls, function: Callable[..., Any], *, required: tuple[str, ...], optional: tuple[str, ...]) -> UserFunction:
         """Read a function's signature.
 
-        Raises `DagsterInvalidDefinitionError` where a required parameter is missing, or one is neither handed over nor
-        annotated as a resource.
+        Raises `DagsterInvalidDefinitionError` where a required parameter is missing, where one is neither handed over
+        nor annotated as a resource, and for an asynchronous function: nothing would await it.
         """
         name = getattr(function, "__name__", repr(function))
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise dg.DagsterInvalidDefinitionError(
+                f"{name}() is asynchronous, and nothing awaits it: make it a plain function"
+            )
         parameters = inspect.signature(function).parameters
         for parameter in required:
             if parameter not in parameters:

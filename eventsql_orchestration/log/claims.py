@@ -546,23 +546,22 @@ class Claims:
             try:
                 progress, claim, ended = self._process_batch(claim, handler, batch=size, lease=lease, check=check)
             except CommitRefusedError as refused:
-                if refused.passing:
+                if refused.passing or not refused.events:
                     # Whoever processes the claim hears of it, and a run of Dagster's is seen to fail.
                     raise refused.error from None
-                if size == 1 and check:
-                    progress, claim, ended = self._refuse(claim, refused.error)
-                else:
+                if size > 1:
                     # One by one, and where that finds none to blame, the first alone.
-                    size, check = 1 if check else batch, True
+                    size, check = 1 if check else size, True
                     continue
-            size, check = batch, False
+                progress, claim, ended = self._refuse(claim, refused.events[0], refused.error)
+            size, check = min(batch, size * 2), False
             consumed += progress.consumed
             if ended:
                 return Processed(consumed, progress.failure)
 
-    def _refuse(self, claim: Claim, error: Exception) -> tuple[Progress, Claim, bool]:
+    def _refuse(self, claim: Claim, event: Event, error: Exception) -> tuple[Progress, Claim, bool]:
         """Note that the next event of a claim failed, since it cannot be committed though it is alone."""
-        claim, failure = self.settle(claim, self.read(claim)[0], error)
+        claim, failure = self.settle(claim, event, error)
         ended = failure.outcome != Failure.DEAD_LETTER or claim.position == claim.range.upto
         return Progress(int(failure.outcome == Failure.DEAD_LETTER), claim.position, failure), claim, ended
 
@@ -574,9 +573,10 @@ class Claims:
         With `check`, events are handled one by one, each with what it leaves to the commit. Raises
         `CommitRefusedError`.
         """
-        with consumption.transaction(self._database) as connection:
+        events: list[Event] = []
+        with consumption.transaction(self._database, events) as connection:
             locked = self._locked(connection, claim)
-            events = fetch(
+            events += fetch(
                 connection, self._queries, claim.range.topic,
                 partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=batch,
             )  # fmt: skip

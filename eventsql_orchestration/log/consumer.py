@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
 from eventsql_orchestration.log import consumption
@@ -29,6 +29,7 @@ from eventsql_orchestration.log.leased import LeasedHandler, LeasedPasses
 from eventsql_orchestration.log.pacing import Paces
 from eventsql_orchestration.log.passes import Hold, Pass
 from eventsql_orchestration.log.reader import fetch
+from eventsql_orchestration.log.refusals import Refusals
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.log.running import MAX_WORKERS, Consumption
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
@@ -36,10 +37,6 @@ from eventsql_orchestration.rules import Duration, check_seconds, check_whole
 
 SINGLE_BATCH: Final = 100
 """How many events a consumer of single events reads at a time; each has a savepoint of its own."""
-
-MOST_REFUSED: Final = 20
-"""Commits of a partition's events that are refused one after the other for what may pass, as a conflict does, before
-the event is looked for that is to blame: after more than a minute, it comes from what is written."""
 
 LAYOUT_SECONDS: Final = 1.0
 """How soon a partition looks again whether the others have come to the end of their topic's layout."""
@@ -70,16 +67,6 @@ class _Plan:
 def _check(min_events: int, max_events: int) -> None:
     if not 1 <= min_events <= max_events:
         raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
-
-
-def _noting(handler: BatchHandler, handed: list[Event]) -> BatchHandler:
-    """The handler, which leaves in `handed` what it was handed last."""
-
-    def handle(events: Sequence[Event], connection: Connection) -> object:
-        handed[:] = events
-        return handler(events, connection)
-
-    return handle
 
 
 def _came_to(progress: Progress, plan: _Plan, *, full: bool) -> Pass:
@@ -121,8 +108,7 @@ class Consumers:
         # Their threads keep those that run.
         self._running: weakref.WeakSet[Consumption] = weakref.WeakSet()
         self._running_lock = threading.Lock()
-        self._refused: dict[ConsumerPartition, int] = {}
-        """How many commits in a row were refused for what may pass."""
+        self._refusals: dict[ConsumerPartition, Refusals] = {}
 
     def start(
         self,
@@ -301,33 +287,30 @@ class Consumers:
 
     def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
         """One pass over one partition; without progress when nothing could or need be consumed."""
-        handler, each, check, alone = plan.handler, plan.each, False, False
-        handed: list[Event] = []
+        handler, each, check = plan.handler, plan.each, False
+        refusals = self._refusals.get(key)
         while True:
+            limit = plan.max_events if refusals is None else refusals.limit(plan.max_events)
             try:
-                came_to = self._attempt(key, plan, hold, handler, each=each, check=check, alone=alone)
+                came_to = self._attempt(key, plan, hold, handler, limit=limit, each=each, check=check)
             except BatchFailedError as failed:
                 # A savepoint for each batch, in case, would be two more messages to the server. Handled again outside
                 # of this block: what failed, and the frames with its events, would be kept meanwhile.
                 handler, each = failed.handler(plan.handler), True
             except CommitRefusedError as refused:
-                if not check and refused.passing and self._may_pass(key):
+                refusals = self._refusals.setdefault(key, Refusals())
+                if not refused.events or (refused.passing and refusals.may_pass()):
                     raise refused.error from None
-                if alone:
-                    return self._refuse(key, plan, hold, handed[-1], refused.error)
-                # One by one, and where that finds none to blame, the first alone.
-                handler, each, check, alone = _noting(plan.handler, handed), True, True, check
+                if limit == 1:
+                    return self._refuse(key, plan, hold, refused.events[0], refused.error)
+                if check or refused.passing:
+                    # One by one found none to blame.
+                    refusals.isolate()
+                handler, each, check = plan.handler, True, True
             else:
-                if came_to.progress is not None:
-                    self._refused.pop(key, None)
+                if refusals is not None and came_to.progress is not None and refusals.committed(plan.max_events):
+                    self._refusals.pop(key, None)
                 return came_to
-
-    def _may_pass(self, key: ConsumerPartition) -> bool:
-        """Whether a commit that was refused, as for a conflict, is to be tried again with the same events."""
-        refused = self._refused.pop(key, 0) + 1
-        if refused < MOST_REFUSED:
-            self._refused[key] = refused
-        return refused < MOST_REFUSED
 
     def _refuse(self, key: ConsumerPartition, plan: _Plan, hold: Hold, event: Event, error: Exception) -> Pass:
         """Note that an event failed, which cannot be committed though it is alone."""
@@ -354,23 +337,23 @@ class Consumers:
         hold: Hold,
         handler: BatchHandler,
         *,
+        limit: int,
         each: bool,
         check: bool,
-        alone: bool,
     ) -> Pass:
-        """A pass in one transaction, with `alone` over one event.
+        """A pass in one transaction, over at most `limit` events.
 
         Raises `BatchFailedError` where it must be made with `each`, `CommitRefusedError` where with `check` as well.
         """
-        limit = 1 if alone else plan.max_events
         refused = Pass(due_in=plan.polling_delay, deaf=True)
-        with consumption.transaction(self._database) as connection, hold.connection(connection):
+        events: list[Event] = []
+        with consumption.transaction(self._database, events) as connection, hold.connection(connection):
             locked = consumption.lock(connection, self._queries, key, wait=False)
             if locked is None or locked.state.paused or locked.leased or locked.retry_in:
                 return refused
             if self._dead_letters.blocking(locked.state, connection) is not None:
                 return refused
-            events = fetch(
+            events += fetch(
                 connection, self._queries, key.topic,
                 partition=key.partition, after=locked.offset, upto=locked.upto, limit=limit,
             )  # fmt: skip
@@ -379,7 +362,7 @@ class Consumers:
                 return Pass() if locked.state.until is None else Pass(due_in=0.0, last=True)
             waited = (locked.now - events[0].created_at).total_seconds()
             # Up to the end of a layout there will be no more.
-            enough = alone or len(events) >= plan.min_events or locked.state.until is not None
+            enough = limit < plan.max_events or len(events) >= plan.min_events or locked.state.until is not None
             if not enough and waited < plan.max_polling_delay:
                 return Pass(due_in=plan.max_polling_delay - waited, least=plan.min_events)
             progress = consumption.consume(

@@ -175,19 +175,21 @@ class BatchFailedError(Exception):
 class CommitRefusedError(Exception):
     """Internal: the server refused a commit for what the handler had written.
 
-    It checks deferred constraints then. `error` is what it said; the events may be handled one by one, with `check`.
-    With `passing`, as of a conflict, it may go well when it is tried again.
+    It checks deferred constraints then. `error` is what it said; `events`, which the transaction was for, may be
+    handled one by one, with `check`. With `passing`, as of a conflict, it may go well when it is tried again.
     """
 
-    def __init__(self, error: Exception, *, passing: bool) -> None:
+    def __init__(self, error: Exception, events: Sequence[Event], *, passing: bool) -> None:
         super().__init__(str(error))
         self.error = error
+        self.events = events
         self.passing = passing
 
 
-_ELSEWHERE: Final = ("08", "25", "53", "57P", "58")
+_ELSEWHERE: Final = ("08", "25", "53", "54000", "57P", "58")
 """SQLSTATEs, and classes of them, that say nothing of what was written: connections, a server that takes no writes,
-resources, the operator, files. No event is to blame, and it is tried again for as long as it takes."""
+resources, its queue of notifications, the operator, files. No event is to blame, and it is tried again for as long as
+it takes."""
 
 _PASSING: Final = ("40", "55", "57")
 """Conflicts, locks, statements that took too long."""
@@ -197,8 +199,11 @@ _LASTING: Final = frozenset({"40002", "55000"})
 
 
 @contextmanager
-def transaction(database: Database) -> Iterator[Connection]:
-    """As `Database.transaction`; `CommitRefusedError` where the server refuses the commit for what was written."""
+def transaction(database: Database, events: Sequence[Event]) -> Iterator[Connection]:
+    """As `Database.transaction`; `CommitRefusedError` where the server refuses the commit for what was written.
+
+    `events` has, at the end of the block, those that it was for.
+    """
     committing = False
     try:
         with database.transaction() as connection:
@@ -208,7 +213,7 @@ def transaction(database: Database) -> Iterator[Connection]:
         state: str | None = getattr(error if isinstance(error, psycopg.Error) else error.__cause__, "sqlstate", None)
         if not committing or state is None or state.startswith(_ELSEWHERE):
             raise
-        raise CommitRefusedError(error, passing=state.startswith(_PASSING) and state not in _LASTING) from error
+        raise CommitRefusedError(error, events, passing=state.startswith(_PASSING) and state not in _LASTING) from error
 
 
 def refuse(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from typing import Final
 
 from eventsql_orchestration.errors import ValidationError
+
+_STILL_TO_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
 
 
 def check_handler(handler: object, *arguments: str) -> None:
@@ -26,7 +29,8 @@ def check_handler(handler: object, *arguments: str) -> None:
         if inspect.isgeneratorfunction(function):
             raise ValidationError(f"handler {name} is a generator, of which a call runs nothing: leave out its yield")
     try:
-        signature = inspect.signature(handler)
+        # Of what is called, and not of what it may wrap and hand further arguments to.
+        signature = inspect.signature(handler, follow_wrapped=False)
     except ValueError:
         # Some of those that are written in C have none.
         return
@@ -38,8 +42,9 @@ def check_handler(handler: object, *arguments: str) -> None:
 
 def check_returned(returned: object) -> None:
     """Raise `TypeError` for what a handler returned that is still to be run, as a lambda around a coroutine does."""
-    if returned is None or not (inspect.isawaitable(returned) or inspect.isgenerator(returned)):
+    if returned is None or not any(of_kind(returned) for of_kind in _STILL_TO_RUN):
         return
-    if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
+    if inspect.iscoroutine(returned):
+        # Or it would be complained of that nobody has awaited it.
         returned.close()
     raise TypeError("the handler returned what is still to be awaited, or iterated over: nothing of it has run")

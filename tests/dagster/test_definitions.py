@@ -171,12 +171,16 @@ def with_a_stranger(events: Any, connection: Connection, stranger: int) -> None:
 def without_annotation(events: Any, connection: Connection, stranger) -> None: ...  # type: ignore[no-untyped-def]  # it is what this test is about
 
 
+async def asynchronous(events: Any, connection: Connection) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (without_events, "needs a parameter called events"),
         (with_a_stranger, "parameter stranger that is neither"),
         (without_annotation, "parameter stranger that is neither"),
+        (asynchronous, "is asynchronous, and nothing awaits it"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_when_it_is_defined(

@@ -21,7 +21,7 @@ from eventsql_orchestration.errors import (
     DatabaseFullError,
     DatabaseUnavailableError,
 )
-from eventsql_orchestration.log import consumer
+from eventsql_orchestration.log import refusals
 from eventsql_orchestration.log.claims import Claim, NoClaim
 from eventsql_orchestration.log.consumption import MAX_BACKOFF
 from eventsql_orchestration.log.dead_letters import DeadLetterCause, DeadLetterFactory, dead_letter
@@ -340,7 +340,8 @@ def test_a_commit_that_never_stops_conflicting_ends_as_the_failure_of_its_event(
     monkeypatch: pytest.MonkeyPatch,
     state: str,
 ) -> None:
-    monkeypatch.setattr(consumer, "MOST_REFUSED", 3)
+    monkeypatch.setattr(refusals, "MOST_REFUSED", 3)
+    monkeypatch.setattr(refusals, "REFUSED_SECONDS", 0.0)
     refusing("NEW.event_id = 1", state)
     for _ in range(2):
         with pytest.raises((psycopg.Error, DatabaseBusyError)):
@@ -349,15 +350,53 @@ def test_a_commit_that_never_stops_conflicting_ends_as_the_failure_of_its_event(
     assert consume(platform, write) == 0
     assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (1, 1)
     make_due(platform)
+    # Nobody waits for what has not passed before.
+    assert consume(platform, write) == 0
+    assert state_of(platform).attempts == 2
+    assert effects() == []
+
+
+def test_an_event_whose_commit_never_stops_conflicting_is_found_among_many_at_once(
+    platform: EventSQL,
+    effects: Callable[[], list[int]],
+    refusing: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    monkeypatch.setattr(refusals, "MOST_REFUSED", 2)
+    monkeypatch.setattr(refusals, "REFUSED_SECONDS", 0.0)
+    refusing("NEW.event_id = 6", "57014")
     with pytest.raises((psycopg.Error, DatabaseBusyError)):
         consume(platform, write)
-    assert effects() == []
+    while state_of(platform).failed_event_id is None:
+        # Each turn gets some events on, and none conflicts any more.
+        assert consume(platform, write) or state_of(platform).failed_event_id == 6
+    assert effects() == [1, 2, 3, 4, 5]
+    assert state_of(platform).attempts == 1
+    for _ in range(2):
+        make_due(platform)
+        consume(platform, write)
+    while state_of(platform).last_event_id < 10:
+        assert consume(platform, write)
+    assert effects() == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+
+
+def test_conflicts_that_come_fast_are_not_held_against_an_event(
+    platform: EventSQL, refusing: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "MOST_REFUSED", 2)
+    refusing("true", "40001")
+    for _ in range(5):
+        with pytest.raises(psycopg.errors.SerializationFailure):
+            consume(platform, write)
+    assert state_of(platform).failed_event_id is None
 
 
 def test_what_has_nothing_to_do_with_an_event_is_never_its_failure(
     platform: EventSQL, refusing: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer, "MOST_REFUSED", 1)
+    monkeypatch.setattr(refusals, "MOST_REFUSED", 1)
+    monkeypatch.setattr(refusals, "REFUSED_SECONDS", 0.0)
     refusing("true", "53100")
     for _ in range(3):
         with pytest.raises(DatabaseFullError, match="has no room left"):

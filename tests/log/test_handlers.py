@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -79,12 +79,24 @@ def test_a_handler_that_would_do_nothing_is_refused(
     assert [(lag.events, lag.cause) for lag in platform.lag("orders")] == [(1, LagCause.WAITING)]
 
 
-@pytest.mark.parametrize("handler", [print, partial(print, "event"), lambda *_: None, lambda event, _, more=1: more])
+def injected(_event: object, _connection: object, *, mailer: object) -> None: ...
+
+
+@wraps(injected)
+def injecting(*arguments: object) -> None:
+    injected(*arguments, mailer=print)
+
+
+@pytest.mark.parametrize(
+    "handler", [injecting, print, partial(print, "event"), lambda *_: None, lambda event, _, more=1: more]
+)
 def test_whatever_can_be_called_so_is_a_handler(platform: EventSQL, handler: Any) -> None:
     assert platform.consumers.consume_once("orders", "mailer", handler) == 1
 
 
-@pytest.mark.parametrize("returning", [lambda: asynchronous(1, 2), lambda: generator(1, 2)])
+@pytest.mark.parametrize(
+    "returning", [lambda: asynchronous(1, 2), lambda: generator(1, 2), lambda: asynchronous_generator(1, 2)]
+)
 @pytest.mark.parametrize("way", ["start", "start_batch", "start_leased"])
 @pytest.mark.filterwarnings("error")
 def test_an_event_whose_handler_returns_what_is_still_to_be_run_has_failed(
@@ -116,6 +128,7 @@ def test_delays_and_leases_are_seconds_or_timedeltas(platform: EventSQL) -> None
         ({"polling_delay": 0}, "polling_delay of 0 seconds"),
         ({"polling_delay": timedelta(seconds=-1)}, "polling_delay of -1 seconds"),
         ({"max_polling_delay": float("nan")}, "max_polling_delay must be a number of seconds"),
+        ({"max_polling_delay": 10**400}, "max_polling_delay of 1000"),
         ({"max_polling_delay": "1"}, "max_polling_delay must be a number of seconds"),
     ],
 )

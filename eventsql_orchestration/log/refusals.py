@@ -1,0 +1,41 @@
+"""What is remembered of commits that the server refused: how long the same events are tried again, then how few."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+MOST_REFUSED: Final = 20
+REFUSED_SECONDS: Final = 60.0
+"""So many commits in a row, over so many seconds at least, are refused for what may pass, as a conflict does, before
+the event is looked for that is to blame: what has not passed by then comes from what is written."""
+
+
+class Refusals:
+    """Those of one consumer partition, since its last commit of as many events as it takes."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._since = time.monotonic()
+        self._most: int | None = None
+
+    def may_pass(self) -> bool:
+        """Count a commit that was refused for what may pass; whether the same events are to be tried again."""
+        self._count += 1
+        if self._most is not None:
+            return False
+        return self._count < MOST_REFUSED or time.monotonic() - self._since < REFUSED_SECONDS
+
+    def limit(self, most: int) -> int:
+        """How many events, `most` of them otherwise, the next commit may be of."""
+        return most if self._most is None else min(self._most, most)
+
+    def isolate(self) -> None:
+        """Events are committed one by one, and more of them again as that goes well."""
+        self._most = 1
+
+    def committed(self, most: int) -> bool:
+        """A commit went well; whether that leaves nothing to remember."""
+        if self._most is not None:
+            self._most *= 2
+        return self._most is None or self._most >= most
