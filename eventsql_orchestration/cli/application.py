@@ -26,6 +26,7 @@ from eventsql_orchestration.cli.migrate import migrate
 from eventsql_orchestration.cli.output import OutputClosedError, OutputFailedError, discard_output, redact, say
 from eventsql_orchestration.cli.publish import publish
 from eventsql_orchestration.cli.seek import seek
+from eventsql_orchestration.cli.server import server
 from eventsql_orchestration.cli.shard import shard
 from eventsql_orchestration.cli.topic import topic
 from eventsql_orchestration.cli.transfer import transfer
@@ -250,6 +251,6 @@ for _command in (
     _LoadedWhenCalled(
         "backfill", f"{_PACKAGE}.cli.backfill", short_help="Replay a range of a topic through a consumer."
     ),
-    shard, bench,
+    shard, server, bench,
 ):  # fmt: skip
     main.add_command(_command)

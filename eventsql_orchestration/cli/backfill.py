@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -25,7 +24,7 @@ from eventsql_orchestration.cli.output import say, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
     ConsumerName,
     Duration,
-    StartPlace,
+    LogPlace,
     consumer_argument,
     json_option,
     optional_topic_argument,
@@ -39,29 +38,17 @@ from eventsql_orchestration.dagster.launching import Launcher, RemoteDagster
 from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
 from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedBackfills
 from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.dagster.windows import Place, check_id, new_id, resume_command
+from eventsql_orchestration.dagster.windows import check_id, new_id, resume_command
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     PartitionLeasedError,
     RegistryError,
     ShardSetError,
 )
-from eventsql_orchestration.log.positions import Back, Latest, starting_at
+from eventsql_orchestration.log.positions import Latest, Place
 from eventsql_orchestration.platform import EventSQL
 
 DEFINITIONS: Final = Path("definitions.py")
-
-
-class RangeEnd(click.ParamType[Place]):
-    """`earliest`, `latest`, an offset, a time, or a duration before now."""
-
-    name = "place"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Place:
-        text = str(value)
-        if re.fullmatch(r"(\d+(\.\d+)?[wdhms])+|P.+", text, re.ASCII):
-            return Back(Duration().convert(text, param, ctx))
-        return starting_at(StartPlace().convert(text, param, ctx))
 
 
 class _RunByDefault(click.Group):
@@ -92,7 +79,7 @@ def backfill() -> None:
 @click.option(
     "--from",
     "start",
-    type=RangeEnd(),
+    type=LogPlace(),
     metavar="PLACE",
     help="Where the range begins: earliest, the offset of its first event, a time with its zone at which that entered "
     "the log at the earliest (2026-05-01T12:00:00Z), or how long ago that was (15m, 2h, 7d).",
@@ -100,7 +87,7 @@ def backfill() -> None:
 @click.option(
     "--to",
     "end",
-    type=RangeEnd(),
+    type=LogPlace(),
     metavar="PLACE",
     help="Where it ends: latest, the offset of its last event, or the time before which that entered the log  "
     "[default: latest].",

@@ -10,8 +10,8 @@ import click
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import partition_name, say, show_fields, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
+    LogPlace,
     NameValue,
-    StartPlace,
     consumer_argument,
     json_option,
     optional_topic_argument,
@@ -19,7 +19,7 @@ from eventsql_orchestration.cli.parameters import (
 )
 from eventsql_orchestration.errors import ConsumerNotFoundError
 from eventsql_orchestration.log.lag import LagCause
-from eventsql_orchestration.log.positions import Start, starting_at
+from eventsql_orchestration.log.positions import Place
 from eventsql_orchestration.model import Consumer, ConsumerState, EventFilter
 
 
@@ -42,11 +42,12 @@ def consumer() -> None:
     "--start",
     "--from",
     "start",
-    type=StartPlace(),
+    type=LogPlace(),
     default="earliest",
     show_default=True,
-    metavar="earliest|latest|OFFSET|TIME",
-    help="Where a new consumer begins; TIME with its zone, such as 2026-05-01T12:00:00Z.",
+    metavar="PLACE",
+    help="Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or "
+    "how long ago that was (15m, 2h, 7d).",
 )
 @click.option("--key", "keys", multiple=True, metavar="K", help="Only events with this key; of several, any of them.")
 @click.option("--key-prefix", metavar="P", help="Only events whose key begins so.")
@@ -66,7 +67,7 @@ def create(
     consumer: str,
     partitioned: bool,
     max_attempts: int | None,
-    start: Start,
+    start: Place,
     keys: tuple[str, ...],
     key_prefix: str | None,
     metadata: tuple[tuple[str, str], ...],
@@ -79,7 +80,6 @@ def create(
     conditions = _filter(keys, key_prefix, metadata)
     if conditions is not None and no_filter:
         raise click.UsageError("--no-filter contradicts --key, --key-prefix and --metadata")
-    starting_at(start)
     with context.definitions() as platform:
         platform.registry.topic(topic)
         try:

@@ -24,7 +24,7 @@ from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import counted, say, show_table
 from eventsql_orchestration.dagster.development import UNDER_WAY, LocalDagster, free_port, only_one
 from eventsql_orchestration.dagster.instance import instance_directory, write_instance
-from eventsql_orchestration.dagster.rounds import Counts, TopicRound, account, published_by
+from eventsql_orchestration.dagster.rounds import Counts, TopicRound, account, published_by, runs_of_topics
 from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import RoundError
@@ -136,7 +136,13 @@ def dev(
                     return
                 faults = _round(dagster, instance, platform, progress, simulation=simulation, timeout=timeout)
                 runs = instance.get_runs(dg.RunsFilter(created_after=started))
-                topics = account(before, Counts.take(platform), published=published_by(instance, runs), runs=runs)
+                topics = account(
+                    before,
+                    Counts.take(platform),
+                    published=published_by(instance, runs),
+                    runs=runs,
+                    runs_of=runs_of_topics(instance, runs),
+                )
     failed = [run for run in runs if run.status is dg.DagsterRunStatus.FAILURE]
     if failed:
         say(f"{counted(len(failed), 'run')} failed and made up for, of job {failed[0].job_name} for example")

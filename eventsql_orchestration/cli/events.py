@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say, write_events
 from eventsql_orchestration.cli.parameters import (
+    LogPlace,
     consumer_argument,
     follow_option,
     max_option,
@@ -23,8 +24,9 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
+from eventsql_orchestration.log.positions import AtOffset, Earliest, Latest, Place, resolve
 from eventsql_orchestration.log.registry import choose_partitions
-from eventsql_orchestration.model import MAX_PARTITIONS, Event, check_partition
+from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
 from eventsql_orchestration.platform import EventSQL
 
 _BATCH: Final = 1_000
@@ -40,28 +42,16 @@ _STOPPED: Final = frozenset(
 )
 
 
-class OffsetOrEnd(click.ParamType[int | str]):
-    """An offset, `earliest` or `latest`."""
-
-    name = "offset|earliest|latest"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value in ("earliest", "latest"):
-            return str(value)
-        if not str(value).isdecimal() or not str(value).isascii() or not 0 <= int(value) < 2**63:
-            self.fail(f"{value!r} is neither an offset nor earliest or latest", param, ctx)
-        return int(value)
-
-
 @click.command(short_help="Print events as JSON lines, without committing anything.")
 @topic_argument
 @click.option(
     "--from",
     "start",
-    type=OffsetOrEnd(),
-    metavar="earliest|latest|OFFSET",
-    help="The first offset to print, or earliest or latest (what comes from now on). Without it: earliest, "
-    "with --follow latest.",
+    type=LogPlace(),
+    metavar="PLACE",
+    help="Where to begin: earliest, latest (what comes from now on), an offset, a time with its zone at which the "
+    "first event entered the log at the earliest (2026-05-01T12:00:00Z), or how long ago that was (15m, 2h, 7d)  "
+    "[default: earliest, with --follow latest].",
 )
 @max_option
 @follow_option
@@ -71,7 +61,7 @@ def tail(
     context: CliContext,
     *,
     topic: str,
-    start: int | str | None,
+    start: Place | None,
     max_events: int | None,
     follow: bool,
     partition: int | None,
@@ -85,8 +75,8 @@ def tail(
         if partition is not None:
             check_partition(topic, partition, found.partitions if found.layout == 1 else MAX_PARTITIONS)
         if start is None:
-            start = "latest" if follow else "earliest"
-        if len(platform.shards) > 1 and isinstance(start, int):
+            start = Latest() if follow else Earliest()
+        if len(platform.shards) > 1 and isinstance(start, AtOffset):
             raise ValidationError("an offset means another event on each shard: name one (--shard NAME)")
         logs = [_Log(shard, context.shard or shard.shard, topic, start, partition) for shard in platform.shards]
         left = max_events
@@ -107,9 +97,7 @@ def tail(
 class _Log:
     """The log of a topic on one shard, and how far it was printed."""
 
-    def __init__(
-        self, platform: EventSQL, shard: str | None, topic: str, start: int | str, partition: int | None
-    ) -> None:
+    def __init__(self, platform: EventSQL, shard: str | None, topic: str, start: Place, partition: int | None) -> None:
         self._platform = platform
         self._shard = shard
         self._topic = topic
@@ -136,11 +124,13 @@ def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Even
     return wake
 
 
-def _before(platform: EventSQL, topic: str, start: int | str) -> int:
-    """The offset after which to read."""
-    if isinstance(start, int):
-        return max(0, start - 1)
-    return platform.reader.end(topic) if start == "latest" else 0
+def _before(platform: EventSQL, topic: str, start: Place) -> int:
+    """The offset after which to read. One beyond the end of the log stands for itself: --follow waits for it."""
+    if isinstance(start, AtOffset):
+        return max(0, start.offset - 1)
+    database = platform.database
+    with database.connection() as connection:
+        return resolve(connection, database.schema, topic, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
 
 
 @click.command(short_help="Print the events that a consumer has left, and commit its offsets.")
@@ -157,7 +147,7 @@ def consume(
 
     An offset is committed after its event was written: one that is printed when the command is killed may be printed
     again. Fails when events wait that the consumer cannot get, because it is paused for example. The output is that of
-    `eventsql tail`.
+    `eventsql tail`. It begins where the consumer stands, which `eventsql seek` changes.
     """
     with context.platform() as platform:
         states = platform.registry.consumer(topic, consumer)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from eventsql_orchestration.log.positions import Start
+from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 from eventsql_orchestration.model import check_topic_name
 from eventsql_orchestration.rules import check_name, check_time
 
@@ -59,22 +59,6 @@ class Time(click.ParamType[datetime]):
         return check_time("the time", time)
 
 
-class StartPlace(click.ParamType[Start]):
-    """`earliest`, `latest`, an offset or a time."""
-
-    name = "start"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Start:
-        if value in ("earliest", "latest"):
-            start: Start = value
-            return start
-        if re.fullmatch(r"-?[0-9]+", str(value)):
-            return int(value)
-        if not str(value)[:1].isdecimal():
-            self.fail(f"{value!r} is neither earliest, latest, an offset nor a time", param, ctx)
-        return Time().convert(value, param, ctx)
-
-
 _NUMBER: Final = r"(\d+(?:\.\d+)?)"
 _SHORT: Final = "".join(f"(?:{_NUMBER}{unit})?" for unit in "wdhms")
 _ISO: Final = f"P(?:{_NUMBER}W)?(?:{_NUMBER}D)?(?:T(?=\\d)(?:{_NUMBER}H)?(?:{_NUMBER}M)?(?:{_NUMBER}S)?)?"
@@ -95,6 +79,24 @@ class Duration(click.ParamType[timedelta]):
             return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
         except OverflowError:
             self.fail(f"{value!r} is too long a duration", param, ctx)
+
+
+class LogPlace(click.ParamType[Place]):
+    """A place in a topic's log: `earliest`, `latest`, an offset, a time, or a duration before now."""
+
+    name = "place"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Place:
+        text = str(value)
+        if text in ("earliest", "latest"):
+            return Earliest() if text == "earliest" else Latest()
+        if re.fullmatch(r"-?[0-9]+", text):
+            return AtOffset(int(text))
+        if re.fullmatch(r"(\d+(\.\d+)?[wdhms])+|P.+", text, re.ASCII):
+            return Back(Duration().convert(text, param, ctx))
+        if not text[:1].isdecimal():
+            self.fail(f"{value!r} is neither earliest, latest, an offset, a time nor a duration", param, ctx)
+        return AtTime(Time().convert(text, param, ctx))
 
 
 class Size(click.ParamType[int]):

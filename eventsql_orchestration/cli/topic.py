@@ -143,8 +143,8 @@ def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:
     say(f"topic {topic.name!r} has {counted(partitions, 'partition')}{after}; it had {changed.before:,}")
     if waiting := {name for shard in platform.shards for name in shard.layouts.unsettled(topic.name)}:
         say(
-            f"{', '.join(waiting)}: to finish the old partitions before the new ones; sensors and deployments that "
-            "name partitions need the new number"
+            f"yet to finish the old partitions before the new ones: {', '.join(sorted(waiting))}; sensors and "
+            "deployments that name partitions need the new number"
         )
 
 

@@ -70,8 +70,16 @@ class WindowReplay:
         and `WindowGoneError` where it is not there.
         """
         lease_ends_at = None
+        awaited: Backfill | None = None
         while True:
-            backfill, part = self._look()
+            try:
+                backfill, part = self._look()
+            except WindowGoneError:
+                if awaited is None:
+                    raise
+                # The run that had it has come to its end, and with it the backfill to its own.
+                return awaited
+            awaited = None
             if part.done:
                 return backfill
             if part.owner is not None and part.owner != self._owner:
@@ -81,7 +89,7 @@ class WindowReplay:
                 elif lease_ends_at not in {None, part.lease_ends_at}:
                     raise dg.Failure(f"{part.owner} replays this window now", allow_retries=False)
                 # A run that lives renews its lease; that of one that was killed ends.
-                lease_ends_at = part.lease_ends_at
+                lease_ends_at, awaited = part.lease_ends_at, backfill
                 time.sleep(POLL)
             elif part.paused:
                 raise dg.Failure(f"the window is paused: {self._advice()} ends that", allow_retries=False)

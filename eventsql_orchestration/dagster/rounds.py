@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.metadata import PUBLISHED_EVENTS, PUBLISHED_TOPIC
+from eventsql_orchestration.dagster.metadata import INPUT_CONSUMER, INPUT_TOPIC, PUBLISHED_EVENTS, PUBLISHED_TOPIC
 from eventsql_orchestration.dagster.tags import TOPIC_TAG
 from eventsql_orchestration.platform import EventSQL
 
@@ -43,7 +43,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class TopicRound:
-    """What a round did to one topic; `consumed` is the sum over its `consumers`."""
+    """What a round did to one topic; `consumed` is the sum over its `consumers`, `runs` are as of `runs_of_topics`."""
 
     topic: str
     published: int
@@ -59,8 +59,7 @@ def published_by(instance: dg.DagsterInstance, runs: Iterable[dg.DagsterRun]) ->
     """How many events the materializations of these runs say they published, per topic."""
     published: Counter[str] = Counter()
     for run in runs:
-        for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
-            materialization = entry.dagster_event.step_materialization_data.materialization  # type: ignore[union-attr]
+        for materialization in _materializations(instance, run):
             topic = materialization.metadata.get(PUBLISHED_TOPIC)
             events = materialization.metadata.get(PUBLISHED_EVENTS)
             if topic is not None and events is not None:
@@ -68,18 +67,43 @@ def published_by(instance: dg.DagsterInstance, runs: Iterable[dg.DagsterRun]) ->
     return published
 
 
+def runs_of_topics(instance: dg.DagsterInstance, runs: Iterable[dg.DagsterRun]) -> Counter[str]:
+    """How many of these runs each topic had: a run counts for the topic it was requested for, and for each it consumed.
+
+    A shared run is requested for one topic, and takes what waits of the others.
+    """
+    counted: Counter[str] = Counter()
+    for run in runs:
+        topics = {run.tags[TOPIC_TAG]} if TOPIC_TAG in run.tags else set()
+        for materialization in _materializations(instance, run):
+            if INPUT_CONSUMER in materialization.metadata:
+                topics.add(str(materialization.metadata[INPUT_TOPIC].value))
+        counted.update(topics)
+    return counted
+
+
+def _materializations(instance: dg.DagsterInstance, run: dg.DagsterRun) -> Iterator[dg.AssetMaterialization]:
+    for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
+        yield entry.dagster_event.step_materialization_data.materialization  # type: ignore[union-attr]
+
+
 def account(
-    before: Counts, after: Counts, *, published: Counter[str], runs: Iterable[dg.DagsterRun]
+    before: Counts,
+    after: Counts,
+    *,
+    published: Counter[str],
+    runs: Iterable[dg.DagsterRun],
+    runs_of: Counter[str],
 ) -> list[TopicRound]:
     """Compare two moments, topic by topic, with what the runs between them say they published.
+
+    `runs` are all of them, `runs_of` how many each topic had.
 
     A fault is an event that was published and is not in the log, one that is in the log and nobody published, one that
     a consumer has not had, and one that it has had twice. Where a run failed, events that nobody reports are none: a
     run may die between the commit of what it publishes and its report.
     """
-    runs = list(runs)
     reported = all(run.status is not dg.DagsterRunStatus.FAILURE for run in runs)
-    launched = Counter(run.tags[TOPIC_TAG] for run in runs if TOPIC_TAG in run.tags)
     rounds = []
     for topic in sorted(after.logged):
         arrived = after.logged[topic] + after.buffered[topic] - before.logged[topic] - before.buffered[topic]
@@ -112,7 +136,7 @@ def account(
                 transferred,
                 consumed,
                 len(consumers),
-                launched[topic],
+                runs_of[topic],
                 lag,
                 tuple(faults),
             )

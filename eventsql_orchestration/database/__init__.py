@@ -1,6 +1,7 @@
 """Floor 1: connections, schema and named SQL."""
 
-from eventsql_orchestration.database.database import Connection, Database, driver_connection, is_pooled
+from eventsql_orchestration.database.connections import Connection, driver_connection
+from eventsql_orchestration.database.database import Database, is_pooled
 from eventsql_orchestration.database.queries import Queries
 
 __all__ = ["Connection", "Database", "Queries", "driver_connection", "is_pooled"]

@@ -10,17 +10,19 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
 
 import psycopg
 import sqlalchemy
 from psycopg.pq import TransactionStatus
-from psycopg.rows import TupleRow, tuple_row
+from psycopg.rows import tuple_row
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.database import migrations
+from eventsql_orchestration.database.connections import Connection, Home, identity, joined_connection
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
@@ -35,9 +37,6 @@ from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.rules import DEFAULT_SCHEMA
 
 logger = logging.getLogger(__name__)
-
-Connection: TypeAlias = psycopg.Connection[TupleRow]
-"""A psycopg connection as handlers and publishers take it."""
 
 _ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 """Contracts of this package are written for it: a statement after a row lock must see what the previous holder of the
@@ -172,27 +171,13 @@ def describe(error: psycopg.Error) -> str:
     return error.diag.message_primary or " ".join(str(error).split()) or type(error).__name__
 
 
-def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
-    """The psycopg connection of a transaction that a caller runs with psycopg or with SQLAlchemy."""
-    if isinstance(connection, sqlalchemy.Connection):
-        driver: Any = connection.connection.driver_connection
-    else:
-        driver = connection
-    if not isinstance(driver, psycopg.Connection):
-        raise TypeError(f"a psycopg or SQLAlchemy (postgresql+psycopg) connection is needed, not {type(driver)!r}")
-    if isinstance(connection, sqlalchemy.Connection) and not connection.in_transaction():
-        # SQLAlchemy would roll back what it did not begin itself.
-        connection.begin()
-    return driver
-
-
 ASKED_AFTER: Final = 10.0
 """Seconds without use after which a pooled connection is asked whether it is alive: a proxy may drop one silently.
 Sooner, a look at its socket is enough, which says when the server has ended the session or died. To ask each time is a
 round trip. Measured: a third of the time of publishing one event."""
 
 
-def _check_at_checkout(engine: sqlalchemy.Engine) -> None:
+def _check_at_checkout(engine: sqlalchemy.Engine, home: Home) -> None:
     """See to it that a server that restarted, or a dropped connection, costs a reconnect and no error.
 
     And that whoever gets a connection finds no transaction in it.
@@ -201,6 +186,7 @@ def _check_at_checkout(engine: sqlalchemy.Engine) -> None:
     @sqlalchemy.event.listens_for(engine, "connect")
     def connected(connection: Any, _record: object) -> None:
         _detect_pooler(connection)
+        home.note(connection)
 
     @sqlalchemy.event.listens_for(engine, "reset")
     def reset(connection: Any, _record: object, _state: object) -> None:
@@ -284,7 +270,9 @@ class Database:
             pool_reset_on_return=None,
             connect_args=self._connect_args,
         )
-        _check_at_checkout(self.engine)
+        self._most = pool_size + max_overflow
+        self._home = Home()
+        _check_at_checkout(self.engine, self._home)
         _USED.add(self)
 
     def __repr__(self) -> str:
@@ -299,6 +287,12 @@ class Database:
         # SQLAlchemy leaves spaces as they are; libpq refuses them, and repeats the password that holds one.
         return self.url.set(drivername="postgresql").render_as_string(hide_password=False).replace(" ", "%20")
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether every pooled connection that this process may have is in use."""
+        pool = self.engine.pool
+        return isinstance(pool, QueuePool) and pool.checkedout() >= self._most
+
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """One pooled connection in autocommit mode; `with connection.transaction():` spans a transaction on it.
@@ -310,19 +304,27 @@ class Database:
         with self._pooled() as connection:
             yield connection
 
-    @contextmanager
-    def joined(self, connection: Connection | None) -> Iterator[Connection]:
-        """The caller's `connection`, whose transaction the block joins, or one of `connection()` where there is none.
+    def joined(self, connection: Connection | sqlalchemy.Connection | None) -> AbstractContextManager[Connection]:
+        """The `callers(connection)`, whose transaction the block joins, or a `connection()` where there is none."""
+        return self.connection() if connection is None else self.callers(connection)
 
-        Raises as `connection()`.
+    @contextmanager
+    def callers(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Connection]:
+        """A caller's connection of psycopg or SQLAlchemy, in whose transaction the block takes part.
+
+        One of psycopg in autocommit mode outside of a transaction has none: each statement commits by itself. Raises
+        `ValidationError`, before anything is written, for what leads to another database, for one of SQLAlchemy in
+        AUTOCOMMIT, and for what is no such connection; otherwise as `connection()`.
         """
-        if connection is None:
-            with self.connection() as pooled:
-                yield pooled
-        else:
-            self.ensure_schema()
-            with self.errors(connection):
-                yield connection
+        driver = joined_connection(connection)
+        self.ensure_schema()
+        with self.errors(driver):
+            self._home.check(driver, self, self._identity)
+            yield driver
+
+    def _identity(self) -> str | None:
+        with self._pooled() as connection:
+            return identity(connection)
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:

@@ -21,7 +21,8 @@ from typing import Final, TypeAlias
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.database.database import Connection, Database, is_pooled
+from eventsql_orchestration.database.connections import Connection
+from eventsql_orchestration.database.database import Database, is_pooled
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.errors import EventSQLError
 

@@ -17,14 +17,17 @@ unique index on the two, after those that `only` names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import psycopg
+import sqlalchemy
 from psycopg import sql
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.database import describe
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.rules import check_whole
@@ -113,16 +116,17 @@ class HorizonReader:
         *,
         limit: int = 1_000,
         only: Mapping[str, object] | None = None,
-        connection: Connection | None = None,
+        connection: Connection | sqlalchemy.Connection | None = None,
     ) -> list[HorizonRow]:
         """The next rows after a checkpoint, `limit` at most, none beyond the horizon; empty where all were read.
 
         `only` gives columns and the values that they must have. On `connection`, rows are read in the caller's
         transaction: there, lock where the checkpoint is stored first, and store the last row's `checkpoint` before the
         commit, and each row has its effects once. A transaction that has written is itself the horizon from then on.
+        The connection is one of psycopg or SQLAlchemy to the same database.
 
         Raises `ValidationError` for a limit below 1; `DatabaseError` for a table with rows of transactions that this
-        server has not had yet, as a dump that was restored has.
+        server has not had yet, as a dump that was restored has, and for a table or column that is not there.
         """
         check_whole("limit", limit, least=1)
         conditions = dict(only or {})
@@ -148,14 +152,16 @@ class HorizonReader:
             yield rows
             after = rows[-1].checkpoint
 
-    def horizon(self, connection: Connection | None = None) -> int:
+    def horizon(self, connection: Connection | sqlalchemy.Connection | None = None) -> int:
         """The oldest transaction that may still write: rows of it and of later ones are not read yet."""
         with self._on(connection) as joined:
             row = joined.cursor(row_factory=tuple_row).execute(self._compose("horizon")).fetchone()
             assert row is not None, "a SELECT without FROM gives a row"
             return int(row[0])
 
-    def held_back(self, *, only: Mapping[str, object] | None = None, connection: Connection | None = None) -> int:
+    def held_back(
+        self, *, only: Mapping[str, object] | None = None, connection: Connection | sqlalchemy.Connection | None = None
+    ) -> int:
         """How many rows are committed and lie beyond the horizon: they wait for a transaction that goes on."""
         conditions = dict(only or {})
         values = {f"only_{number}": value for number, value in enumerate(conditions.values())}
@@ -164,8 +170,16 @@ class HorizonReader:
             row = cursor.execute(self._compose("held_back", *conditions), values).fetchone()
             return 0 if row is None else int(row[0])
 
-    def _on(self, connection: Connection | None) -> AbstractContextManager[Connection]:
-        return self._database.joined(connection)
+    @contextmanager
+    def _on(self, connection: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
+        with self._database.joined(connection) as joined:
+            try:
+                yield joined
+            except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
+                raise DatabaseError(
+                    f"table {self._table} of {self._database} cannot be read ({describe(error)}): make the table with "
+                    "these columns, or name the one that is there, and its schema"
+                ) from error
 
     def _compose(self, name: str, *conditions: str) -> sql.Composed:
         only = [

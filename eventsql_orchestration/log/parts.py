@@ -206,6 +206,15 @@ class Parts:
         with self._database.connection() as connection:
             return connection.execute(self._queries("is_open"), {"id": publication}).fetchone() == (True,)
 
+    def was_replaced(self, part: Part) -> bool:
+        """Whether another part of the same batch is published here: a batch takes place once, with one on each shard.
+
+        False also where that was forgotten.
+        """
+        values = {"id": part.id, "decider": part.decider, "writer": part.writer, "batch": part.batch}
+        with self._database.connection() as connection:
+            return connection.execute(self._queries("was_replaced"), values).fetchone() == (True,)
+
     def open(self) -> list[Part]:
         """The parts that are not published, oldest first."""
         with self._database.connection() as connection:

@@ -81,13 +81,18 @@ class ShiftBy:
 
 Position: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back | ShiftBy
 
-Start: TypeAlias = Literal["earliest", "latest"] | int | datetime
-"""Where a new consumer begins: as `Earliest`, `Latest`, `AtOffset` and `AtTime`."""
+Place: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back
+"""A position that is the same wherever one stands."""
+
+Start: TypeAlias = Literal["earliest", "latest"] | int | datetime | Place
+"""Where a new consumer begins: a place, or in short "earliest", "latest", an offset or a time."""
 
 
-def starting_at(start: Start) -> Earliest | Latest | AtOffset | AtTime:
-    """The position of a start. Raises `ValidationError`."""
+def starting_at(start: Start) -> Place:
+    """The position of a start. Raises `ValidationError`, also for `ShiftBy`: there is nothing to count from yet."""
     match start:
+        case Earliest() | Latest() | AtOffset() | AtTime() | Back():
+            return start
         case "earliest":
             return Earliest()
         case "latest":
@@ -96,7 +101,10 @@ def starting_at(start: Start) -> Earliest | Latest | AtOffset | AtTime:
             return AtOffset(start)
         case datetime():
             return AtTime(start)
-    raise ValidationError(f"start must be 'earliest', 'latest', an offset or a time, not {start!r}")
+    raise ValidationError(
+        "start must be 'earliest', 'latest', an offset, a time with its zone, or one of Earliest(), Latest(), "
+        f"AtOffset(…), AtTime(…) and Back(…), not {start!r}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +161,7 @@ class _Look:
         first, end = self._row("log_extent")
         return _Extent(first, end)
 
-    def target(self, position: Earliest | Latest | AtOffset | AtTime | Back) -> Target:
+    def target(self, position: Place) -> Target:
         match position:
             case Earliest():
                 return Target(self.extent().before)

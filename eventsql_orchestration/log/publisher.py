@@ -20,8 +20,8 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import Json
 
-from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
-from eventsql_orchestration.errors import RedefinitionError
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.log import encoding
 from eventsql_orchestration.log.partitioner import Partitioner, default_partition
 from eventsql_orchestration.log.registry import Registry
@@ -93,7 +93,11 @@ class Publisher:
         """Publish one event; it is committed when this returns.
 
         With `connection`, of psycopg or SQLAlchemy and on the same database, the event is part of the caller's
-        transaction instead, and is published when that commits (an outbox).
+        transaction instead, and is published when that commits (an outbox). One of psycopg in autocommit mode has a
+        transaction inside `with connection.transaction():`; outside, the event is committed at once, and a batch of
+        `publish_all` in a transaction of its own. Raises `ValidationError` for a connection to another database, for
+        one of SQLAlchemy in AUTOCOMMIT, which cannot roll back, and for what is no such connection; nothing was written
+        then.
 
         Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, and `RedefinitionError` when the
         topic does not stop being redefined; in each case nothing was published. `DatabaseUnavailableError` where the
@@ -103,7 +107,11 @@ class Publisher:
         Where the database is a shard, an event whose key belongs to another one raises `WrongShardError`. `placed` is
         the set by which a caller has chosen this shard for it already.
         """
-        topic = self._definition(publication.topic, placed)
+        try:
+            name = publication.topic
+        except AttributeError:
+            raise _no_publication(publication) from None
+        topic = self._definition(name, placed)
         partition = self._partition(publication, topic)
         statement = "publish" if connection is None else "publish_joined"
         with self._connection(connection) as driver:
@@ -128,6 +136,7 @@ class Publisher:
         `RedefinitionError` when a topic was redefined while they were read, or in the caller's transaction: publish
         again. Otherwise as `publish`.
         """
+        check_many(publications)
         if connection is None:
             if placed is not None and placed.names and isinstance(publications, list):
                 # The part of a batch in memory whose size is known to be small enough.
@@ -235,7 +244,10 @@ class Publisher:
     ) -> Iterator[Encoded]:
         """The rows of publications; the definitions that their partitions are chosen by are added to `topics`."""
         for publication in publications:
-            name = publication.topic
+            try:
+                name = publication.topic
+            except AttributeError:
+                raise _no_publication(publication) from None
             topic = topics.get(name)
             if topic is None:
                 topic = topics[name] = self._definition(name, placed)
@@ -271,7 +283,7 @@ class Publisher:
             raise _redefined(redefined)
 
     def _connection(self, given: Connection | sqlalchemy.Connection | None) -> AbstractContextManager[Connection]:
-        return self._database.joined(None if given is None else driver_connection(given))
+        return self._database.joined(given)
 
     @contextmanager
     def _transaction(self, given: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
@@ -292,6 +304,21 @@ def definitions(topics: Collection[Topic]) -> dict[str, object]:
     }
 
 
+def check_many(publications: object) -> None:
+    """Raise `ValidationError` for what is not any number of publications, as a single one is not."""
+    if not isinstance(publications, Iterable):
+        raise ValidationError(
+            f"publish_all takes a list of publications, or anything else that gives them one by one, not "
+            f"{type(publications).__name__}: a single one goes to publish"
+        )
+
+
+def _no_publication(given: object) -> ValidationError:
+    return ValidationError(
+        f"a Publication is needed, not {type(given).__name__}: Publication(topic, value, key=…, metadata=…)"
+    )
+
+
 def _redefined(topics: list[str]) -> RedefinitionError:
     return RedefinitionError(f"topic {', '.join(topics)} was redefined meanwhile: nothing was published, publish again")
 
@@ -303,7 +330,13 @@ def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iter
     source = iter(publications)
     for publication in source:
         first.append(publication)
-        size += encoding.size(publication)
+        try:
+            size += encoding.size(publication)
+        except AttributeError:
+            if isinstance(publication, Publication):
+                # Its metadata is a mapping of the caller's.
+                raise
+            raise _no_publication(publication) from None
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None

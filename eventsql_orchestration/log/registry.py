@@ -192,10 +192,13 @@ class Registry:
             _lock_topic(connection, name)
             consumers = sorted({state.name for state in consumer_states(connection, name, lock=True)})
             if consumers and not force:
-                raise RegistryError(f"topic {name!r} is kept: it has the consumers {', '.join(consumers)}")
+                raise RegistryError(
+                    f"topic {name!r} is kept: it has consumers ({', '.join(consumers)}), which would lose their "
+                    f"offsets; {_by_force(name)}"
+                )
             _lock_buffer(connection)
             if not force and _has_events(connection, name):
-                raise RegistryError(f"topic {name!r} is kept: it has events, which would be lost")
+                raise RegistryError(f"topic {name!r} is kept: it has events, which would be lost; {_by_force(name)}")
             connection.execute(delete(tables.consumer_claim).where(tables.consumer_claim.c.eql_topic == name))
             connection.execute(delete(tables.consumer).where(_c.eql_topic == name))
             # A block goes before the row of the buffer that stands for it.
@@ -225,8 +228,8 @@ class Registry:
         `max_attempts` (at least 1) is how often an event is tried before it goes to the dead letter topic.
 
         `start` says where a new consumer begins: at the earliest event, after the latest, at the first event from an
-        offset on, or at the first that entered the log at a time or later. Where that lies outside of the log, it
-        begins at the end that is nearest.
+        offset on, or at the first that entered the log at a time or later, so long ago for `Back`. Where that lies
+        outside of the log, it begins at the end that is nearest.
 
         With a `filter`, the consumer's functions get the events that match; its offset moves past the others, which
         count as lag until then. Who reads the range of a claim for himself gets them all.
@@ -372,6 +375,10 @@ def _repartition(topic: Topic) -> str:
     if not topic.partitioned:
         return "register another topic"
     return f"`eventsql topic alter {topic.name} --partitions {topic.partitions}` changes them in order"
+
+
+def _by_force(name: str) -> str:
+    return f"`eventsql topic delete {name} --force`, in Python force=True, deletes all of it"
 
 
 def _no_topic(name: str) -> TopicNotFoundError:

@@ -95,7 +95,8 @@ class Seeker:
         """
         wanted = choose_partitions(self._registry.consumer(topic, consumer), partition)
         with self._database.core() as connection:
-            states, known = self._lock(connection, topic, consumer, wanted)
+            before, known = self._lock(connection, topic, consumer, wanted)
+            states: Sequence[ConsumerState] = [state for state in before if state.partition in wanted]
             states = states if choose is None else list(choose(states))
             if not states:
                 return []
@@ -106,7 +107,7 @@ class Seeker:
             driver = driver_connection(connection)
             driver.execute(self._queries("release_claims"), own)
             driver.execute(self._queries("seek"), {**own, "offsets": [move.target for move in moves]})
-            self._settle(connection, states[0], moves, known)
+            self._settle(connection, before, moves, known)
         self._announce([topic])
         # Counting takes its time, and the past does not change.
         return [self._counted(move) for move in moves]
@@ -116,7 +117,8 @@ class Seeker:
     ) -> tuple[list[ConsumerState], list[layouts.Layout]]:
         """Keep retention from dropping what is looked at, and consumptions from moving the offsets.
 
-        Gives the partitions that are asked for, and the layouts of the topic, which nobody changes meanwhile either.
+        Gives the partitions that are asked for, or all of them where the topic was repartitioned, and its layouts,
+        which nobody changes meanwhile either.
         """
         connection.execute(text(f"SET LOCAL statement_timeout TO '{LOCK_SECONDS}s'"))
         try:
@@ -128,18 +130,17 @@ class Seeker:
                 locked = consumer_states(
                     connection, topic, consumer, partitions=None if known else partitions, lock=True
                 )
-                states = [state for state in locked if state.partition in partitions]
         except DatabaseBusyError as error:
             raise DatabaseBusyError(
                 f"consumer {consumer!r} of topic {topic!r} did not move: for {LOCK_SECONDS} s a batch under way, or a "
                 "change of the registry, kept its partitions; stop the consumption, or try again"
             ) from error
         connection.execute(text("SET LOCAL statement_timeout TO DEFAULT"))
-        if len(states) < len(partitions):
+        if not {state.partition for state in locked}.issuperset(partitions):
             raise ConsumerNotFoundError(
                 f"consumer {consumer!r} of topic {topic!r} did not move: its partitions were deleted meanwhile"
             )
-        return states, known
+        return locked, known
 
     def _moves(self, connection: Connection, states: Sequence[ConsumerState], position: Position) -> list[Move]:
         """The moves, with nothing counted yet."""
@@ -160,19 +161,25 @@ class Seeker:
         ]  # fmt: skip
 
     def _settle(
-        self, connection: Connection, state: ConsumerState, moves: Sequence[Move], known: Sequence[layouts.Layout]
+        self,
+        connection: Connection,
+        before: Sequence[ConsumerState],
+        moves: Sequence[Move],
+        known: Sequence[layouts.Layout],
     ) -> None:
-        """Give a consumer the partitions of the place that it has gone to, where those of its topic have changed."""
-        topic, consumer, driver = state.topic, state.name, driver_connection(connection)
+        """Give a consumer the partitions of the place that it has gone to, where those of its topic have changed.
+
+        `before` are all of its partitions, which are locked, as they were.
+        """
+        topic, consumer, driver = before[0].topic, before[0].name, driver_connection(connection)
         if not known:
             return
-        now = consumer_states(connection, topic, consumer, lock=True)
         targets = [move.target for move in moves]
-        whole = {each.partition for each in now} == {move.partition for move in moves}
-        until = state.until
+        whole = {state.partition for state in before} == {move.partition for move in moves}
+        until = before[0].until
         if until == HELD:
-            # How far it may consume when it is let go.
-            until = layouts.place(known, min(move.offset for move in moves)).until
+            # How far it may consume when it is let go: as the one that is behind all others.
+            until = layouts.place(known, min(state.last_event_id for state in before)).until
         layouts.check_same_layout(known, layouts.bounded(known, until).after, targets, whole=whole)
         if whole:
             # Each keeps the offset that it has got; a partition that is new begins with the first of them.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+import sqlalchemy
 from psycopg.rows import class_row, scalar_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -47,15 +48,16 @@ class Queue:
         key: str | None = None,
         metadata: Mapping[str, str] = _NO_METADATA,
         delay: Duration = 0.0,
-        connection: Connection | None = None,
+        connection: Connection | sqlalchemy.Connection | None = None,
     ) -> int:
         """Put one message on the queue and return its id.
 
         `key` and `metadata` travel with the message; they do not order its delivery. It is received no earlier than
-        `delay` (seconds) from now. With `connection` it is sent when the caller's transaction commits, and not at all
-        when that rolls back.
+        `delay` (seconds) from now. With `connection`, of psycopg or SQLAlchemy, it is sent when the caller's
+        transaction commits, and not at all when that rolls back.
 
-        Raises `ValidationError` for what cannot be stored; nothing was sent then.
+        Raises `ValidationError` for what cannot be stored, and for a connection to another database; nothing was sent
+        then.
         """
         values = {
             "queue": self.name,
@@ -83,7 +85,7 @@ class Queue:
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(Message)) as cursor:
             return cursor.execute(self._queries("receive"), values, binary=True).fetchall()
 
-    def acknowledge(self, message: Message, *, connection: Connection | None = None) -> None:
+    def acknowledge(self, message: Message, *, connection: Connection | sqlalchemy.Connection | None = None) -> None:
         """Delete a message whose work is done, with `connection` when the caller's transaction commits.
 
         A message whose visibility timeout has ended can still be acknowledged while nobody received it again.
@@ -105,7 +107,7 @@ class Queue:
             assert counted is not None, "an aggregate without GROUP BY has one row"
             return counted
 
-    def _settle(self, statement: str, message: Message, connection: Connection | None) -> None:
+    def _settle(self, statement: str, message: Message, connection: Connection | sqlalchemy.Connection | None) -> None:
         values = {"queue": self.name, "id": message.id, "receipt": message.receipt}
         with self._database.joined(connection) as joined:
             settled = joined.execute(self._queries(statement), values).rowcount

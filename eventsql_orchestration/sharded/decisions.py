@@ -7,7 +7,8 @@ unless it is decided: then nobody can decide it any more.
 
 A batch that was given up may be tried again, with other events, and so take place without a part here. Only the record
 of the batch, which names the publication that took place, tells the part of one that was given up from one that came
-back with a backup of this database.
+back with a backup of this database. An older version of this package named none: then another part of the batch that
+is published here tells, since a batch takes place once, with one part on each shard.
 
 A part that is decided is published before anything changes by which its events were placed: neither a shard is added
 nor a topic repartitioned while parts are open (`log/parts.py`).
@@ -18,7 +19,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import psycopg
@@ -103,17 +104,13 @@ class Decisions:
 
         try:
             if not publication.decided:
-                over = publication.deserted or publication.age >= age
-                if not over or not shards[decider].give_up(publication.id, patience=patience):
+                decided = _give_up(publication, decider, shards[decider], patience, age)
+                if decided is None:
+                    return None
+                if not decided:
                     by = "" if publication.owner is None else f" by {publication.owner}"
                     return left(f"it is being published{by}, for {publication.age:.0f} seconds now")
-                logger.warning(
-                    "batch %d of writer %r was given up, %.0f seconds after it was announced on shard %r: %s, and "
-                    "nothing of it is published",
-                    publication.batch, publication.writer, publication.age, decider,
-                    f"{publication.owner} has ended" if publication.deserted else "nobody has decided it",
-                )  # fmt: skip
-                return None
+                publication = replace(publication, decided=True)
             # On each that takes it, whatever becomes of the others.
             reasons = {name: _publish(publication.id, name, shards.get(name), patience) for name in publication.shards}
             failed = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -126,6 +123,24 @@ class Decisions:
         except (EventSQLError, psycopg.Error) as error:
             return left(str(error), ())
         return None
+
+
+def _give_up(publication: Announcement, decider: str, parts: Parts, patience: float, age: float) -> bool | None:
+    """Give up a publication whose owner has ended, or is at it for too long; whether it is decided by now, else.
+
+    None where it is over.
+    """
+    over = publication.deserted or publication.age >= age
+    if over and parts.give_up(publication.id, patience=patience):
+        logger.warning(
+            "batch %d of writer %r was given up, %.0f seconds after it was announced on shard %r: %s, and nothing of "
+            "it is published",
+            publication.batch, publication.writer, publication.age, decider,
+            f"{publication.owner} has ended" if publication.deserted else "nobody has decided it",
+        )  # fmt: skip
+        return None
+    # Since it was looked at, its owner may have decided it, and ended for that; or somebody else has given it up.
+    return parts.is_decided(publication.id)
 
 
 def _publish(publication: uuid.UUID, name: str, parts: Parts | None, patience: float) -> str | None:
@@ -147,8 +162,11 @@ def _look(part: Part, parts: Parts, shards: Mapping[str, Parts], patience: float
     try:
         if decider.is_decided(part.id) is not None:
             return "it is being published"
+        took_place = decider.took_place(part)
+        if took_place is None:
+            took_place = not parts.was_replaced(part)
         # What is published here was so before its announcement went, and is not open when that is asked after it.
-        if decider.took_place(part) is not False and parts.is_open(part.id):
+        if took_place and parts.is_open(part.id):
             return (
                 f"shard {part.decider!r} has recorded it as published and finished, and here its part {part.id} is "
                 "not, as where one of them was restored from a backup: it is kept, and nothing published by it; "

@@ -23,7 +23,7 @@ from psycopg import sql
 
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, DataLossError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
-from eventsql_orchestration.spark.copying import CopyConnection
+from eventsql_orchestration.spark.copying import CopyConnection, RefusedError
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.shards import Shard, naming
 from eventsql_orchestration.spark.values import ValueDecoder
@@ -221,15 +221,15 @@ def _maps(texts: pa.Array) -> pa.Array:
 def _errors(source: Source, offsets: OffsetRange) -> Iterator[None]:
     try:
         yield
-    except (adbc_driver_manager.Error, pa.ArrowException, OSError) as error:
+    except (adbc_driver_manager.Error, RefusedError, pa.ArrowException, OSError) as error:
         raise translate(error, source, f"{offsets} could not be read") from error
 
 
 def translate(error: Exception, source: Source, what: str) -> DatabaseError:
-    """An error of ADBC, or of Arrow over ADBC, as one of ours that says what it means for its user."""
+    """An error of ADBC, of Arrow over ADBC, or of a copy, as one of ours that says what it means for its user."""
     state = getattr(error, "sqlstate", None)
     said = str(error).strip()
     detail = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
-    if state is None or state[:2] in ("08", "57", "53"):
+    if not isinstance(error, RefusedError) and (state is None or state.startswith(("08", "57P", "53"))):
         return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away ({detail})")
     return DatabaseError(f"{what}: {source.label} refused ({detail})")

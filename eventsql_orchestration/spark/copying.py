@@ -9,17 +9,14 @@ Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import lru_cache
 from types import TracebackType
 from typing import Final
 
 import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
-from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement
-
-# Arrow's own reader of a stream loses the state of an error in mid-read, which says whether the server is gone.
-from adbc_driver_manager._reader import AdbcRecordBatchReader
+from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
 """What a record batch should hold; bounds a task's memory, whatever its range. Measured with 200-byte events on two
@@ -42,21 +39,24 @@ def known_database(dsn: str) -> AdbcDatabase:
     return database
 
 
+class RefusedError(Exception):
+    """A query that came to an error among its rows, of a server that stands. Its state is not known."""
+
+
 class CopyConnection:
     """A connection in a transaction. Close it, or use it as a context manager.
 
-    Raises `adbc_driver_manager.Error`, with the server's `sqlstate` where it said one, and what pyarrow raises.
+    Raises `adbc_driver_manager.Error`, with the server's `sqlstate` where it said one; among the rows of a query
+    `RefusedError`, or what pyarrow raises where the connection is gone.
     """
 
     def __init__(self, dsn: str) -> None:
-        self._connection = AdbcConnection(known_database(dsn))
-        try:
+        with ExitStack() as opened:
+            self._connection = opened.enter_context(AdbcConnection(known_database(dsn)))
             self._connection.set_autocommit(False)
-            self._statement = AdbcStatement(self._connection)
+            self._statement = opened.enter_context(AdbcStatement(self._connection))
             self._statement.set_options(**_BATCH_SIZE)
-        except BaseException:
-            self._connection.close()
-            raise
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> CopyConnection:
         return self
@@ -68,8 +68,7 @@ class CopyConnection:
 
     def close(self) -> None:
         """End the connection, and with it a transaction that is not committed."""
-        self._statement.close()
-        self._connection.close()
+        self._opened.close()
 
     def execute(self, statement: str) -> None:
         """Execute a statement that gives no rows."""
@@ -80,9 +79,22 @@ class CopyConnection:
         """The rows of a query without parameters, as they come; none may be left to read when the next is executed."""
         self._statement.set_sql_query(query)
         stream, _ = self._statement.execute_query()
-        reader = AdbcRecordBatchReader._import_from_c(stream.address)  # noqa: SLF001 - as ADBC's other layer makes it
-        with closing(reader):
-            yield from reader
+        try:
+            with closing(pa.RecordBatchReader.from_stream(stream)) as reader:
+                yield from reader
+        except (pa.ArrowException, OSError) as error:
+            # Arrow has no place for the server's state, which would say whether the connection is gone.
+            if self._stands():
+                raise RefusedError(str(error)) from error
+            raise
+
+    def _stands(self) -> bool:
+        """Whether the server still answers; ends the transaction."""
+        try:
+            self._connection.rollback()
+        except Error:
+            return False
+        return True
 
     def commit(self) -> None:
         """End the transaction; the next statement begins another."""

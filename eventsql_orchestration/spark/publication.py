@@ -255,10 +255,11 @@ class Publications:
             deciding.parts.announce(part, list(others), owner_name())
             for shard, portion in others.items():
                 self._ledger(shard, "what was staged").prepare(part, portion)
-                # It would be ended as idle where all of them together take long.
+                # It would be ended as idle where all of them together take long, here and in what follows.
                 deciding.parts.bound(connection)
             for shard, portion in others.items():
                 self._place(part, batch, self._ledgers[shard], portion, following)
+                deciding.parts.bound(connection)
             if not deciding.record(connection, batch, part.id):
                 raise _PublishedBeforeError
             if not deciding.parts.decide(connection, part.id):
@@ -282,13 +283,11 @@ class Publications:
 
         None where somebody else has given it up.
         """
-        decided: bool | None = False
         try:
-            if not deciding.parts.give_up(part.id, patience=FINISH_SECONDS):
-                # Once it is finished, only the record tells.
-                if deciding.parts.is_decided(part.id) or deciding.parts.took_place(part):
-                    return True
-                decided = None
+            given_up = deciding.parts.give_up(part.id, patience=FINISH_SECONDS)
+            # Once it is finished, only the record tells.
+            if not given_up and (deciding.parts.is_decided(part.id) or deciding.parts.took_place(part)):
+                return True
         except EventSQLError as error:
             logger.warning("whether %s takes place is found out by the next publication: %s", batch, error)
             return False
@@ -296,7 +295,7 @@ class Publications:
             # Its blocks are discarded with those of every write that fails; else both are swept.
             with suppress(EventSQLError):
                 self._ledgers[shard].parts.give_part_up(part.id, patience=GIVE_UP_SECONDS)
-        return decided
+        return False if given_up else None
 
     def _await_earlier(self, batch: Batch, portions: Mapping[str | None, Portion]) -> None:
         """Publish what is decided and not finished on a shard of this batch: its events come before these.

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+import sqlalchemy
+from psycopg.pq import TransactionStatus
+
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.publisher import Publisher
@@ -32,7 +35,13 @@ class Repository(Generic[A]):
         self._class = aggregate_class
         self._publisher = publisher
 
-    def load(self, aggregate_id: str, *, upto_version: int | None = None, connection: Connection | None = None) -> A:
+    def load(
+        self,
+        aggregate_id: str,
+        *,
+        upto_version: int | None = None,
+        connection: Connection | sqlalchemy.Connection | None = None,
+    ) -> A:
         """The aggregate as its changes made it, up to `upto_version` where one is given.
 
         An id that was never saved gives the aggregate before its first change, at version 0. With `connection` the
@@ -55,11 +64,16 @@ class Repository(Generic[A]):
         return aggregate
 
     def save(
-        self, aggregate: A, *, publications: Iterable[Publication] = (), connection: Connection | None = None
+        self,
+        aggregate: A,
+        *,
+        publications: Iterable[Publication] = (),
+        connection: Connection | sqlalchemy.Connection | None = None,
     ) -> int:
         """Append the aggregate's new changes and publish its integration events, all or nothing; the new version.
 
-        With `connection` it happens in the caller's transaction; should that roll back, load the aggregate again.
+        With `connection`, of psycopg or SQLAlchemy, it happens in the caller's transaction, or, on one of psycopg in
+        autocommit mode that has none, in one of its own; should the caller's roll back, load the aggregate again.
         An aggregate without new changes is left as it is, and `ValidationError` is raised for publications that
         nothing happened for. Raises `ConcurrentAppendError` when another writer saved the aggregate first, and what
         the publisher raises. After any error the aggregate still has its new changes.
@@ -82,11 +96,20 @@ class Repository(Generic[A]):
         return version
 
     @contextmanager
-    def _transaction(self, connection: Connection | None) -> Iterator[Connection]:
+    def _transaction(self, connection: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
         if connection is None:
             with self._store.database.transaction() as own:
                 yield own
-        else:
-            # A savepoint inside the caller's transaction; a transaction of its own on a connection that has none.
-            with connection.transaction():
-                yield connection
+            return
+        with self._store.database.joined(connection) as joined:
+            if joined.autocommit or joined.info.transaction_status is not TransactionStatus.IDLE:
+                # A savepoint inside the caller's transaction; a transaction of its own where none begins by itself.
+                with joined.transaction():
+                    yield joined
+                return
+            # The caller's transaction begins with the first statement, and psycopg's block would commit it.
+            try:
+                yield joined
+            except BaseException:
+                joined.rollback()
+                raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sqlalchemy
 from psycopg.errors import SerializationFailure
 from psycopg.rows import class_row
 
@@ -19,6 +20,8 @@ class Store:
 
     An aggregate is named by its type and its id. Its version is the number of its changes, 0 before the first. What
     was appended is never altered.
+
+    A caller's `connection` is one of psycopg or SQLAlchemy to the same database; `ValidationError` for any other.
     """
 
     def __init__(self, database: Database) -> None:
@@ -27,7 +30,7 @@ class Store:
 
     def append(
         self,
-        connection: Connection,
+        connection: Connection | sqlalchemy.Connection,
         aggregate_type: str,
         aggregate_id: str,
         changes: Sequence[Change],
@@ -52,9 +55,9 @@ class Store:
             "kinds": [change.kind for change in changes],
             "data": [change.encoded for change in changes],
         }
-        with self.database.joined(connection):
+        with self.database.callers(connection) as joined:
             try:
-                appended = connection.execute(self._queries("append"), values).rowcount
+                appended = joined.execute(self._queries("append"), values).rowcount
             except SerializationFailure:
                 appended = 0
         if not appended:
@@ -71,7 +74,7 @@ class Store:
         *,
         after_version: int = 0,
         upto_version: int | None = None,
-        connection: Connection | None = None,
+        connection: Connection | sqlalchemy.Connection | None = None,
     ) -> list[RecordedChange]:
         """The changes with `after_version < version <= upto_version` in their order; empty for an unknown aggregate.
 
@@ -83,7 +86,12 @@ class Store:
             return cursor.execute(self._queries("load"), values).fetchall()
 
     def save_snapshot(
-        self, connection: Connection, aggregate_type: str, aggregate_id: str, version: int, state: Mapping[str, Any]
+        self,
+        connection: Connection | sqlalchemy.Connection,
+        aggregate_type: str,
+        aggregate_id: str,
+        version: int,
+        state: Mapping[str, Any],
     ) -> None:
         """Keep `state` as what the aggregate was at `version`, in place of an earlier snapshot of that version.
 
@@ -96,8 +104,8 @@ class Store:
             "version": check_whole("version", version, least=1),
             "state": encode(f"the state of {aggregate_type} {aggregate_id!r}", state),
         }
-        with self.database.joined(connection):
-            saved = connection.execute(self._queries("save_snapshot"), values).rowcount
+        with self.database.callers(connection) as joined:
+            saved = joined.execute(self._queries("save_snapshot"), values).rowcount
         if not saved:
             raise ValidationError(
                 f"{aggregate_type} {aggregate_id!r} has not reached version {version}: no snapshot was saved"
@@ -109,7 +117,7 @@ class Store:
         aggregate_id: str,
         *,
         upto_version: int | None = None,
-        connection: Connection | None = None,
+        connection: Connection | sqlalchemy.Connection | None = None,
     ) -> Snapshot | None:
         """The newest snapshot, or the newest up to `upto_version`; None where there is none."""
         values = self._values(aggregate_type, aggregate_id, upto_version)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
+import sqlalchemy
 from psycopg.rows import class_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -34,7 +35,9 @@ class Logs:
         self._database = database
         self._queries = Queries("views", database.schema)
 
-    def write(self, connection: Connection, log: str, rows: Iterable[tuple[str, str, datetime]]) -> int:
+    def write(
+        self, connection: Connection | sqlalchemy.Connection, log: str, rows: Iterable[tuple[str, str, datetime]]
+    ) -> int:
         """Write `(resource, line, written_at)` rows in the caller's transaction, with one statement; how many it were.
 
         Raises `ValidationError` for what cannot be stored; none of the rows is written then.
@@ -48,9 +51,8 @@ class Logs:
             return 0
         resources, lines, times = (list(column) for column in zip(*checked, strict=True))
         values = {"log": log, "resources": resources, "lines": lines, "written_at": times}
-        self._database.ensure_schema()
-        with self._database.errors():
-            connection.execute(self._queries("write_log"), values)
+        with self._database.callers(connection) as joined:
+            joined.execute(self._queries("write_log"), values)
         return len(checked)
 
     def search(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+import sqlalchemy
 from psycopg.rows import class_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -40,7 +41,12 @@ class Rollups:
         self._database = database
         self._queries = Queries("views", database.schema)
 
-    def add(self, connection: Connection, rollup: str, rows: Iterable[tuple[datetime, str, int, int]]) -> None:
+    def add(
+        self,
+        connection: Connection | sqlalchemy.Connection,
+        rollup: str,
+        rows: Iterable[tuple[datetime, str, int, int]],
+    ) -> None:
         """Add `(bucket, dimension, count, sum)` rows in the caller's transaction, with one statement.
 
         Rows of the same bucket and dimension are added up; negative numbers take back. The buckets stay locked until
@@ -68,9 +74,8 @@ class Rollups:
             "counts": [added[key][0] for key in keys],
             "sums": [added[key][1] for key in keys],
         }
-        self._database.ensure_schema()
-        with self._database.errors():
-            connection.execute(self._queries("add_to_rollup"), values)
+        with self._database.callers(connection) as joined:
+            joined.execute(self._queries("add_to_rollup"), values)
 
     def read(
         self,

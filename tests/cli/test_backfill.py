@@ -17,7 +17,6 @@ import requests
 from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Publication
-from eventsql_orchestration.cli.backfill import RangeEnd
 from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Standing
 from eventsql_orchestration.dagster.development import LocalDagster, free_port, running_url
 from eventsql_orchestration.dagster.instance import write_instance
@@ -25,7 +24,7 @@ from eventsql_orchestration.dagster.launching import Ended, RemoteDagster, Targe
 from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
 from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
 from eventsql_orchestration.errors import LocalDagsterError, ValidationError
-from eventsql_orchestration.log.positions import AtOffset, Back, Earliest, Latest
+from eventsql_orchestration.log.positions import Earliest, Latest
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import await_
 
@@ -119,7 +118,7 @@ def test_an_empty_range_is_no_error_and_starts_nothing(run: Run, ledger: Ledger)
         (("--from", "earliest", "--resume", "x"), "--from"),
         (("--resume", "x", "--window-events", "3"), "leave --window-events out"),
         (("--resume", "x", "--to", "500", "--execute"), "leave --to out"),
-        (("--from", "noon"), "neither earliest, latest, an offset nor a time"),
+        (("--from", "noon"), "neither earliest, latest, an offset, a time nor a duration"),
         (("--from", "2026-05-01T12:00:00"), "no time zone"),
         (("--from", "9", "--to", "8"), "before it begins"),
         (("--from", "1h", "--to", "2h"), "before it begins"),
@@ -157,15 +156,6 @@ def test_what_is_not_there_fails_in_one_line(run: Run, ledger: Ledger, closed_po
     assert (broken.exit_code, "cannot be loaded" in one_line(broken)) == (1, True)
     without = run(*LEDGER, "--from", "1", "-m", "tests.dagster.location")
     assert (without.exit_code, "build_backfill" in one_line(without)) == (2, True)
-
-
-def test_places_are_read_in_the_vocabulary_of_seek() -> None:
-    read = RangeEnd().convert
-    assert read("earliest", None, None) == Earliest()
-    assert read("latest", None, None) == Latest()
-    assert read("7", None, None) == AtOffset(7)
-    assert isinstance(read("1h30m", None, None), Back)
-    assert isinstance(read("PT1H", None, None), Back)
 
 
 # Definitions of a file

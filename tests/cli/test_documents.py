@@ -11,8 +11,10 @@ import dagster as dg
 import psycopg
 import pytest
 
+from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions
+from eventsql_orchestration.queue import QueueDepth
 from tests.shards.conftest import Databases, databases
 
 __all__ = ["databases"]
@@ -67,6 +69,37 @@ def test_the_example_of_shards_publishes_on_one_of_them_and_consumes_there(
     shown = capsys.readouterr().out
     assert "shard='shard-1'" in shown
     assert "shard='shard-2'" in shown
+
+
+BESIDE_THE_TOPICS = REPOSITORY / "docs" / "queues_store_views.md"
+
+
+def test_the_example_of_a_queue_does_each_piece_of_work_once(dsn: str) -> None:
+    assert play(examples(BESIDE_THE_TOPICS)[0], localhost=dsn)["left"] == QueueDepth(visible=0, invisible=1)
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT image FROM thumbnail").fetchall() == [("cat.png",)]
+
+
+def test_the_example_of_an_aggregate_lets_one_of_two_decisions_stand(dsn: str, platform: EventSQL) -> None:
+    names = play(examples(BESIDE_THE_TOPICS)[1], localhost=dsn)
+    assert [names[each].balance for each in ("mine", "other", "earlier")] == [30, 30, 100]
+    assert names["other"].version == 2
+    platform.transfer.run_once()
+    assert [event.key for event in platform.reader.read("money_withdrawn")] == ["42"]
+
+
+def test_the_example_of_views_finds_what_was_published(dsn: str) -> None:
+    names = play(examples(BESIDE_THE_TOPICS)[2], localhost=dsn)
+    assert (names["way"], names["moved"]) == (["Gdansk", "Lodz", "Krakow"], 3)
+    assert [found.line for found in names["found"]] == ["arrived at Lodz"]
+
+
+def test_the_example_of_a_table_goes_on_where_it_was(dsn: str) -> None:
+    assert play(examples(BESIDE_THE_TOPICS)[3], localhost=dsn)["prices"] == {"tea": 4}
+    with psycopg.connect(dsn) as connection:
+        connection.execute("INSERT INTO public.price_change (item, price) VALUES ('rice', 2)")
+    again = play(examples(BESIDE_THE_TOPICS)[3].replace("('tea', 3), ('tea', 4)", "('salt', 1)"), localhost=dsn)
+    assert again["prices"] == {"rice": 2, "salt": 1}
 
 
 def lines(document: Path) -> list[list[str]]:

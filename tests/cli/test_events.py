@@ -103,6 +103,24 @@ def test_tail_prints_what_is_asked_for(
     assert result.stderr == ""
 
 
+def test_tail_begins_at_a_time_or_so_long_ago(run: Run, publish: Callable[..., None], platform: EventSQL) -> None:
+    publish(1, 2)
+    publish(3, 4, partition=1)
+    third = platform.reader.read(TOPIC)[2].created_at
+    assert values(run("tail", TOPIC, "--from", third.isoformat())) == ["3", "4"]
+    assert values(run("tail", TOPIC, "--from", third.isoformat(), "--partition", 0)) == []
+    assert values(run("tail", TOPIC, "--from", "1h")) == ["1", "2", "3", "4"]
+    assert values(run("tail", TOPIC, "--from", "9000-01-01T00:00:00Z")) == []
+
+
+def test_tail_waits_for_an_offset_that_is_yet_to_come(start: Start, publish: Callable[..., None]) -> None:
+    publish(1)
+    process = start("tail", TOPIC, "--from", 3, "--follow", "--max", 1)
+    publish(2, 3, 4)
+    output, _ = process.communicate(timeout=60)
+    assert json.loads(output)["value"] == "3"
+
+
 def test_tail_commits_nothing(run: Run, publish: Callable[..., None], consumer: str, platform: EventSQL) -> None:
     publish(1)
     run("tail", TOPIC)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import click
 import pytest
 
-from eventsql_orchestration.cli.parameters import Duration, Size, StartPlace, Time
+from eventsql_orchestration.cli.parameters import Duration, LogPlace, Size, Time
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 
 
 @pytest.mark.parametrize(
@@ -112,20 +112,28 @@ def test_a_time_that_lies_outside_of_all_years_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "start"),
+    ("text", "place"),
     [
-        ("earliest", "earliest"),
-        ("latest", "latest"),
-        ("0", 0),
-        ("123", 123),
-        ("2026-05-01T12:00:00Z", datetime(2026, 5, 1, 12, tzinfo=UTC)),
+        ("earliest", Earliest()),
+        ("latest", Latest()),
+        ("0", AtOffset(0)),
+        ("123", AtOffset(123)),
+        ("2026-05-01T12:00:00Z", AtTime(datetime(2026, 5, 1, 12, tzinfo=UTC))),
+        ("1h30m", Back(timedelta(minutes=90))),
+        ("PT1H", Back(timedelta(hours=1))),
     ],
 )
-def test_a_start_is_read(text: str, start: Any) -> None:
-    assert StartPlace().convert(text, None, None) == start
+def test_a_place_in_a_log_is_read(text: str, place: Place) -> None:
+    assert LogPlace().convert(text, None, None) == place
 
 
-@pytest.mark.parametrize("text", ["", "now", "Earliest", "1.5", "2026-05-01"])
-def test_what_is_no_start_is_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "now", "Earliest", "1.5", "2026-05-01", "PT", "1h of them", "²"])
+def test_what_is_no_place_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
-        StartPlace().convert(text, None, None)
+        LogPlace().convert(text, None, None)
+
+
+def test_an_offset_that_no_event_has_is_refused() -> None:
+    for text in ("-1", str(2**63)):
+        with pytest.raises(ValidationError, match="an offset"):
+            LogPlace().convert(text, None, None)

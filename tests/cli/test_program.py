@@ -49,7 +49,7 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     names = [line.split()[0] for line in commands if line.startswith("  ") and line[2:3].isalpha() and "  " in line[2:]]
     assert names == [
         "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag", "seek",
-        "dlt", "trace", "backfill", "shard", "bench",
+        "dlt", "trace", "backfill", "shard", "server", "bench",
     ]  # fmt: skip
 
 
@@ -59,7 +59,8 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
      "topic describe", "topic alter", "topic retain",
      "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
      "consumer pause", "consumer resume", "dlt list", "dlt show", "dlt redrive", "seek", "trace",
-     "bench stream", "bench all", "backfill run", "backfill list", "backfill delete"],
+     "bench stream", "bench all", "backfill run", "backfill list", "backfill delete", "server status", "server url",
+     "server stop"],
 )  # fmt: skip
 def test_every_command_has_help_and_needs_nothing_for_it(invoke: Run, directory: Path, command: str) -> None:
     (directory / "eventsql.toml").write_text("not TOML")

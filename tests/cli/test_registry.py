@@ -195,7 +195,7 @@ def test_a_topic_is_repartitioned_while_its_consumers_go_on(run: Run, platform: 
     result = run("topic", "alter", topic, "--partitions", 5, "--retention-events", 9)
     assert result.exit_code == 0
     assert f"topic {topic!r} has 5 partitions after offset 6; it had 2" in result.stderr
-    assert "mailer: to finish the old partitions before the new ones" in result.stderr
+    assert "yet to finish the old partitions before the new ones: mailer; sensors" in result.stderr
     assert platform.registry.topic(topic) == Topic(topic, 5)
     assert platform.registry.topic(topic).retention == Retention(events=9)
     described = run("topic", "describe", topic)
@@ -298,7 +298,7 @@ def test_a_consumer_can_begin_anywhere(run: Run, platform: EventSQL, topic: str,
         platform.publisher.publish(Publication(topic, b"1"))
         platform.transfer.run_once()
     second = platform.reader.read(topic)[1].created_at
-    for start, offset in (("earliest", 0), ("latest", 3), (2, 1), (50, 3), (second.isoformat(), 1)):
+    for start, offset in (("earliest", 0), ("latest", 3), (2, 1), (50, 3), (second.isoformat(), 1), ("1h", 0)):
         name = f"from {start}"
         assert run("consumer", "create", topic, name, option, start).exit_code == 0
         assert platform.registry.consumer(topic, name)[0].last_event_id == offset

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import dagster as dg
 import pytest
 
-from eventsql_orchestration.dagster.rounds import Counts, account
+from eventsql_orchestration.dagster.lineage import input_metadata
+from eventsql_orchestration.dagster.rounds import Counts, account, runs_of_topics
 from eventsql_orchestration.dagster.tags import TOPIC_TAG
 
 KEY = ("orders", "ledger")
@@ -31,6 +33,7 @@ def test_an_exact_round_has_no_faults() -> None:
         counts(logged=35, consumed=35),
         published=Counter(orders=20),
         runs=[run(), run()],
+        runs_of=Counter(orders=2),
     )
     assert (entry.published, entry.transferred, entry.consumed, entry.consumers) == (20, 25, 27, 1)
     assert (entry.runs, entry.lag, entry.faults) == (2, 0, ())
@@ -47,13 +50,19 @@ def test_an_exact_round_has_no_faults() -> None:
     ],
 )
 def test_what_is_wrong_is_named(after: Counts, fault: str) -> None:
-    (entry,) = account(counts(logged=0, consumed=0), after, published=Counter(orders=20), runs=[run()])
+    (entry,) = account(
+        counts(logged=0, consumed=0), after, published=Counter(orders=20), runs=[run()], runs_of=Counter()
+    )
     assert fault in entry.faults
 
 
 def test_a_consumer_that_is_new_has_the_whole_topic_before_it() -> None:
     (entry,) = account(
-        counts(logged=30, buffered=2), counts(logged=36, consumed=36), published=Counter(orders=4), runs=[]
+        counts(logged=30, buffered=2),
+        counts(logged=36, consumed=36),
+        published=Counter(orders=4),
+        runs=[],
+        runs_of=Counter(),
     )
     assert entry.faults == ()
     assert entry.consumed == 36
@@ -65,6 +74,25 @@ def test_a_run_that_failed_may_have_published_what_it_never_reported() -> None:
         counts(logged=20, consumed=20),
         published=Counter(orders=15),
         runs=[run(dg.DagsterRunStatus.FAILURE)],
+        runs_of=Counter(),
     )
     assert entry.faults == ()
     assert entry.published == 20
+
+
+def test_a_run_counts_for_the_topic_it_was_requested_for_and_for_each_that_it_consumed() -> None:
+    def consumer(name: str, topic: str) -> dg.MaterializeResult[None]:
+        return dg.MaterializeResult(asset_key=name, metadata=input_metadata(topic, [], consumer=name))
+
+    @dg.multi_asset(specs=[dg.AssetSpec("fares"), dg.AssetSpec("bills"), dg.AssetSpec("report")])
+    def shared() -> Iterator[dg.MaterializeResult[None]]:
+        yield consumer("fares", "orders")
+        yield consumer("bills", "payments")
+        # It looks at a topic that it does not consume.
+        yield dg.MaterializeResult(asset_key="report", metadata=input_metadata("refunds", []))
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        took = dg.materialize([shared], instance=instance, tags={TOPIC_TAG: "orders"}).dagster_run
+        found_nothing = dg.DagsterRun(job_name="shared", tags={TOPIC_TAG: "refunds"})
+        counted = runs_of_topics(instance, [took, found_nothing])
+    assert counted == Counter(orders=1, payments=1, refunds=1)

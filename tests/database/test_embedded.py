@@ -21,6 +21,7 @@ import psutil
 import psycopg
 import pytest
 
+from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer, programs, server
 from eventsql_orchestration.database.embedded.configuration import server_settings
 from eventsql_orchestration.database.embedded.files import free_port, lock_file
@@ -234,6 +235,17 @@ def test_any_name_makes_a_database_that_its_dsn_leads_to(shared: EmbeddedPostgre
     name = 'it\'s a "database"/50%?x=1 ü'
     assert query(shared.create_database(name), "SELECT current_database()") == [(name,)]
     shared.drop_database(name)
+
+
+def test_tables_without_a_schema_are_not_put_among_the_platforms(shared: EmbeddedPostgres) -> None:
+    dsn = shared.create_database("mine")
+    with Database(dsn) as database:
+        database.migrate()
+    query(dsn, "CREATE TABLE consumer (id int)")
+    query(dsn, "CREATE TABLE mail (account text)")
+    found = query(dsn, "SELECT schemaname FROM pg_tables WHERE tablename IN ('consumer', 'mail') ORDER BY 1")
+    assert found == [("eventsql",), ("public",), ("public",)]
+    shared.drop_database("mine")
 
 
 def test_database_errors_say_what_to_do(shared: EmbeddedPostgres) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg.rows import dict_row
@@ -369,6 +370,38 @@ def test_rows_are_found_through_the_index_in_their_order(
     assert "ROW(eql_transaction, eql_id) > ROW(" in condition
     assert "eql_transaction < pg_snapshot_xmin" in condition
     assert ("Filter" in plan) is False
+
+
+# What is read, and on what
+
+
+@pytest.mark.parametrize("schema", [None, "nowhere", "public"])
+def test_a_table_that_is_not_there_is_named(database: Database, schema: str | None) -> None:
+    reader = HorizonReader(database, "no_table", ["eql_value"], schema=schema)
+    for ask in (reader.read, reader.held_back):
+        with pytest.raises(
+            DatabaseError, match=rf"table {schema or 'eventsql'}\.no_table of .* cannot be read"
+        ) as caught:
+            ask()
+        assert "migrate" not in caught.value.message
+
+
+def test_a_column_that_is_not_there_is_named(reader: HorizonReader, database: Database) -> None:
+    assert values(reader) == []
+    with pytest.raises(DatabaseError, match=r"table eventsql\.change .*no_column"):
+        HorizonReader(database, "change", ["no_column"]).read()
+
+
+def test_rows_are_read_in_a_transaction_of_sqlalchemy(reader: HorizonReader, database: Database) -> None:
+    with database.transaction() as connection:
+        write(connection, "a", "b")
+    engine = sqlalchemy.create_engine(database.url)
+    with engine.connect() as mine:
+        assert values(reader, connection=mine) == ["a", "b"]
+        assert reader.held_back(connection=mine) == 0
+        assert reader.horizon(mine) >= reader.read(connection=mine)[-1].checkpoint.transaction
+        assert mine.in_transaction()
+    engine.dispose()
 
 
 # Checkpoints

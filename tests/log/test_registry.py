@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import (
+    NOT_PARTITIONED,
+    AtOffset,
+    AtTime,
+    Back,
+    Consumer,
+    Earliest,
+    Event,
+    EventSQL,
+    Latest,
+    Publication,
+    ShiftBy,
+    Topic,
+)
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -21,6 +34,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.positions import Place
 from eventsql_orchestration.model import Retention
 
 if TYPE_CHECKING:
@@ -191,8 +205,9 @@ def test_a_topic_that_is_used_is_kept_unless_forced(platform: EventSQL, what: st
         platform.publisher.publish(Publication("orders", b""))
     if what == "log":
         platform.transfer.run_once()
-    with pytest.raises(RegistryError, match="mailer" if what == "consumer" else "it has events"):
+    with pytest.raises(RegistryError, match="mailer" if what == "consumer" else "it has events") as kept:
         platform.registry.unregister_topic("orders")
+    assert "`eventsql topic delete orders --force`, in Python force=True" in kept.value.message
     assert platform.registry.topics() == [Topic("orders")]
     platform.registry.unregister_topic("orders", force=True)
     assert platform.registry.topics() == []
@@ -306,6 +321,19 @@ def test_a_consumer_starts_at_a_time(platform: EventSQL, partitioned: bool) -> N
         assert platform.consumers.consume_once("orders", f"reader {number}", nothing) == left
 
 
+def test_a_consumer_starts_at_a_place_that_the_seeker_takes(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    fill(platform, "orders", 4)
+    fill(platform, "orders", 3)
+    second = platform.reader.read("orders")[4].created_at
+    places: list[tuple[Place, int]] = [
+        (Earliest(), 7), (Latest(), 0), (AtOffset(6), 2), (AtTime(second), 3), (Back(timedelta(hours=1)), 7),
+    ]  # fmt: skip
+    for number, (place, left) in enumerate(places):
+        platform.registry.register_consumer(Consumer("orders", f"reader {number}"), start=place)
+        assert platform.consumers.consume_once("orders", f"reader {number}", nothing) == left
+
+
 def test_a_start_says_nothing_to_a_consumer_that_exists(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     fill(platform, "orders", 10)
@@ -324,6 +352,8 @@ def test_a_consumer_of_a_topic_that_is_not_there_or_not_partitioned_is_refused(p
         platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=0)
     with pytest.raises(ValidationError, match="start"):
         platform.registry.register_consumer(Consumer("orders", "mailer"), start="now")  # type: ignore[arg-type]  # wrong
+    with pytest.raises(ValidationError, match="start"):
+        platform.registry.register_consumer(Consumer("orders", "mailer"), start=ShiftBy(1))  # type: ignore[arg-type]  # wrong
     with pytest.raises(ValidationError, match="no time zone"):
         platform.registry.register_consumer(
             Consumer("orders", "mailer"),

@@ -382,6 +382,26 @@ def test_a_consumer_that_is_held_back_is_of_the_layout_in_which_it_stands(platfo
     orders.check()
 
 
+def test_a_partition_of_a_held_consumer_is_sought_in_the_layout_of_the_one_behind(
+    platform: EventSQL, orders: Orders
+) -> None:
+    orders.publish(30, transfer=False)
+    # The last event of the layout is one of partition 1.
+    key = next(key for key in KEYS if partition_of_key(key, 3) == 1)
+    platform.publisher.publish(Publication("orders", b"0", key=key))
+    platform.transfer.run_once()
+    changed = platform.repartitioner.repartition("orders", 2)
+    assert changed is not None
+    orders.consume(partition=1)
+    ShardStore(platform.database).hold("orders", "mailer")
+    behind, ahead, _ = (state.last_event_id for state in platform.registry.consumer("orders", "mailer"))
+    assert (behind, ahead) == (0, changed.after)
+    (moved,) = platform.seeker.execute("orders", "mailer", Earliest(), partition=1)
+    assert moved.target == 0
+    ShardStore(platform.database).let_go("orders", "mailer")
+    assert untils(platform) == {changed.after}
+
+
 # Publishers that know the old number
 
 

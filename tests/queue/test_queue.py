@@ -12,6 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy
 from psycopg.rows import dict_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -278,6 +279,21 @@ def test_a_stale_acknowledgement_leaves_the_callers_transaction_usable(database:
             queue.acknowledge(message, connection=connection)
         queue.send(b"apology", connection=connection)
     assert [message.body for message in queue.receive()] == [b"apology"]
+
+
+def test_a_transaction_of_sqlalchemy_sends_and_acknowledges(database: Database, queue: Queue) -> None:
+    engine = sqlalchemy.create_engine(database.url)
+    with engine.begin() as connection:
+        queue.send(b"x", connection=connection)
+        assert queue.receive() == []
+    (message,) = queue.receive()
+    with engine.connect() as connection:
+        queue.acknowledge(message, connection=connection)
+        connection.rollback()
+        queue.acknowledge(message, connection=connection)
+        connection.commit()
+    engine.dispose()
+    assert queue.depth() == QueueDepth(0, 0)
 
 
 def test_a_callers_connection_may_have_a_row_factory_of_its_own(database: Database, queue: Queue) -> None:

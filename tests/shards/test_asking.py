@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.errors import ShardUnavailableError
+from eventsql_orchestration.errors import DatabaseBusyError, ShardUnavailableError
 from eventsql_orchestration.sharded import ShardedEventSQL, asking
 from eventsql_orchestration.sharding import shard_of_key
 from tests.shards.adding import KEYS
@@ -102,3 +103,34 @@ def test_a_shard_that_does_not_answer_in_time_is_down_and_the_others_go_on(
     platform.publisher.publish_all(Publication("orders", b"1", key=keys[name]) for name in NAMES[:2])
     with pytest.raises(ShardUnavailableError, match=r"'shard-3' is down: .* has not answered for 4 seconds"):
         platform.publisher.publish(Publication("orders", b"1", key=keys["shard-3"]))
+
+
+def test_a_shard_that_this_process_has_no_connection_left_for_is_not_down(
+    dsns: list[str], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*dsns)
+    platform.open()
+    monkeypatch.setattr(asking, "ANSWER_SECONDS", 1.0)
+    database = platform.shards[0].database
+    with ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(database.connection())
+        with pytest.raises(DatabaseBusyError, match="was not asked for 1 seconds, because every connection of this"):
+            platform._members.refresh()
+        assert platform._members.named("shard-1").down is None
+    platform._members.refresh()
+    assert states(platform) == ["takes events"] * 3
+
+
+def test_a_shard_is_asked_at_each_host_of_its_url(
+    dsns: list[str], silent: list[Silent], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Shorter than the first host is waited for.
+    monkeypatch.setattr(asking, "ANSWER_SECONDS", 1.9)
+    own, other = conninfo_to_dict(dsns[2]), conninfo_to_dict(silent[0].url)
+    hosts = f"host={other['host']},{own['host']}&port={other['port']},{own['port']}&connect_timeout=2"
+    platform = opened(*dsns[:2], f"postgresql://{own['user']}:{own.get('password', '')}@/{own['dbname']}?{hosts}")
+    platform.open()
+    assert silent[0].asked()
+    assert [member.down for member in platform._members.all()] == [None] * 3
+    assert asking._bound(platform._members.named("shard-1").platform.database) == 1.9

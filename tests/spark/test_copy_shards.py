@@ -115,68 +115,58 @@ def check_nothing_is_left(platform: ShardedEventSQL) -> None:
         assert counted(dsn, "spark_decision") == counted(dsn, "spark_part", "eql_published_at IS NULL") == 0
 
 
-def test_a_stream_goes_on_from_its_checkpoint_with_each_key_in_order_on_its_shard(
+def test_a_stream_goes_on_from_its_checkpoint_and_without_it_publishes_nothing_twice(
     spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path
 ) -> None:
     dsns = urls_of(shards)
-    copy(spark, dsns, checkpoint)
+    copy(spark, dsns, checkpoint, writerId="copier")
     assert copies(shards) == list(range(EVENTS))
     publish(shards, range(EVENTS, EVENTS + 10))
     # Whichever URL comes first.
-    copy(spark, list(reversed(dsns)), checkpoint)
+    copy(spark, list(reversed(dsns)), checkpoint, writerId="copier")
     assert copies(shards) == list(range(EVENTS + 10))
     assert counted(dsns[0], "spark_publication") == len(list((checkpoint / "commits").glob("[0-9]*"))) == 3
+    # Its first batch is the one that was published under its number, and its second one has other events.
+    shutil.rmtree(checkpoint)
+    with pytest.raises(StreamingQueryException) as failure:
+        copy(spark, dsns, checkpoint, writerId="copier")
+    refused = eventsql_error(failure.value)
+    assert isinstance(refused, ConfigurationError)
+    assert "batch 1 of writer 'copier' was published before with 160 events, and has 170 now" in str(refused)
+    assert len(list((checkpoint / "commits").glob("[0-9]*"))) == 1
+    assert copies(shards) == list(range(EVENTS + 10))
     check_nothing_is_left(shards)
 
 
-@pytest.mark.parametrize(
-    ("shard", "step", "at_commit", "decided"),
-    [(0, "INSERT ON eventsql.spark_publication", False, 0), (1, "UPDATE ON eventsql.spark_part", True, 1)],
-    ids=["prepared-not-decided", "decided-not-delivered"],
-)
-def test_a_batch_whose_driver_is_killed_in_the_commit_is_replayed_and_published_once(
-    *, spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path, tmp_path: Path,
-    shard: int, step: str, at_commit: bool, decided: int,
-) -> None:  # fmt: skip
+def test_a_batch_whose_drivers_are_killed_in_the_commit_is_replayed_and_published_once(
+    spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path, tmp_path: Path
+) -> None:
     dsns = urls_of(shards)
     stream = {"dsn": " ".join(dsns), "source": "orders", "topic": "fares", "checkpoint": str(checkpoint)}
-    with (
-        driver(tmp_path, {"spark.master": "local[1]"}) as killed,
-        stopping(dsns[shard], step, at_commit=at_commit) as stop,
-    ):
-        killed.start("stream", options={}, **stream)
-        stop.await_reached()
-        killed.kill()
-        stop.end_session()
-    await_end_of_transactions(dsns)
-    assert counted(dsns[0], "spark_decision", "eql_decided") == counted(dsns[0], "spark_publication") == decided
+
+    def kill_at(dsn: str, step: str, *, at_commit: bool) -> None:
+        with driver(tmp_path, {"spark.master": "local[1]"}) as killed, stopping(dsn, step, at_commit=at_commit) as stop:
+            killed.start("stream", options={}, **stream)
+            stop.await_reached()
+            killed.kill()
+            stop.end_session()
+        await_end_of_transactions(dsns)
+
+    def decided() -> tuple[int, int]:
+        return counted(dsns[0], "spark_decision", "eql_decided"), counted(dsns[0], "spark_publication")
+
+    kill_at(dsns[0], "INSERT ON eventsql.spark_publication", at_commit=False)
+    assert decided() == (0, 0)
+    assert counted(dsns[1], "spark_part", "eql_published_at IS NULL") == 1
+    # The second replays what the first has prepared, and comes to the delivery.
+    kill_at(dsns[1], "UPDATE ON eventsql.spark_part", at_commit=True)
+    assert decided() == (1, 1)
     assert counted(dsns[1], "spark_part", "eql_published_at IS NULL") == 1
     # The batch is what the checkpoint says, whatever has come since.
     publish(shards, range(EVENTS, EVENTS + 10))
     copy(spark, dsns, checkpoint)
     assert counted(dsns[0], "spark_publication") == 2
     assert copies(shards) == list(range(EVENTS + 10))
-    check_nothing_is_left(shards)
-
-
-def test_a_stream_whose_checkpoint_was_deleted_publishes_nothing_twice(
-    spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path
-) -> None:
-    dsns = urls_of(shards)
-    copy(spark, dsns, checkpoint, writerId="copier")
-    shutil.rmtree(checkpoint)
-    copy(spark, dsns, checkpoint, writerId="copier")
-    assert copies(shards) == list(range(EVENTS))
-    assert counted(dsns[0], "spark_publication") == 2
-    # The last batch would have other events than the one that was published under its number.
-    shutil.rmtree(checkpoint)
-    publish(shards, range(EVENTS, EVENTS + 10))
-    with pytest.raises(StreamingQueryException) as failure:
-        copy(spark, dsns, checkpoint, writerId="copier")
-    refused = eventsql_error(failure.value)
-    assert isinstance(refused, ConfigurationError)
-    assert "batch 1 of writer 'copier' was published before with 160 events, and has 170 now" in str(refused)
-    assert copies(shards) == list(range(EVENTS))
     check_nothing_is_left(shards)
 
 

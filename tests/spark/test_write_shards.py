@@ -11,12 +11,15 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 from pyspark.sql.types import StringType, StructField, StructType
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
@@ -34,7 +37,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log import parts
 from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.parts import Parts
+from eventsql_orchestration.log.parts import Part, Parts
 from eventsql_orchestration.log.staged import LEAST_BY_BLOCKS
 from eventsql_orchestration.sharded import ShardedEventSQL, addition, operations
 from eventsql_orchestration.sharded.addition import ShardAddition
@@ -327,6 +330,60 @@ def test_a_part_of_a_batch_that_an_older_version_recorded_is_kept(platform: Shar
     assert len(Parts(platform.shards[1].database).open()) == 1
 
 
+def test_a_part_that_was_given_up_before_an_older_version_published_its_batch_goes(
+    platform: ShardedEventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part")
+    first, *others = platform.open().shards
+    (announced,) = Parts(first.database).announced()
+    assert Parts(first.database).give_up(announced.id, patience=1.0)
+    with Publications(source_of(dsns)) as publications:
+        attempts = staged(publications, 0, FEW)
+        part = Part(uuid.uuid4(), "shard-1", "nightly", 7)
+        portions = {str(shard): portion for shard, portion in Batch("nightly", 7, tuple(attempts)).portions().items()}
+        # It looks for nothing that was given up.
+        publications._commit_on_all(
+            part,
+            publications._ledgers["shard-1"],
+            Batch("nightly", 7, tuple(attempts)),
+            {shard: portion for shard, portion in portions.items() if shard != "shard-1"},
+            portions["shard-1"],
+        )
+    Parts(first.database).finish(part.id)
+    with psycopg.connect(dsns[0]) as connection:
+        connection.execute("UPDATE eventsql.spark_publication SET eql_id = NULL")
+    assert [len(Parts(shard.database).open()) for shard in others] == [1, 1]
+    assert decisions_of(platform).finish() == []
+    assert "a part of batch 7 of writer 'nightly' was given up" in caplog.text
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
+@pytest.mark.parametrize("outcome", ["decided", "given up"])
+def test_what_becomes_of_a_publication_while_it_is_looked_at_is_found_out(
+    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    """Its owner decides it and is killed, or somebody else gives it up, after it was read as announced."""
+    decisions, give_up = decisions_of(platform), Parts.give_up
+    step = "UPDATE ON eventsql.spark_part"
+    kill_at(dsns, FEW, 1, step, at_commit=outcome == "decided")
+    first = Parts(platform.shards[0].database)
+    (announced,) = first.announced()
+    if outcome == "given up":
+        assert give_up(first, announced.id, patience=1.0)
+    looked_at = replace(announced, decided=False, deserted=True)
+    monkeypatch.setattr(Parts, "announced", lambda parts: [looked_at] if parts._database is first._database else [])
+    if outcome == "decided":
+        with psycopg.connect(dsns[1]) as lock:
+            lock.execute("SELECT FROM eventsql.spark_part FOR UPDATE")
+            (left,) = decisions.finish()
+        assert (left.decided, left.shards) == (True, ("shard-2",)), "a later batch waits for it"
+    assert decisions.finish() == []
+    monkeypatch.undo()
+    check_nothing_is_open(dsns)
+    assert events_of(platform) == (list(range(FEW)) if outcome == "decided" else [])
+
+
 def test_a_write_that_others_finish_before_it_finds_out_was_the_first(
     platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,6 +619,29 @@ def test_a_driver_that_stands_still_loses_its_transactions(
     assert outcomes == [True], "it was decided, and published once more from there"
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
+
+
+def test_the_transaction_that_decides_is_not_idle_while_others_place(
+    platform: ShardedEventSQL, dsns: list[str]
+) -> None:
+    outcomes: list[bool] = []
+    with stopping(dsns[2], "UPDATE ON eventsql.spark_part") as stop:
+        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
+        writing.start()
+        stop.await_reached()
+        with psycopg.connect(dsns[0]) as connection:
+            used: dict[str, datetime] = dict(
+                connection.execute(
+                    "SELECT datname, state_change FROM pg_stat_activity "
+                    "WHERE datname = ANY (%s) AND state = 'idle in transaction'",
+                    [[conninfo_to_dict(dsn)["dbname"] for dsn in dsns]],
+                ).fetchall()
+            )
+        stop.let_go()
+        writing.join()
+    deciding, placed = (used[str(conninfo_to_dict(dsn)["dbname"])] for dsn in dsns[:2])
+    assert deciding > placed, "it was used again since the second shard placed its part"
+    assert outcomes == [True]
 
 
 def test_every_commit_waits_for_the_disk(databases: Databases) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy
 from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.rows import dict_row
@@ -45,6 +46,31 @@ def append(store: Store, aggregate_id: str, *amounts: int, expected_version: int
 
 def amounts_of(store: Store, aggregate_id: str, **bounds: Any) -> list[int]:
     return [change.data["price"] for change in store.load("order", aggregate_id, **bounds)]
+
+
+def test_a_transaction_of_sqlalchemy_appends_and_reads(store: Store) -> None:
+    engine = sqlalchemy.create_engine(store.database.url)
+    with engine.connect() as connection:
+        for ending in (connection.rollback, connection.commit):
+            assert store.append(connection, "order", "1", prices(100, 120), expected_version=0) == 2
+            store.save_snapshot(connection, "order", "1", 2, {"price": 120})
+            assert amounts_of(store, "1", connection=connection) == [100, 120]
+            assert store.snapshot("order", "1", connection=connection) is not None
+            assert amounts_of(store, "1") == []
+            ending()
+    engine.dispose()
+    assert amounts_of(store, "1") == [100, 120]
+
+
+@pytest.mark.parametrize("appending", [True, False])
+def test_what_takes_part_in_a_transaction_is_not_written_without_one(store: Store, appending: bool) -> None:
+    nothing: Any = None
+    with pytest.raises(ValidationError, match="connection is needed"):
+        if appending:
+            store.append(nothing, "order", "1", prices(100), expected_version=0)
+        else:
+            store.save_snapshot(nothing, "order", "1", 1, {})
+    assert amounts_of(store, "1") == []
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
@@ -167,3 +168,13 @@ def test_a_search_reads_its_index_alone(database: Database, statement: str, inde
         # From the newest line on and no further than the limit: lines of one moment alone are sorted.
         assert "Presorted Key: eql_written_at" in plan
         assert f"Index Scan Backward using {index}" in plan
+
+
+def test_a_transaction_of_sqlalchemy_writes(database: Database, logs: Logs) -> None:
+    engine = sqlalchemy.create_engine(database.url)
+    with engine.connect() as connection:
+        for number, ending in enumerate((connection.rollback, connection.commit)):
+            logs.write(connection, "runs", [("1", str(number), NOON)])
+            ending()
+    engine.dispose()
+    assert lines(logs) == ["1"]

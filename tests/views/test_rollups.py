@@ -10,6 +10,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
+import sqlalchemy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -179,3 +180,13 @@ def test_reading_a_range_goes_through_the_key(database: Database) -> None:
     assert "rollup_bucket_pkey" in plan
     assert "eql_bucket >=" in plan
     assert "Seq Scan" not in plan
+
+
+def test_a_transaction_of_sqlalchemy_writes(database: Database, rollups: Rollups) -> None:
+    engine = sqlalchemy.create_engine(database.url)
+    with engine.connect() as connection:
+        for number, ending in enumerate((connection.rollback, connection.commit)):
+            rollups.add(connection, "orders", [(NOON, "", 1, number)])
+            ending()
+    engine.dispose()
+    assert [bucket.sum for bucket in rollups.read("orders")] == [1]

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
+import psycopg
 import pytest
+import sqlalchemy
 
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
@@ -63,6 +65,52 @@ def test_a_reader_goes_on_after_the_entry_that_it_saw_last(database: Database, t
         seen += [entry.data["number"] for entry in page]
         last = page[-1].id
     assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_reader_misses_nothing_of_a_resource_whose_writers_take_turns(
+    database: Database, timelines: Timelines
+) -> None:
+    """Whoever writes to other resources meanwhile; see the next for what that leaves out."""
+    with psycopg.connect(database.dsn) as elsewhere:
+        timelines.append(elsewhere, "orders", "other", {"number": 0}, NOON)
+        seen: list[int] = []
+        last = 0
+        for number in range(3):
+            with database.transaction() as connection:
+                timelines.append(connection, "orders", "1", {"number": number}, NOON)
+            page = timelines.read("orders", "1", after=last)
+            seen, last = [*seen, *(entry.data["number"] for entry in page)], page[-1].id
+    assert seen == [0, 1, 2]
+
+
+def test_what_commits_late_lies_before_what_was_read_already_and_is_found_by_reading_the_whole(
+    database: Database, timelines: Timelines
+) -> None:
+    with psycopg.connect(database.dsn) as late:
+        timelines.append(late, "orders", "1", {"number": 0}, NOON)
+        with database.transaction() as early:
+            timelines.append(early, "orders", "1", {"number": 1}, NOON)
+        (read,) = timelines.read("orders", "1")
+        late.commit()
+    assert timelines.read("orders", "1", after=read.id) == []
+    assert [entry.data["number"] for entry in timelines.read("orders", "1")] == [0, 1]
+
+
+def test_a_transaction_of_sqlalchemy_appends(database: Database, timelines: Timelines) -> None:
+    engine = sqlalchemy.create_engine(database.url)
+    with engine.connect() as connection:
+        for number, ending in enumerate((connection.rollback, connection.commit)):
+            timelines.append(connection, "orders", "1", {"number": number}, NOON)
+            ending()
+    engine.dispose()
+    assert [entry.data["number"] for entry in timelines.read("orders", "1")] == [1]
+
+
+def test_nothing_is_appended_without_a_connection(timelines: Timelines) -> None:
+    nothing: Any = None
+    with pytest.raises(ValidationError, match="connection is needed"):
+        timelines.append(nothing, "orders", "1", {}, NOON)
+    assert timelines.read("orders", "1") == []
 
 
 def test_an_unknown_timeline_or_resource_is_empty(timelines: Timelines) -> None:

@@ -47,6 +47,9 @@ def server_settings(memory: int, data: Path, port: int) -> dict[str, str]:
         "timezone": "UTC",
         "log_timezone": "UTC",
         "lc_messages": "C",
+        # By PostgreSQL's own, "$user" first, a user's tables would land in the platform's schema, which is called as
+        # the server's role is.
+        "search_path": "public",
         "log_checkpoints": "off",
         # A buffer table turns over wholly between two visits of the default rhythm (one minute, a fifth of the rows).
         "autovacuum_naptime": "15s",

@@ -36,6 +36,13 @@ SELECT eql_decided FROM {schema}.spark_decision WHERE eql_id = %(id)s;
 -- none did. NULL where a version of this package recorded the batch that did not note which.
 SELECT eql_id = %(id)s FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
 
+-- was_replaced -- Whether another publication of a part's batch took place, and is published here.
+SELECT EXISTS (
+    SELECT FROM {schema}.spark_part
+    WHERE eql_shard = %(decider)s AND eql_writer = %(writer)s AND eql_batch = %(batch)s AND eql_id <> %(id)s
+      AND eql_published_at IS NOT NULL
+);
+
 -- give_up -- See to it that a publication never takes place; no row where it does.
 DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND NOT eql_decided;
 

@@ -1,0 +1,133 @@
+"""Connections that callers hand in: what may be one, and whether it leads to the platform's own database."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NoReturn, TypeAlias
+
+import psycopg
+import sqlalchemy
+from psycopg.pq import TransactionStatus
+from psycopg.rows import TupleRow, tuple_row
+
+from eventsql_orchestration.database.queries import statement
+from eventsql_orchestration.errors import ValidationError
+
+Connection: TypeAlias = psycopg.Connection[TupleRow]
+"""A psycopg connection as handlers and publishers take it."""
+
+
+def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
+    """The psycopg connection of a transaction that a caller runs with psycopg or with SQLAlchemy.
+
+    Raises `ValidationError` for anything else.
+    """
+    driver = _driver(connection)
+    _begin(connection)
+    return driver
+
+
+def joined_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
+    """The same, where what is written on it is the caller's to commit or to roll back.
+
+    Raises `ValidationError` for one of SQLAlchemy in AUTOCOMMIT too: its `begin()` begins nothing in the database, and
+    no `rollback()` takes back what was committed statement by statement.
+    """
+    driver = _driver(connection)
+    if (
+        isinstance(connection, sqlalchemy.Connection)
+        and driver.autocommit
+        and driver.info.transaction_status is TransactionStatus.IDLE
+    ):
+        raise ValidationError(
+            "the SQLAlchemy connection is in AUTOCOMMIT, so that no rollback would take back what is written on it: "
+            'hand in one of `engine.execution_options(isolation_level="READ COMMITTED")`, or leave `connection` out'
+        )
+    _begin(connection)
+    return driver
+
+
+def _driver(connection: object) -> Connection:
+    driver: Any = connection
+    if isinstance(connection, sqlalchemy.Connection):
+        driver = connection.connection.driver_connection
+    if not isinstance(driver, psycopg.Connection):
+        _refuse(driver)
+    return driver
+
+
+def _begin(connection: Connection | sqlalchemy.Connection) -> None:
+    if isinstance(connection, sqlalchemy.Connection) and not connection.in_transaction():
+        # SQLAlchemy would roll back what it did not begin itself.
+        connection.begin()
+
+
+def _refuse(given: object) -> NoReturn:
+    # Whoever has a session has loaded the ORM; nobody else is to.
+    from sqlalchemy.orm import Session, scoped_session  # noqa: PLC0415
+
+    if isinstance(given, Session | scoped_session):
+        raise ValidationError(
+            "a SQLAlchemy session is no connection: pass `session.connection()`, which is in its transaction"
+        )
+    kind = type(given)
+    raise ValidationError(
+        f"a psycopg or SQLAlchemy (postgresql+psycopg) connection is needed, not {kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def identity(connection: Connection) -> str | None:
+    """What tells the database that a connection leads to from all others; None where its role may not ask.
+
+    A transaction that is open goes on, whatever the answer.
+    """
+    try:
+        with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
+            row = cursor.execute(statement("shards", "identity"), prepare=False).fetchone()
+    except psycopg.errors.InsufficientPrivilege:
+        return None
+    return None if row is None else str(row[0])
+
+
+_Place: TypeAlias = tuple[str, str, int, str]
+
+
+class Home:
+    """Tells connections to the platform's database from those to another.
+
+    What leads to where the platform's own connections lead is taken without a word. Other hosts, ports and names may
+    still mean the same database (an alias, a socket, a pooler): the server that answers is asked, once per connection.
+    """
+
+    def __init__(self) -> None:
+        self._places: Final[set[_Place]] = set()
+        self._own: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
+        self._identity: str | None = None
+
+    def note(self, connection: Connection) -> None:
+        """Take note of where a connection of the platform's own leads."""
+        self._places.add(_place(connection))
+
+    def check(self, connection: Connection, database: object, ask: Callable[[], str | None]) -> None:
+        """Raise `ValidationError` for a connection to another database than `database`, whose identity `ask` gives."""
+        if connection in self._own:
+            return
+        if _place(connection) not in self._places:
+            theirs = identity(connection)
+            if theirs is not None and theirs != self._identity:
+                # Asked anew: behind a pooler or a name, another server may have taken over since.
+                self._identity = ask()
+                if self._identity is not None and theirs != self._identity:
+                    info = connection.info
+                    raise ValidationError(
+                        f"the connection leads to another database, {info.dbname!r} at {info.host}:{info.port}, than "
+                        f"the platform's, {database}: no transaction spans both; hand in a connection to the "
+                        "platform's, or leave `connection` out. Nothing was written"
+                    )
+        self._own.add(connection)
+
+
+def _place(connection: Connection) -> _Place:
+    info = connection.info
+    return info.host, info.hostaddr, info.port, info.dbname

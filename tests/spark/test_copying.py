@@ -1,0 +1,65 @@
+"""The connection that tasks read over: what a query gives, and which of its errors say that the server is gone."""
+
+from __future__ import annotations
+
+import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
+from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+from eventsql_orchestration.spark.batches import Piece, Projection, read_batches
+from eventsql_orchestration.spark.copying import CopyConnection, RefusedError
+from eventsql_orchestration.spark.options import Source
+from tests.spark.processes import wait_until
+
+WIDE = "SELECT repeat('x', 1000000) AS text, 100 / ({zero} - number) AS part FROM generate_series(1, 30) AS number"
+"""More than one record batch."""
+
+
+def test_a_query_that_fails_among_its_rows_is_refused_and_leaves_the_connection_to_the_next(dsn: str) -> None:
+    with CopyConnection(dsn) as connection:
+        batches = connection.batches(WIDE.format(zero=20))
+        assert next(batches).num_rows < 20
+        with pytest.raises(RefusedError, match="division by zero"):
+            list(batches)
+        (batch,) = connection.batches("SELECT 7 AS number")
+        assert batch.to_pydict() == {"number": [7]}
+
+
+def test_a_connection_that_is_ended_among_the_rows_is_no_refusal(dsn: str) -> None:
+    with CopyConnection(dsn) as connection, psycopg.connect(dsn, autocommit=True) as administrator:
+        batches = connection.batches(WIDE.format(zero=40))
+        next(batches)
+        ended = administrator.execute(
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND query LIKE 'COPY%' AND pid <> pg_backend_pid()"
+        ).fetchall()
+        assert ended == [(True,)]
+        with pytest.raises((pa.ArrowException, OSError)):
+            list(batches)
+
+
+def test_a_statement_that_cannot_be_closed_keeps_no_connection_open(dsn: str) -> None:
+    connection = CopyConnection(dsn)
+    connection._statement.close()
+    with pytest.raises(RuntimeError):
+        connection.close()
+    with psycopg.connect(dsn, autocommit=True) as administrator:
+        others = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        # The server notices a moment later that a connection is closed.
+        wait_until(lambda: not administrator.execute(others).fetchall(), "the connection is closed")
+
+
+def test_a_read_that_the_server_refuses_among_the_rows_is_not_said_to_have_lost_it(
+    platform: EventSQL, dsn: str
+) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.publisher.publish_all(Publication("orders", b"value") for _ in range(20))
+    platform.transfer.run_once()
+    offsets = OffsetRange("orders", NOT_PARTITIONED, 0, 20)
+    piece = Piece(offsets, "orders_event", 1, rows=["100 / (eql_id - 10) IS NOT NULL"])
+    with pytest.raises(DatabaseError, match=r"orders\(0, 20\] could not be read: the .* refused .*division") as failure:
+        list(read_batches(Source(dsn, "eventsql", "the database"), [piece], Projection(["offset"])))
+    assert not isinstance(failure.value, DatabaseUnavailableError)
