@@ -279,7 +279,8 @@ def test_ctrl_c_leaves_a_backfill_that_is_resumed_with_nothing_twice(run: Run, s
     assert b"backfill orders ledger --resume may --execute`" in messages.splitlines()[-1]
     assert len(ledger.effects()) < len(ids)
     resumed = run(*LEDGER, "--resume", "may", "--execute", *MODULE)
-    assert resumed.exit_code == 0, resumed.stderr
+    # The run of the killed command may come to the end of its window while the one that is to take it up still starts.
+    assert resumed.exit_code == 0 or "it is done, or was deleted" in resumed.stderr, resumed.stderr
     assert ledger.effects() == ids
 
 
