@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import click
-import psycopg
 
 from eventsql_orchestration.cli.context import CliContext, embedded_server, pass_context
 from eventsql_orchestration.cli.output import say, show_fields, write, write_json
 from eventsql_orchestration.cli.parameters import json_option
-from eventsql_orchestration.database.embedded import EmbeddedServer
 
 
 @click.group()
@@ -29,12 +27,14 @@ def status(context: CliContext, *, as_json: bool) -> None:
     running = embedded.status()
     shown: dict[str, object] = {"directory": str(embedded.directory), "running": running is not None}
     if running is not None:
-        shown |= {"pid": running.pid, "port": running.port, "version": _version(running)}
+        shown |= {"pid": running.pid, "port": running.port, "version": running.version()}
     if as_json:
         write_json(shown)
     else:
         # Numbers that are names: without separators.
-        show_fields({name: value if isinstance(value, bool) else str(value) for name, value in shown.items()})
+        show_fields(
+            {name: value if value is None or isinstance(value, bool) else str(value) for name, value in shown.items()}
+        )
 
 
 @server.command()
@@ -42,7 +42,7 @@ def status(context: CliContext, *, as_json: bool) -> None:
 def url(context: CliContext) -> None:
     """Print its URL, password included; starts it where it does not run.
 
-    For whatever else takes one: EVENTSQL_DSN=$(eventsql server url), psql "$(eventsql server url)".
+    For whatever else takes one from its environment: EVENTSQL_DSN=$(eventsql server url).
     """
     embedded = embedded_server(context.settings)
     running = embedded.status()
@@ -61,8 +61,3 @@ def stop(context: CliContext) -> None:
         say(f"the embedded server of {embedded.directory} has stopped; its data stays")
     else:
         say(f"the embedded server of {embedded.directory} does not run")
-
-
-def _version(server: EmbeddedServer) -> str:
-    with psycopg.connect(server.dsn) as connection:
-        return connection.info.parameter_status("server_version") or ""

@@ -70,16 +70,8 @@ class WindowReplay:
         and `WindowGoneError` where it is not there.
         """
         lease_ends_at = None
-        awaited: Backfill | None = None
         while True:
-            try:
-                backfill, part = self._look()
-            except WindowGoneError:
-                if awaited is None:
-                    raise
-                # The run that had it has come to its end, and with it the backfill to its own.
-                return awaited
-            awaited = None
+            backfill, part = self._look()
             if part.done:
                 return backfill
             if part.owner is not None and part.owner != self._owner:
@@ -89,7 +81,7 @@ class WindowReplay:
                 elif lease_ends_at not in {None, part.lease_ends_at}:
                     raise dg.Failure(f"{part.owner} replays this window now", allow_retries=False)
                 # A run that lives renews its lease; that of one that was killed ends.
-                lease_ends_at, awaited = part.lease_ends_at, backfill
+                lease_ends_at = part.lease_ends_at
                 time.sleep(POLL)
             elif part.paused:
                 raise dg.Failure(f"the window is paused: {self._advice()} ends that", allow_retries=False)

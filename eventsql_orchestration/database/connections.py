@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import psycopg
 import sqlalchemy
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import TupleRow, tuple_row
 
 from eventsql_orchestration.database.queries import statement
@@ -24,17 +24,23 @@ def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connect
     Raises `ValidationError` for anything else.
     """
     driver = _driver(connection)
-    _begin(connection)
+    begin(connection)
     return driver
 
 
-def joined_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
-    """The same, where what is written on it is the caller's to commit or to roll back.
+def joinable_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
+    """The same, where what is written on it is the caller's to commit or to roll back; nothing is begun on it yet.
 
     Raises `ValidationError` for one of SQLAlchemy in AUTOCOMMIT too: its `begin()` begins nothing in the database, and
-    no `rollback()` takes back what was committed statement by statement.
+    no `rollback()` takes back what was committed statement by statement. And for one in psycopg's pipeline mode, where
+    nobody is told at once how many rows a statement has written, which is what says that it was the right one.
     """
     driver = _driver(connection)
+    if driver.pgconn.pipeline_status != PipelineStatus.OFF:
+        raise ValidationError(
+            "the connection is in pipeline mode, where a statement's outcome is not known when it is needed: leave the "
+            "block of `connection.pipeline()` first"
+        )
     if (
         isinstance(connection, sqlalchemy.Connection)
         and driver.autocommit
@@ -44,7 +50,6 @@ def joined_connection(connection: Connection | sqlalchemy.Connection) -> Connect
             "the SQLAlchemy connection is in AUTOCOMMIT, so that no rollback would take back what is written on it: "
             'hand in one of `engine.execution_options(isolation_level="READ COMMITTED")`, or leave `connection` out'
         )
-    _begin(connection)
     return driver
 
 
@@ -57,7 +62,8 @@ def _driver(connection: object) -> Connection:
     return driver
 
 
-def _begin(connection: Connection | sqlalchemy.Connection) -> None:
+def begin(connection: Connection | sqlalchemy.Connection) -> None:
+    """Begin a transaction of SQLAlchemy's where there is none yet; psycopg's connections begin theirs themselves."""
     if isinstance(connection, sqlalchemy.Connection) and not connection.in_transaction():
         # SQLAlchemy would roll back what it did not begin itself.
         connection.begin()
@@ -78,9 +84,10 @@ def _refuse(given: object) -> NoReturn:
 
 
 def identity(connection: Connection) -> str | None:
-    """What tells the database that a connection leads to from all others; None where its role may not ask.
+    """What tells the database that a connection leads to from others; None where its role may not ask.
 
-    A transaction that is open goes on, whatever the answer.
+    A physical copy of the server, as a standby that was promoted or a restored base backup, says the same. A
+    transaction that is open goes on, whatever the answer.
     """
     try:
         with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
@@ -90,7 +97,7 @@ def identity(connection: Connection) -> str | None:
     return None if row is None else str(row[0])
 
 
-_Place: TypeAlias = tuple[str, str, int, str]
+_Place: TypeAlias = tuple[str, str, int, str, str]
 
 
 class Home:
@@ -117,8 +124,8 @@ class Home:
             theirs = identity(connection)
             if theirs is not None and theirs != self._identity:
                 # Asked anew: behind a pooler or a name, another server may have taken over since.
-                self._identity = ask()
-                if self._identity is not None and theirs != self._identity:
+                self._identity = ours = ask()
+                if ours is not None and theirs != ours:
                     info = connection.info
                     raise ValidationError(
                         f"the connection leads to another database, {info.dbname!r} at {info.host}:{info.port}, than "
@@ -130,4 +137,5 @@ class Home:
 
 def _place(connection: Connection) -> _Place:
     info = connection.info
-    return info.host, info.hostaddr, info.port, info.dbname
+    # Some poolers choose the database by the user.
+    return info.host, info.hostaddr, info.port, info.dbname, info.user

@@ -22,7 +22,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.database import migrations
-from eventsql_orchestration.database.connections import Connection, Home, identity, joined_connection
+from eventsql_orchestration.database.connections import Connection, Home, begin, identity, joinable_connection
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
@@ -314,12 +314,13 @@ class Database:
 
         One of psycopg in autocommit mode outside of a transaction has none: each statement commits by itself. Raises
         `ValidationError`, before anything is written, for what leads to another database, for one of SQLAlchemy in
-        AUTOCOMMIT, and for what is no such connection; otherwise as `connection()`.
+        AUTOCOMMIT, for one in pipeline mode, and for what is no such connection; otherwise as `connection()`.
         """
-        driver = joined_connection(connection)
+        driver = joinable_connection(connection)
         self.ensure_schema()
         with self.errors(driver):
             self._home.check(driver, self, self._identity)
+            begin(connection)
             yield driver
 
     def _identity(self) -> str | None:

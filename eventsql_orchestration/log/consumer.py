@@ -299,10 +299,11 @@ class Consumers:
                 handler, each = failed.handler(plan.handler), True
             except CommitRefusedError as refused:
                 refusals = self._refusals.setdefault(key, Refusals())
-                if not refused.events or (refused.passing and refusals.may_pass()):
+                alone = refused.events[0] if limit == 1 and refused.events else None
+                if not refused.events or (refused.passing and refusals.may_pass(None if alone is None else alone.id)):
                     raise refused.error from None
-                if limit == 1:
-                    return self._refuse(key, plan, hold, refused.events[0], refused.error)
+                if alone is not None:
+                    return self._refuse(key, plan, hold, alone, refused.error)
                 if check or refused.passing:
                     # One by one found none to blame.
                     refusals.isolate()

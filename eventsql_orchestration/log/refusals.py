@@ -15,16 +15,32 @@ class Refusals:
     """Those of one consumer partition, since its last commit of as many events as it takes."""
 
     def __init__(self) -> None:
+        self._most: int | None = None
+        self._of: int | None = None
+        """The one event that was refused so often, None of several."""
         self._count = 0
         self._since = time.monotonic()
-        self._most: int | None = None
+        self._blamed: int | None = None
 
-    def may_pass(self) -> bool:
-        """Count a commit that was refused for what may pass; whether the same events are to be tried again."""
-        self._count += 1
-        if self._most is not None:
+    def may_pass(self, event: int | None) -> bool:
+        """Count a commit that was refused for what may pass; whether the same is to be tried again, later.
+
+        `event` is the id of the one that it was of, None where it was of several. Each event that is alone is given as
+        much time as several are, the first time: what others have met was not its doing.
+        """
+        if event is None and self._most is not None:
+            # Fewer of them come first.
             return False
-        return self._count < MOST_REFUSED or time.monotonic() - self._since < REFUSED_SECONDS
+        if event is not None and event == self._blamed:
+            return False
+        now = time.monotonic()
+        if event != self._of:
+            self._of, self._count, self._since = event, 0, now
+        self._count += 1
+        if self._count < MOST_REFUSED or now - self._since < REFUSED_SECONDS:
+            return True
+        self._blamed = event
+        return False
 
     def limit(self, most: int) -> int:
         """How many events, `most` of them otherwise, the next commit may be of."""

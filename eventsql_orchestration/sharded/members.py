@@ -8,9 +8,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
+
+import psycopg
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
@@ -275,7 +277,9 @@ class Members:
         self.open()
         name = self._of_connections.get(connection)
         if name is None:
-            name = self._members[0].store.name(connection)
+            name = None
+            with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName), connection.transaction():
+                name = self._members[0].store.name(connection)
             if name is None:
                 raise ShardSetError(f"the connection leads to {connection.info.dbname!r}, which is no shard")
             self._of_connections[connection] = name

@@ -128,3 +128,25 @@ def test_an_error_of_the_code_that_gives_the_publications_is_not_taken_for_that(
     with psycopg.connect(dsn) as mine, pytest.raises(AttributeError, match="theirs"):
         platform.publisher.publish_all(from_a_bug(), connection=mine if joined else None)
     assert platform.transfer.run_once() == {}
+
+
+def test_a_connection_in_pipeline_mode_is_refused(platform: EventSQL, direct_dsn: str) -> None:
+    """There, nobody would be told that a statement has written nothing."""
+    with psycopg.connect(direct_dsn) as mine:
+        with mine.pipeline():
+            for publish in both_ways(platform):
+                with pytest.raises(ValidationError, match="is in pipeline mode"):
+                    publish(mine)
+        for publish in both_ways(platform):
+            publish(mine)
+    assert platform.transfer.run_once() == {"orders": 2}
+
+
+def test_a_connection_that_is_refused_has_begun_nothing(platform: EventSQL, another: str) -> None:
+    engine = sqlalchemy.create_engine(another.replace("postgresql://", "postgresql+psycopg://"))
+    with engine.connect() as mine:
+        with pytest.raises(ValidationError, match="'another'"):
+            platform.publisher.publish(ONE, connection=mine)
+        with mine.begin():
+            assert mine.execute(sqlalchemy.text("SELECT 1")).scalar_one() == 1
+    engine.dispose()

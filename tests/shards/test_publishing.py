@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     InvalidPublicationError,
     PartitionOutOfRangeError,
@@ -148,9 +149,14 @@ def test_an_outbox_takes_the_keys_of_its_shard_alone(platform: ShardedEventSQL) 
     assert read(platform) == {"shard-1": [], "shard-2": [(key, 1), (None, 2)]}
 
 
-def test_a_connection_to_no_shard_takes_nothing(platform: ShardedEventSQL, dsn: str) -> None:
-    with psycopg.connect(dsn) as connection, pytest.raises(ShardSetError, match="which is no shard"):
-        platform.publisher.publish(Publication("orders", b""), connection=connection)
+def test_a_connection_to_no_shard_takes_nothing(platform: ShardedEventSQL, dsn: str, server: EmbeddedPostgres) -> None:
+    # Another that has the tables, and one that has none.
+    for other in (dsn, server.start().dsn):
+        with psycopg.connect(other) as connection:
+            connection.execute("SELECT 1")
+            with pytest.raises(ShardSetError, match="which is no shard"):
+                platform.publisher.publish(Publication("orders", b""), connection=connection)
+            assert connection.execute("SELECT 1").fetchone() == (1,), "the caller's transaction is not spoilt"
 
 
 def test_who_knows_one_shard_alone_does_not_write_the_keys_of_another(platform: ShardedEventSQL) -> None:

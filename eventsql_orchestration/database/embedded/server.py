@@ -74,6 +74,14 @@ class EmbeddedServer:
         """The URL of another database of this server, password included; the database need not exist."""
         return f"postgresql://{_ROLE}:{self.password}@{HOST}:{self.port}/{quote(database, safe='')}"
 
+    def version(self) -> str | None:
+        """PostgreSQL's version, as the server tells; None where it has no connection to spare."""
+        try:
+            with contextlib.closing(_connect(self, _DATABASE)) as connection:
+                return connection.info.parameter_status("server_version")
+        except psycopg.OperationalError:
+            return None
+
 
 class EmbeddedPostgres:
     """The embedded server of a directory.
