@@ -178,7 +178,7 @@ def location_file(directory: Path, kind: str) -> Path:
 
 
 def test_definitions_that_a_function_makes_are_found_and_run(run: Run, ledger: Ledger, tmp_path: Path) -> None:
-    ids = ledger.publish(5)
+    ids = ledger.publish(50)
     file = location_file(tmp_path, "a function with @dg.definitions")
     result = run(*LEDGER, "--from", "earliest", "--parallel", "1", "--partition", "0", "--execute", "-f", file)
     assert result.exit_code == 0, result.stderr

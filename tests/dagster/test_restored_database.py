@@ -48,6 +48,7 @@ def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbenc
     with Database(dsn) as database:
         database.migrate()
         with database.connection() as connection:
+            connection.execute("DROP TABLE IF EXISTS effect")
             connection.execute("CREATE TABLE effect (position bigserial, id bigint, partition int)")
     resource = EventSQLResource(dsn=dsn)
     with EventSQL(dsn, transfer=False) as platform:
