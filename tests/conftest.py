@@ -7,6 +7,7 @@ import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -32,14 +33,24 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[EmbeddedPostgres]:
-    """An embedded server whose template database holds the platform's empty tables."""
+@contextmanager
+def own_server() -> Iterator[EmbeddedPostgres]:
+    """An embedded server, not started yet, in a directory where nothing else is; nothing is left of it afterwards."""
     # Not pytest's own temporary directory: only root may enter that, and PostgreSQL does not run as root.
     home = Path(tempfile.mkdtemp(prefix="eventsql-tests-"))
     home.chmod(0o755)
     embedded = EmbeddedPostgres(home / "postgres")
     try:
+        yield embedded
+    finally:
+        embedded.destroy()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[EmbeddedPostgres]:
+    """An embedded server whose template database holds the platform's empty tables."""
+    with own_server() as embedded:
         with psycopg.connect(embedded.start().dsn, autocommit=True) as connection:
             # No test outlives its machine, and a killed server has given what it wrote to the kernel.
             connection.execute("ALTER SYSTEM SET fsync TO off")
@@ -49,9 +60,6 @@ def server() -> Iterator[EmbeddedPostgres]:
         database.migrate()
         database.close()
         yield embedded
-    finally:
-        embedded.destroy()
-        shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture

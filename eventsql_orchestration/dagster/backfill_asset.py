@@ -34,9 +34,9 @@ from eventsql_orchestration.dagster.tags import (
     shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.dagster.windows import Place, new_id, read_key
+from eventsql_orchestration.dagster.windows import new_id, read_key
 from eventsql_orchestration.errors import EventSQLError, ValidationError
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Earliest, Latest
+from eventsql_orchestration.log.positions import AtOffset, AtTime, Earliest, Latest, Place
 
 SUFFIX: Final = "_backfill"
 

@@ -10,7 +10,6 @@ from eventsql_orchestration.dagster.windows import (
     MARK,
     MAX_RUNS,
     Backfill,
-    Place,
     Plan,
     PlannedRun,
     Window,
@@ -20,7 +19,7 @@ from eventsql_orchestration.dagster.windows import (
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.layouts import Layout
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, resolve
+from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, Place, resolve
 from eventsql_orchestration.log.registry import choose_partitions
 
 

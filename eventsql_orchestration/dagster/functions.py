@@ -11,6 +11,7 @@ from typing import Any
 import dagster as dg
 
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.log.handlers import is_asynchronous
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class UserFunction:
         nor annotated as a resource, and for an asynchronous function: nothing would await it.
         """
         name = getattr(function, "__name__", repr(function))
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        if is_asynchronous(function):
             raise dg.DagsterInvalidDefinitionError(
                 f"{name}() is asynchronous, and nothing awaits it: make it a plain function"
             )

@@ -11,9 +11,9 @@ from datetime import datetime, timedelta
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.backfills import Backfills
-from eventsql_orchestration.dagster.windows import MAX_RUNS, Backfill, Place, Plan, PlannedRun, Replayed
+from eventsql_orchestration.dagster.windows import MAX_RUNS, Backfill, Plan, PlannedRun, Replayed
 from eventsql_orchestration.errors import RegistryError, ValidationError
-from eventsql_orchestration.log.positions import AtOffset
+from eventsql_orchestration.log.positions import AtOffset, Place
 from eventsql_orchestration.log.seek import Move
 
 

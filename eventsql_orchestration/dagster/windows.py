@@ -6,11 +6,11 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Final, TypeAlias
+from typing import Final
 
 from eventsql_orchestration import NOT_PARTITIONED
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest
+from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Place
 from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.rules import check_name, check_whole
 
@@ -28,9 +28,6 @@ _KEY: Final = re.compile(
     r"(?P<id>[a-z0-9][a-z0-9-]*):(?P<after>\d+)-(?P<upto>\d+)(?::(?P<partition>\d+))?(?:@(?P<shard>[^\s@]+))?",
     re.ASCII,
 )
-
-Place: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back
-"""Where a range begins or ends. It ends with the event at an offset, and before the first that was logged at a time."""
 
 
 def check_id(backfill_id: str) -> str:
@@ -189,7 +186,10 @@ def check_cut(window_events: int | None, window: timedelta | None) -> None:
 
 
 def check_order(start: Place, end: Place) -> None:
-    """Refuse what is the wrong way round whatever the log holds. Raises `ValidationError`."""
+    """Refuse a range that is the wrong way round whatever the log holds. Raises `ValidationError`.
+
+    It ends with the event at an offset, and before the first that was logged at a time.
+    """
     match start, end:
         case AtOffset(offset=first), AtOffset(offset=last):
             wrong = first > last

@@ -10,6 +10,11 @@ from eventsql_orchestration.errors import ValidationError
 _STILL_TO_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
 
 
+def is_asynchronous(function: object) -> bool:
+    """Whether a call of a function runs nothing of it, because somebody is to await it, or to iterate over it so."""
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
 def check_handler(handler: object, *arguments: str) -> None:
     """Raise `ValidationError` unless `handler` takes these arguments, by position, and works when it is called.
 
@@ -21,7 +26,7 @@ def check_handler(handler: object, *arguments: str) -> None:
         raise ValidationError(f"a handler is a function of ({called}), not {handler!r}")
     name = getattr(handler, "__qualname__", None) or repr(handler)
     for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004 - a partial has none of its own
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        if is_asynchronous(function):
             raise ValidationError(
                 f"handler {name} is asynchronous, and nothing awaits it: make it a plain function, which may call "
                 "asyncio.run"

@@ -277,7 +277,6 @@ class Members:
         self.open()
         name = self._of_connections.get(connection)
         if name is None:
-            name = None
             with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName), connection.transaction():
                 name = self._members[0].store.name(connection)
             if name is None:

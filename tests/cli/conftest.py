@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import main
+from tests.conftest import own_server
 
 PROGRAM = Path(sys.executable).parent / "eventsql"
 
@@ -26,6 +27,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("EVENTSQL_")]:
         monkeypatch.delenv(name)
     return tmp_path
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A home whose server may be started."""
+    with own_server() as embedded:
+        yield embedded.directory.parent
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -136,16 +134,6 @@ def test_a_running_embedded_server_is_used_and_that_is_said_once(invoke: Run, se
     assert (result.exit_code, result.stdout) == (0, "[]\n")
     (line,) = result.stderr.splitlines()
     assert line.startswith("eventsql: no --dsn, EVENTSQL_DSN or eventsql.toml names a database: using the embedded ")
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """A home whose server may be started; not below pytest's own directory, which only root may enter."""
-    path = Path(tempfile.mkdtemp(prefix="eventsql-cli-"))
-    path.chmod(0o755)
-    yield path
-    EmbeddedPostgres(path / "postgres").destroy()
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def test_the_embedded_server_is_started_and_outlives_the_command(home: Path) -> None:

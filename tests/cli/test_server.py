@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
@@ -15,16 +13,6 @@ from click.testing import Result
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 
 Run = Callable[..., Result]
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """A home whose server may be started; not below pytest's own directory, which only root may enter."""
-    path = Path(tempfile.mkdtemp(prefix="eventsql-cli-"))
-    path.chmod(0o755)
-    yield path
-    EmbeddedPostgres(path / "postgres").destroy()
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def test_a_running_server_is_shown_without_its_password(invoke: Run, server: EmbeddedPostgres) -> None:

@@ -24,7 +24,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log import refusals
 from eventsql_orchestration.log.claims import Claim, NoClaim
-from eventsql_orchestration.log.consumption import MAX_BACKOFF
+from eventsql_orchestration.log.consumption import MAX_BACKOFF, BatchHandler
 from eventsql_orchestration.log.dead_letters import DeadLetterCause, DeadLetterFactory, dead_letter
 from eventsql_orchestration.log.lag import LagCause
 from tests.log.conftest import Until
@@ -203,6 +203,18 @@ def test_a_handler_that_ends_the_transaction_is_stopped_at_once_and_the_offset_s
     assert consume(platform, write) == 10
 
 
+def consume_all(platform: EventSQL, way: str, handler: BatchHandler, *, most: int) -> None:
+    """Consume the ten events, `most` at a time, by a claim or without, as often as it takes."""
+    while state_of(platform).last_event_id < 10:
+        if way == "claim":
+            claim = platform.claims.claim("orders", "mailer", owner="me")
+            assert isinstance(claim, Claim)
+            platform.claims.process(claim, handler, batch=most)
+        else:
+            platform.consumers.consume_once("orders", "mailer", handler, max_events=most)
+        make_due(platform)
+
+
 @pytest.fixture
 def _deferred(platform: EventSQL) -> None:
     """What handlers write is checked when it is committed: effects may not be of event 4, and need a parent."""
@@ -230,19 +242,7 @@ def test_what_the_commit_refuses_is_the_failure_of_its_event_alone(
 ) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
 
-    def turn() -> None:
-        if way == "claim":
-            claim = platform.claims.claim("orders", "mailer", owner="me")
-            assert isinstance(claim, Claim)
-            platform.claims.process(claim, write_child_first, batch=6)
-        else:
-            platform.consumers.consume_once(
-                "orders", "mailer", write_child_first, **({"max_events": 1} if way == "each" else {})
-            )
-
-    while state_of(platform).last_event_id < 10:
-        turn()
-        make_due(platform)
+    consume_all(platform, way, write_child_first, most={"claim": 6, "each": 1, "batch": 1_000}[way])
     assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     platform.transfer.run_once()
     (letter,) = platform.dead_letters.list("orders")
@@ -316,17 +316,7 @@ def test_what_only_the_commit_itself_refuses_is_the_failure_of_its_event_too(
     platform.registry.register_topic(Topic("orders_dlt"))
     refusing("NEW.event_id = 4", state)
 
-    def turn() -> None:
-        if way == "claim":
-            claim = platform.claims.claim("orders", "mailer", owner="me")
-            assert isinstance(claim, Claim)
-            platform.claims.process(claim, write, batch=4)
-        else:
-            platform.consumers.consume_once("orders", "mailer", write, max_events=4)
-
-    while state_of(platform).last_event_id < 10:
-        turn()
-        make_due(platform)
+    consume_all(platform, way, write, most=4)
     assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     platform.transfer.run_once()
     (letter,) = platform.dead_letters.list("orders")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +21,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.log.horizon import MAX_TRANSACTION, START, Checkpoint, HorizonReader
+from tests.conftest import own_server
 
 Sessions = Callable[[], Connection]
 
@@ -279,16 +278,14 @@ def interleaved(reader: HorizonReader, direct_dsn: str) -> Iterator[tuple[Horizo
 @pytest.fixture
 def about_to_wrap() -> Iterator[Database]:
     """A server of its own whose next transaction ids are the last of 32 bits."""
-    home = Path(tempfile.mkdtemp(prefix="eventsql-wrap-"))
-    home.chmod(0o755)
-    embedded = EmbeddedPostgres(home / "postgres")
-    try:
+    with own_server() as embedded:
         for name in ("postgres", "template1", "eventsql"):
             with psycopg.connect(embedded.start().dsn_for(name), autocommit=True) as connection:
                 # What older transactions wrote must not count as being of the future then.
                 connection.execute("VACUUM (FREEZE)")
-        (running,) = home.rglob("postmaster.pid")
-        data, owner = running.parent, running.stat()
+        data = embedded.start().data_directory
+        running = data / "postmaster.pid"
+        owner = running.stat()
         programs = Path(f"/proc/{running.read_text().split()[0]}/exe").readlink().parent
         embedded.stop()
         next_id = 2**32 - 40
@@ -304,9 +301,6 @@ def about_to_wrap() -> Iterator[Database]:
         )  # fmt: skip
         with Database(embedded.start().dsn) as database:
             yield database
-    finally:
-        embedded.destroy()
-        shutil.rmtree(home, ignore_errors=True)
 
 
 def test_the_order_goes_on_where_ids_of_32_bits_begin_anew(about_to_wrap: Database) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +13,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetErro
 from eventsql_orchestration.log.lag import LagCause
 from eventsql_orchestration.sharded import ShardedEventSQL
 from eventsql_orchestration.sharding import shard_of_key
+from tests.conftest import own_server
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until
 
@@ -26,14 +24,8 @@ LEFT = [key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "sha
 @pytest.fixture(scope="module")
 def second() -> Iterator[EmbeddedPostgres]:
     """A server of its own, which the tests stop and start."""
-    home = Path(tempfile.mkdtemp(prefix="eventsql-shard-"))
-    home.chmod(0o755)
-    embedded = EmbeddedPostgres(home / "postgres")
-    try:
+    with own_server() as embedded:
         yield embedded
-    finally:
-        embedded.destroy()
-        shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from eventsql_orchestration.sharded import ShardedEventSQL
 from eventsql_orchestration.sharded.decisions import Decisions
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import FORMAT, eventsql_error
+from tests.conftest import own_server
 from tests.shards.conftest import Databases, databases
 from tests.spark.processes import driver, wait_until
 from tests.spark.stopping import Stop, await_end_of_transactions, stopping
@@ -173,15 +173,8 @@ def test_a_batch_whose_drivers_are_killed_in_the_commit_is_replayed_and_publishe
 @pytest.fixture
 def second() -> Iterator[EmbeddedPostgres]:
     """A server of its own, which the test stops and starts."""
-    # Not pytest's own temporary directory, which PostgreSQL's account may not enter.
-    home = Path(tempfile.mkdtemp(prefix="eventsql-shard-"))
-    home.chmod(0o755)
-    embedded = EmbeddedPostgres(home / "postgres")
-    try:
+    with own_server() as embedded:
         yield embedded
-    finally:
-        embedded.destroy()
-        shutil.rmtree(home, ignore_errors=True)
 
 
 def failure_of(query: StreamingQuery) -> str:

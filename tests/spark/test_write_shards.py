@@ -5,15 +5,12 @@ A commit is stopped by a trigger of the test's that waits for a lock, in the tra
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
@@ -49,6 +46,7 @@ from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.publication import Publications
 from eventsql_orchestration.spark.staging import Attempt, Share, stage
 from eventsql_orchestration.spark.writer import BatchWriter, Staged
+from tests.conftest import own_server
 from tests.shards.conftest import Databases, database_of
 from tests.spark.processes import wait_until
 from tests.spark.spreading import publish, rows, source_of, staged, start
@@ -764,12 +762,7 @@ def test_what_waits_for_a_shard_that_is_down_says_so_and_changes_nothing(
 
 def test_what_is_decided_outlives_a_crash_of_the_shard_that_has_not_committed(server: EmbeddedPostgres) -> None:
     # A server of its own, since a commit on another database of the same one puts the blocks on disk, too.
-    home = Path(tempfile.mkdtemp(prefix="eventsql-tests-"))
-    home.chmod(0o755)
-    embedded = EmbeddedPostgres(home / "postgres")
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, home, ignore_errors=True)
-        stack.callback(embedded.destroy)
+    with own_server() as embedded, ExitStack() as stack:
         crashing = embedded.create_database("crashing")
         with psycopg.connect(crashing, autocommit=True) as connection:
             # What no commit waits for is not on disk before.
