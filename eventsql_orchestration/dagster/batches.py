@@ -101,7 +101,7 @@ class BatchConsumer:
 
     def _bound(self, connection: Connection) -> None:
         connection.execute(
-            "SELECT set_config('idle_in_transaction_session_timeout', %s, true)",
+            "SELECT pg_catalog.set_config('idle_in_transaction_session_timeout', %s, true)",
             (str(round(max(self._limits.lease, STALLED_AFTER) * 1000)),),
         )
 

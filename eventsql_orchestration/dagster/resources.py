@@ -139,8 +139,9 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
                 return
             autocommit, driver.autocommit = driver.autocommit, True
             driver.execute(
-                "SELECT set_config('statement_timeout', %(ms)s, false), set_config('lock_timeout', %(ms)s, false), "
-                "set_config('idle_in_transaction_session_timeout', %(ms)s, false)",
+                "SELECT pg_catalog.set_config('statement_timeout', %(ms)s, false), "
+                "pg_catalog.set_config('lock_timeout', %(ms)s, false), "
+                "pg_catalog.set_config('idle_in_transaction_session_timeout', %(ms)s, false)",
                 {"ms": str(milliseconds)},
             )
             driver.autocommit = autocommit

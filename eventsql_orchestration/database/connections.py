@@ -18,6 +18,10 @@ Connection: TypeAlias = psycopg.Connection[TupleRow]
 """A psycopg connection as handlers and publishers take it."""
 
 
+UTF8: Final = "utf-8"
+"""The encoding of connections, as Python calls it."""
+
+
 def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
     """The psycopg connection of a transaction that a caller runs with psycopg or with SQLAlchemy.
 
@@ -59,7 +63,20 @@ def _driver(connection: object) -> Connection:
         driver = connection.connection.driver_connection
     if not isinstance(driver, psycopg.Connection):
         _refuse(driver)
+    check_encoding(driver)
     return driver
+
+
+def check_encoding(connection: psycopg.Connection[Any]) -> None:
+    """Raise `ValidationError` for a connection of a caller whose texts the server does not read as UTF-8.
+
+    Events are copied as they were encoded before.
+    """
+    if not connection.closed and connection.info.encoding != UTF8:
+        raise ValidationError(
+            f"the connection has the client_encoding {connection.info.parameter_status('client_encoding')}, and events "
+            "are written in UTF-8: connect with client_encoding=UTF8, or execute `SET client_encoding TO 'UTF8'`"
+        )
 
 
 def begin(connection: Connection | sqlalchemy.Connection) -> None:

@@ -17,12 +17,21 @@ import psycopg
 import sqlalchemy
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.database import migrations
-from eventsql_orchestration.database.connections import Connection, Home, begin, identity, joinable_connection
+from eventsql_orchestration.database.connections import (
+    UTF8,
+    Connection,
+    Home,
+    begin,
+    driver_connection,
+    identity,
+    joinable_connection,
+)
+from eventsql_orchestration.database.qualification import qualified
+from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
@@ -64,8 +73,13 @@ def parse_dsn(dsn: str) -> URL:
     if "@" in (url.host or ""):
         # What stands before it belongs to the password, and libpq would repeat it.
         raise ConfigurationError("the database URL has more than one @: write one in a user or password as %40")
-    return url.set(drivername="postgresql+psycopg")
+    # COPY and Arrow write and read UTF-8. In the URL, so that each program that is told it has the same encoding.
+    return url.set(drivername="postgresql+psycopg").difference_update_query([_ENCODING]).update_query_dict(
+        {_ENCODING: "UTF8"}
+    )
 
+
+_ENCODING: Final = "client_encoding"
 
 DIRECT: Final = "direct"
 """The option of a URL that leads to a pooler which names the server behind it: `?direct=host:port`."""
@@ -96,16 +110,28 @@ def split_direct(url: URL) -> tuple[URL, URL]:
     )
 
 
-def _detect_pooler(connection: Connection) -> None:
-    """Prepare no statements on a connection that a pooler answers: its next transaction may be another session's.
+def _open_session(connection: Connection) -> None:
+    """Make a new connection independent of what the server, the database, the role and the URL set for sessions.
 
-    A pooler gives a client a process number of its own making; the server knows better.
+    A pooler gives a client a process number of its own making. The next transaction of such a connection may be
+    another session's: nothing is prepared on it, and only what the pooler keeps for each client is set. Raises
+    `ConfigurationError` for a database that cannot hold every text.
     """
+    own = connection.info.backend_pid
     autocommit, connection.autocommit = connection.autocommit, True
-    answering = connection.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
-    connection.autocommit = autocommit
-    if answering != (connection.info.backend_pid,):
+    row = connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
+    assert row is not None, "a SELECT without FROM gives a row"
+    answering, encoding, _ = row
+    if encoding != "UTF8":
+        raise ConfigurationError(
+            f"database {connection.info.dbname!r} has the encoding {encoding}, which cannot hold every text: use "
+            f"another database, made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
+        )
+    if answering != own:
         connection.prepare_threshold = None
+        if not (connection.info.parameter_status("DateStyle") or "").startswith("ISO"):
+            connection.execute("SET DateStyle TO ISO")
+    connection.autocommit = autocommit
 
 
 def is_pooled(connection: Connection) -> bool:
@@ -185,8 +211,20 @@ def _check_at_checkout(engine: sqlalchemy.Engine, home: Home) -> None:
 
     @sqlalchemy.event.listens_for(engine, "connect")
     def connected(connection: Any, _record: object) -> None:
-        _detect_pooler(connection)
+        try:
+            _open_session(connection)
+        except BaseException:
+            connection.close()
+            raise
         home.note(connection)
+
+    @sqlalchemy.event.listens_for(engine, "do_execute")
+    def executing(cursor: Any, text: str, parameters: Any, _context: object) -> bool:
+        # SQLAlchemy asks a new engine's first connection for it, and another schema may have such a function.
+        if text != "select current_schema()":
+            return False
+        cursor.execute(qualified(text), parameters)
+        return True
 
     @sqlalchemy.event.listens_for(engine, "reset")
     def reset(connection: Any, _record: object, _state: object) -> None:
@@ -268,6 +306,8 @@ class Database:
             max_overflow=max_overflow,
             # By the listener below, and only where there is something to roll back.
             pool_reset_on_return=None,
+            # It would look that type up by names of the session's search_path.
+            use_native_hstore=False,
             connect_args=self._connect_args,
         )
         self._most = pool_size + max_overflow
@@ -335,13 +375,16 @@ class Database:
 
     @contextmanager
     def core(self) -> Iterator[sqlalchemy.Connection]:
-        """A transaction for SQLAlchemy Core in which the tables of `tables` and unqualified names mean `schema`."""
+        """A transaction for SQLAlchemy Core in which the tables of `tables` are those of `schema`.
+
+        SQLAlchemy qualifies no names of functions and operators, so those of the system alone are found in it.
+        """
         self.ensure_schema()
         engine = self.engine.execution_options(
             isolation_level="READ COMMITTED", schema_translate_map={None: self.schema}
         )
         with self.errors(), engine.begin() as connection:
-            connection.exec_driver_sql(f'SET LOCAL search_path TO "{self.schema}"')
+            connection.exec_driver_sql(statement("sessions", "plain"))
             yield connection
 
     @contextmanager
@@ -361,7 +404,7 @@ class Database:
         finally:
             # A handler may have set another; SQLAlchemy and what comes next read tuples.
             connection.row_factory = tuple_row
-            if connection.closed:
+            if connection.closed or connection.info.encoding != UTF8:
                 proxied.invalidate()
             proxied.close()
 
@@ -375,8 +418,12 @@ class Database:
         arguments, options = self.engine.dialect.create_connect_args(self._direct_url)
         with self.errors():
             connection = psycopg.connect(*arguments, **{**options, **self._connect_args}, autocommit=True)
-            connection.isolation_level = _ISOLATION
-            _detect_pooler(connection)
+            try:
+                connection.isolation_level = _ISOLATION
+                _open_session(connection)
+            except BaseException:
+                connection.close()
+                raise
             return connection
 
     @contextmanager
@@ -419,11 +466,12 @@ class Database:
     def revision(self) -> str | None:
         """The schema's revision, or None where it was never migrated."""
         with self.errors(), self.engine.connect() as connection:
+            queries, driver = Queries("sessions", self.schema), driver_connection(connection)
             table = f'"{self.schema}".{migrations.VERSION_TABLE}'
-            if connection.scalar(text("SELECT to_regclass(:table)"), {"table": table}) is None:
+            if driver.execute(queries("has_table"), {"table": table}).fetchone() != (True,):
                 return None
-            revision = connection.scalar(text(f"SELECT version_num FROM {table}"))  # noqa: S608 - a checked identifier
-            return None if revision is None else str(revision)
+            row = driver.execute(queries("revision")).fetchone()
+            return None if row is None else str(row[0])
 
     def migrate(self, *, times_in: str = "UTC") -> None:
         """Bring the schema up to date; safe from many processes at once.

@@ -332,7 +332,7 @@ class Notifier:
 
 def _answering(connection: Connection) -> int | None:
     """The server process that answers a connection just now."""
-    row = connection.execute("SELECT pg_backend_pid()").fetchone()
+    row = connection.execute("SELECT pg_catalog.pg_backend_pid()").fetchone()
     return None if row is None else row[0]
 
 

@@ -14,6 +14,8 @@ from typing import Final
 
 from psycopg import sql
 
+from eventsql_orchestration.database.qualification import qualified
+
 _HEADER: Final = re.compile(r"^-- (?P<name>[a-z_]+) --(?P<description>.*)$", re.MULTILINE)
 
 
@@ -28,7 +30,7 @@ def _statements(file: str) -> dict[str, str]:
             raise ValueError(f"{file}.sql names {header['name']!r} twice")
         # Further lines of the description would travel to the server with every call.
         lines = [line for line in text[header.end() : end].splitlines() if not line.startswith("--")]
-        statements[header["name"]] = "\n".join(lines).strip().removesuffix(";")
+        statements[header["name"]] = qualified("\n".join(lines).strip().removesuffix(";"))
     return statements
 
 

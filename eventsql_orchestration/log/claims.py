@@ -20,6 +20,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.connections import check_encoding
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
@@ -399,6 +400,7 @@ class Claims:
         self._locked(connection, claim)
 
     def _locked(self, connection: Connection, claim: Claim) -> LockedPartition:
+        check_encoding(connection)
         locked = consumption.lock(connection, self._queries, claim.key, wait=True)
         if connection.info.transaction_status is not TransactionStatus.INTRANS:
             raise ValidationError(
@@ -600,7 +602,7 @@ def _limit(connection: Connection, seconds: float, *settings: str) -> None:
     """Limit the waits of the transaction that `settings` name."""
     # 0 would be no limit.
     milliseconds = str(max(1, round(seconds * 1000)))
-    limits = [sql.SQL("set_config({}, {}, true)").format(setting, milliseconds) for setting in settings]
+    limits = [sql.SQL("pg_catalog.set_config({}, {}, true)").format(setting, milliseconds) for setting in settings]
     connection.execute(sql.SQL("SELECT {}").format(sql.SQL(", ").join(limits)))
 
 

@@ -130,7 +130,8 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
     """
     query = queries("await_consumer" if wait else "lock_consumer")
     # The connection may be a caller's, with a row factory of its own.
-    row = connection.cursor(row_factory=tuple_row).execute(query, key.parameters()).fetchone()
+    # It may have a format of times of its own, too.
+    row = connection.cursor(row_factory=tuple_row, binary=True).execute(query, key.parameters()).fetchone()
     if row is None:
         return None
     *columns, conditions, until, now, transaction = row
@@ -388,7 +389,7 @@ def advance(
     cursor = connection.execute(queries("advance"), {**key.parameters(), **values})
     if cursor.rowcount != 1:
         # A handler may have set a row factory of its own.
-        current = connection.cursor(row_factory=tuple_row).execute("SELECT pg_current_xact_id()::text").fetchone()
+        current = connection.cursor(row_factory=tuple_row).execute("SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text").fetchone()
         if transaction is not None and current != (transaction,):
             raise psycopg.ProgrammingError(_ENDED)
         raise ClaimLostError(f"{key} is not at offset {after} any more: another consumption moved it")

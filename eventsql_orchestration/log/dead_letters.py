@@ -220,7 +220,7 @@ class _Window:
     ids: Sequence[int] | None
 
 
-_COUNT: Final = sql.SQL("SELECT count(*), count(matching.eql_redriven_at) FROM ({}) matching")
+_COUNT: Final = sql.SQL("SELECT pg_catalog.count(*), pg_catalog.count(matching.eql_redriven_at) FROM ({}) matching")
 
 
 class DeadLetters:

@@ -26,7 +26,7 @@ _FUNCTION: Final = """
 CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF NEW.eql_key IS NULL THEN
-        NEW.eql_partition := mod(NEW.eql_id, TG_ARGV[0]::bigint);
+        NEW.eql_partition := pg_catalog.mod(NEW.eql_id, TG_ARGV[0]::bigint);
     ELSE
         NEW.eql_partition := {schema}.partition_of_key(NEW.eql_key, TG_ARGV[0]::integer);
     END IF;
@@ -80,7 +80,7 @@ def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitio
     connection.execute(
         sql.SQL(
             "CREATE OR REPLACE TRIGGER {guard} BEFORE INSERT ON {log} FOR EACH ROW "
-            "WHEN (NEW.eql_partition >= {partitions}) EXECUTE FUNCTION {function}({argument})"
+            "WHEN (NEW.eql_partition OPERATOR(pg_catalog.>=) {partitions}) EXECUTE FUNCTION {function}({argument})"
         ).format(
             guard=sql.Identifier(GUARD),
             log=sql.Identifier(schema, event_table(topic)),

@@ -89,7 +89,7 @@ class Parts:
         with self._database.transaction() as connection:
             self.bound(connection)
             if patience is not None:
-                connection.execute("SELECT set_config('lock_timeout', %s, true)", [_milliseconds(patience)])
+                connection.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [_milliseconds(patience)])
             yield connection
 
     # On the shard that decides

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import psycopg
-from sqlalchemy import Connection, any_, delete, func, null, select, text, true, update
+from psycopg import sql
+from sqlalchemy import Connection, any_, delete, func, null, select, true, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.schema import DropTable
 
@@ -39,12 +40,6 @@ LOCK_SECONDS: Final = 10
 
 REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
 """The advisory lock that everything takes which changes topics, their logs or where consumers stand."""
-
-_HAS_INDEX: Final = """
-SELECT EXISTS (
-    SELECT FROM pg_index WHERE indrelid = CAST(:log AS regclass) AND pg_get_indexdef(indexrelid) LIKE :columns
-)
-"""
 
 _t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
 
@@ -392,7 +387,7 @@ def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
     it does not wait for anything else for long: everybody waits with it.
     """
     driver = driver_connection(connection)
-    driver.execute("SELECT pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
+    driver.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
     driver.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
 
 
@@ -408,7 +403,7 @@ def _lock_buffer(connection: Connection) -> None:
     All publishers wait with it, of all topics, as long as it waits itself: for a caller's transaction that published
     and stays open.
     """
-    connection.execute(text("LOCK TABLE event_buffer IN SHARE ROW EXCLUSIVE MODE"))
+    driver_connection(connection).execute(Queries("layouts", _schema(connection))("lock_buffer"))
 
 
 def find_topic(connection: Connection, name: str) -> Topic | None:
@@ -461,15 +456,21 @@ def _keep(connection: Connection, existing: Topic, retention: Retention) -> None
         )
 
 
+def _schema(connection: Connection) -> str:
+    """The schema of the tables in a transaction of `Database.core`."""
+    return str(connection.get_execution_options()["schema_translate_map"][None])
+
+
 def _create_log(connection: Connection, topic: Topic) -> None:
+    driver, schema = driver_connection(connection), _schema(connection)
     log = tables.event_log(topic.name, partitioned=topic.partitioned)
     log.create(connection, checkfirst=True)
+    name = sql.Identifier(schema, log.name).as_string(driver)
     for index in log.indexes:
         # A table of EventSQL's Java library has no index for partitions. While it is built, the topic's transfers wait.
-        if connection.scalar(text(_HAS_INDEX), {"log": log.name, "columns": f"%({', '.join(index.columns.keys())})"}):
-            continue
-        index.create(connection)
-    driver, schema = driver_connection(connection), str(connection.scalar(text("SELECT current_schema()")))
+        columns = {"log": name, "columns": index.columns.keys()}
+        if driver.execute(Queries("layouts", schema)("has_index"), columns).fetchone() != (True,):
+            index.create(connection)
     if segments.segments(driver, schema, topic.name) == []:
         segments.ensure_ahead(driver, schema, topic.name)
 

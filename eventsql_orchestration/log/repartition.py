@@ -184,7 +184,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
 
 def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:
     """Limit the waits of the transaction for a lock."""
-    driver.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(seconds * 1000)}ms"])
+    driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(seconds * 1000)}ms"])
 
 
 def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:

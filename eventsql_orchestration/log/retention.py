@@ -170,7 +170,7 @@ class Retainer:
         }
         limit = ("lock_timeout", LOCK_SECONDS) if wait is None else ("statement_timeout", wait)
         with connection.transaction():
-            connection.execute("SELECT set_config(%s, %s, true)", [limit[0], f"{round(limit[1] * 1000)}ms"])
+            connection.execute("SELECT pg_catalog.set_config(%s, %s, true)", [limit[0], f"{round(limit[1] * 1000)}ms"])
             connection.execute(sql.SQL(statement).format(**names))
 
     def _detach(self, connection: Connection, topic: Topic, table: str) -> None:
@@ -248,7 +248,7 @@ class Retainer:
             # A segment is detached in several transactions: no seek may go back into it meanwhile. Rolling back to the
             # savepoint lets the lock go.
             with holder.transaction(force_rollback=True):
-                holder.execute(f"SELECT pg_advisory_xact_lock({REGISTRY_LOCK})")
+                holder.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({REGISTRY_LOCK})")
                 held_by = None if force else self._held_by(connection, topic, content)
                 if held_by is not None:
                     break
@@ -265,7 +265,7 @@ class Retainer:
         return Dropped(topic.name, dropped, events, size, upto, held_by)
 
     def _now(self, connection: Connection) -> datetime:
-        row = connection.execute("SELECT clock_timestamp()").fetchone()
+        row = connection.execute("SELECT pg_catalog.clock_timestamp()").fetchone()
         assert row is not None, "a SELECT without FROM gives a row"
         now: datetime = row[0]
         return now

@@ -170,7 +170,7 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
     try:
         alter(
             "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}",
-            "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id < {end}) NOT VALID",
+            "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id OPERATOR(pg_catalog.<) {end}) NOT VALID",
         )
         alter("ALTER TABLE {log} VALIDATE CONSTRAINT {check}")
         with connection.transaction():

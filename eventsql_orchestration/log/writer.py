@@ -141,10 +141,10 @@ class LogWriter:
         """For the session, or for the transaction in one."""
         local = is_pooled(connection)
         # A batch of events is sorted between the buffer and the log; keep it in memory.
-        connection.execute("SELECT set_config('work_mem', '64MB', %s)", [local])
+        connection.execute("SELECT pg_catalog.set_config('work_mem', '64MB', %s)", [local])
         if self._lock_timeout is not None:
             connection.execute(
-                "SELECT set_config('lock_timeout', %s, %s)", [f"{round(self._lock_timeout * 1000)}ms", local]
+                "SELECT pg_catalog.set_config('lock_timeout', %s, %s)", [f"{round(self._lock_timeout * 1000)}ms", local]
             )
 
     @contextmanager

@@ -126,7 +126,7 @@ class _Staging:
     def give_up(self) -> None:
         with suppress(psycopg.Error):
             self._connection.execute(
-                sql.SQL("DELETE FROM {} WHERE eql_attempt = %s").format(self._table), (self._attempt,)
+                sql.SQL("DELETE FROM {} WHERE eql_attempt OPERATOR(pg_catalog.=) %s").format(self._table), (self._attempt,)
             )
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class Store:
         values = self._values(aggregate_type, aggregate_id, upto_version)
         values["after_version"] = check_whole("after_version", after_version, least=0)
         with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(RecordedChange)) as cursor:
-            return cursor.execute(self._queries("load"), values).fetchall()
+            return cursor.execute(self._queries("load"), values, binary=True).fetchall()
 
     def save_snapshot(
         self,
@@ -122,7 +122,7 @@ class Store:
         """The newest snapshot, or the newest up to `upto_version`; None where there is none."""
         values = self._values(aggregate_type, aggregate_id, upto_version)
         with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:
-            return cursor.execute(self._queries("snapshot"), values).fetchone()
+            return cursor.execute(self._queries("snapshot"), values, binary=True).fetchone()
 
     def count(self, aggregate_type: str) -> int:
         """How many aggregates of a type there are; the time it takes grows with their number."""

@@ -134,11 +134,12 @@ def test_a_closed_database_can_be_used_again(database: Database) -> None:
     assert pid_of(database) != before
 
 
-def test_core_means_the_schema_with_the_names_of_the_tables(dsn: str) -> None:
+def test_core_finds_the_tables_of_the_schema_by_their_qualified_names_alone(dsn: str) -> None:
     with Database(dsn, schema="elsewhere") as database, database.core() as connection:
         connection.execute(sqlalchemy.insert(tables.topic).values(eql_name="t", eql_partitions=1))
         assert connection.scalar(sqlalchemy.text("SELECT eql_name FROM elsewhere.topic")) == "t"
-        assert connection.scalar(sqlalchemy.text("SELECT eql_name FROM topic")) == "t"
+        with pytest.raises(sqlalchemy.exc.ProgrammingError, match='"topic" does not exist'):
+            connection.execute(sqlalchemy.text("SELECT eql_name FROM topic"))
 
 
 @pytest.mark.parametrize("schema", ["select", "user", "_x1"])

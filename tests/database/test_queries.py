@@ -89,7 +89,7 @@ def test_every_statement_is_one_that_the_server_understands(with_a_topic: Databa
 
 def test_names_of_schemas_and_topics_are_composed_as_identifiers() -> None:
     statement = Queries("log", 'odd"schema')("end", topic='odd"topic').as_string()
-    assert statement == 'SELECT coalesce(max(eql_id), 0) FROM "odd""schema"."odd""topic_event"'
+    assert statement == 'SELECT coalesce(pg_catalog.max(eql_id), 0) FROM "odd""schema"."odd""topic_event"'
 
 
 @pytest.mark.parametrize(("file", "name"), STATEMENTS)

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 VERSION_TABLE: Final = "schema_version"
 
-HEAD: Final = "0007"
+HEAD: Final = "0008"
 """The newest revision in `versions/`."""
+
+SYSTEM_PATH: Final = "SET LOCAL search_path TO pg_catalog, pg_temp"
 
 # One number for all installations: the lock is taken for the transaction that migrates, in the database at hand.
 _ADVISORY_LOCK: Final = 0x6576_656E_7473_716C  # "eventsql"
@@ -54,8 +56,21 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC") -> None:
     rewrites its tables.
     """
     with engine.begin() as connection:
-        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _ADVISORY_LOCK})
+        connection.execute(text("SELECT pg_catalog.pg_advisory_xact_lock(:lock)"), {"lock": _ADVISORY_LOCK})
         _run(connection, schema, times_in)
+
+
+def run(statements: str) -> None:
+    """Run statements of a revision, where unqualified tables are those of the schema that is migrated.
+
+    Everything else of a migration, such as Alembic's own queries, finds the system's names alone.
+    """
+    from alembic import context, op  # noqa: PLC0415 - see above
+
+    connection = op.get_bind()
+    connection.exec_driver_sql(f'SET LOCAL search_path TO "{context.config.attributes["schema"]}", pg_temp')
+    connection.exec_driver_sql(statements.replace("%", "%%"))
+    connection.exec_driver_sql(SYSTEM_PATH)
 
 
 def _run(connection: Connection, schema: str, times_in: str) -> None:

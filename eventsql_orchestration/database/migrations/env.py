@@ -1,20 +1,21 @@
 """Alembic's entry: runs the revisions on the connection and schema that `migrations.upgrade` hands over."""
 
 from alembic import context
-from sqlalchemy import text
 from sqlalchemy.schema import CreateSchema
 
-from eventsql_orchestration.database.migrations import VERSION_TABLE
+from eventsql_orchestration.database.connections import driver_connection
+from eventsql_orchestration.database.migrations import SYSTEM_PATH, VERSION_TABLE
+from eventsql_orchestration.database.queries import Queries
 
 connection = context.config.attributes["connection"]
 schema = context.config.attributes["schema"]
 
 # `CREATE SCHEMA IF NOT EXISTS` asks for a right on the database even where a DBA has made the schema.
-if connection.scalar(text("SELECT to_regnamespace(:schema)"), {"schema": f'"{schema}"'}) is None:
+has_schema = Queries("sessions", schema)("has_schema")
+if driver_connection(connection).execute(has_schema, {"schema": f'"{schema}"'}).fetchone() != (True,):
     connection.execute(CreateSchema(schema))
-# Unqualified names of the revisions mean this schema, and a column of `timestamp` becomes `timestamptz` without a
-# rewrite of its table only where the session's time zone is UTC.
-connection.exec_driver_sql(f'SET LOCAL search_path TO "{schema}"')
+connection.exec_driver_sql(SYSTEM_PATH)
+# A column of `timestamp` becomes `timestamptz` without a rewrite of its table only where the session's time zone is UTC.
 connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
 # A table that is altered keeps everybody waiting who comes after; an open transaction must not make that long.
 connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")

@@ -32,7 +32,7 @@ SELECT c.eql_topic, w.name, p.partition, w.after, 0, c.eql_max_attempts, c.eql_f
 FROM {schema}.consumer c
 CROSS JOIN unnest(%(names)s::text[], %(afters)s::bigint[]) AS w (name, after)
 CROSS JOIN unnest(%(partitions)s::smallint[]) AS p (partition)
-WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition IN (-1, 0);
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = ANY (ARRAY[-1, 0]);
 
 -- keep_side_consumer -- The side consumer of a backfill that is done, at its end, in the form of its windows.
 INSERT INTO {schema}.consumer

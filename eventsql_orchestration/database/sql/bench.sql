@@ -5,9 +5,9 @@ SELECT pg_try_advisory_lock(%(lock)s);
 SELECT c.relname
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = %(schema)s AND c.relkind IN ('r', 'p') AND NOT c.relispartition
+WHERE n.nspname = %(schema)s AND (c.relkind = 'r' OR c.relkind = 'p') AND NOT c.relispartition
   AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|segment_[0-9]+)$'
-  AND NOT EXISTS (SELECT FROM {schema}.topic t WHERE lower(t.eql_name COLLATE "C") || '_event' = c.relname);
+  AND NOT EXISTS (SELECT FROM {schema}.topic t WHERE (lower(t.eql_name COLLATE "C") || '_event') = c.relname);
 
 -- end_sessions -- End what processes of a benchmark left running on the server.
 SELECT count(pg_terminate_backend(pid))

@@ -13,14 +13,14 @@ WITH ordered AS MATERIALIZED (
 )
 UPDATE {schema}.spark_staged_event block
 SET eql_buffer_id = placed.eql_id
-FROM ordered JOIN placed USING (number)
+FROM ordered JOIN placed ON placed.number = ordered.number
 WHERE block.eql_attempt = ordered.eql_attempt AND block.eql_position = ordered.eql_position;
 
 -- take -- A block, and the row that stands for it, out of the buffer: its number of events, when it was published and what
 -- time it is, as the topic's log has times: `zoned`, or readings of the session's clock.
 WITH block AS (
     DELETE FROM {schema}.spark_staged_event WHERE eql_buffer_id = %(id)s
-    RETURNING eql_value, (eql_metadata->>'events')::bigint AS events
+    RETURNING eql_value, (eql_metadata ->> 'events')::bigint AS events
 ), reference AS (
     DELETE FROM {schema}.event_buffer WHERE eql_id = %(id)s
     RETURNING eql_created_at AS published

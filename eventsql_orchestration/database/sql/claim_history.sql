@@ -3,7 +3,7 @@ SELECT eql_id FROM {schema}.consumer_claim WHERE eql_created_at >= %(before)s OR
 
 -- delete_before -- Delete so many claims before an id that are over, and ended before a time, the oldest first.
 DELETE FROM {schema}.consumer_claim
-WHERE eql_id IN (
+WHERE eql_id = ANY (
     SELECT eql_id
     FROM {schema}.consumer_claim
     WHERE eql_id < %(first)s AND eql_state <> 'claimed' AND eql_finished_at < %(before)s

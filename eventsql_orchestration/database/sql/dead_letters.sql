@@ -18,7 +18,7 @@ WHERE l.eql_id > %(after)s AND l.eql_id <= %(upto)s
   AND (%(key)s::text IS NULL OR l.eql_key = %(key)s::text)
   AND (%(names)s::text[] IS NULL OR NOT EXISTS (
       SELECT FROM unnest(%(names)s::text[], %(texts)s::text[]) AS wanted (name, value)
-      WHERE (l.eql_metadata ->> wanted.name) IS DISTINCT FROM wanted.value
+      WHERE (l.eql_metadata ->> wanted.name) = wanted.value IS NOT TRUE
   ))
   AND (%(since)s::timestamptz IS NULL OR l.eql_buffered_at >= %(since)s::timestamptz)
   AND (%(until)s::timestamptz IS NULL OR l.eql_buffered_at < %(until)s::timestamptz)

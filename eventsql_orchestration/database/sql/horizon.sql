@@ -19,7 +19,7 @@ WHERE source.{transaction} >= pg_snapshot_xmin(pg_current_snapshot()){only};
 -- One that goes on sees its own rows, and may be newer than all that have ended.
 SELECT source.{transaction}::text,
        source.{transaction} >= pg_snapshot_xmax(pg_current_snapshot())
-           AND source.{transaction} IS DISTINCT FROM pg_current_xact_id_if_assigned()
+           AND source.{transaction} = pg_current_xact_id_if_assigned() IS NOT TRUE
 FROM {table} source
 WHERE true{only}
 ORDER BY source.{transaction} DESC

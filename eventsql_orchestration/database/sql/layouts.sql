@@ -75,7 +75,7 @@ WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until IS NULL;
 -- hold -- Let one consumer consume up to an offset; NULL for all that there is.
 -- Not one that is held back because its shard has just been added.
 UPDATE {schema}.consumer SET eql_until = %(until)s
-WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_until IS DISTINCT FROM -1;
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_until = -1 IS NOT TRUE;
 
 -- add_layout -- Note that a topic has so many partitions after an offset.
 INSERT INTO {schema}.topic_layout (eql_topic, eql_layout, eql_partitions, eql_after)
@@ -94,3 +94,14 @@ SELECT CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END FR
 
 -- lock_buffer -- Wait for the publishers' transactions under way, and keep others waiting until this one ends.
 LOCK TABLE {schema}.event_buffer IN SHARE ROW EXCLUSIVE MODE;
+
+-- has_index -- Whether a table has an index of all its rows by these columns.
+SELECT EXISTS (
+    SELECT FROM pg_index i
+    WHERE i.indrelid = %(log)s::regclass AND i.indpred IS NULL AND %(columns)s::text[] = ARRAY(
+        SELECT a.attname::text
+        FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS part (number, place)
+        JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = part.number
+        ORDER BY part.place
+    )
+);

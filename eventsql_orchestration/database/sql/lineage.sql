@@ -9,8 +9,10 @@ FROM (
     FROM {schema}.{event_table}
     WHERE eql_id > %(after)s
       AND eql_buffered_at::timestamptz = %(at)s::timestamptz
-      AND eql_metadata ->> 'dagster_asset_key' IS NOT DISTINCT FROM %(asset)s::text
-      AND eql_metadata ->> 'dagster_partition' IS NOT DISTINCT FROM %(partition)s::text
+      AND coalesce(eql_metadata ->> 'dagster_asset_key' = %(asset)s::text,
+                   eql_metadata ->> 'dagster_asset_key' IS NULL AND %(asset)s::text IS NULL)
+      AND coalesce(eql_metadata ->> 'dagster_partition' = %(partition)s::text,
+                   eql_metadata ->> 'dagster_partition' IS NULL AND %(partition)s::text IS NULL)
     ORDER BY eql_id
     LIMIT %(events)s
 ) found;
@@ -49,4 +51,4 @@ ORDER BY min(eql_id);
 SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;
 
 -- writers_between -- Who published within a span of time.
-SELECT eql_writer FROM {schema}.spark_publication WHERE eql_created_at BETWEEN %(first)s AND %(last)s;
+SELECT eql_writer FROM {schema}.spark_publication WHERE eql_created_at >= %(first)s AND eql_created_at <= %(last)s;

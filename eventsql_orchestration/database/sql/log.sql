@@ -68,7 +68,7 @@ WHERE l.locktype = 'relation'
   AND l.relation = %(relation)s::regclass
   AND l.mode = 'RowExclusiveLock'
   AND l.granted
-  AND l.pid IS DISTINCT FROM pg_backend_pid();
+  AND l.pid = pg_backend_pid() IS NOT TRUE;
 
 -- lock_topic -- Become the topic's one writer, or find that another transaction is.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE SKIP LOCKED;
@@ -130,7 +130,7 @@ WITH moved AS (
 )
 INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
 SELECT CASE
-           WHEN eql_partition BETWEEN 0 AND %(partitions)s - 1 OR %(partitions)s < 0 THEN eql_partition
+           WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
            WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
            ELSE (eql_id %% %(partitions)s)::smallint
        END,
@@ -219,7 +219,7 @@ FROM (
     SELECT reference.eql_topic, counted.key::smallint, counted.value::bigint, reference.eql_created_at
     FROM {schema}.spark_staged_event block
     JOIN {schema}.event_buffer reference ON reference.eql_id = block.eql_buffer_id
-    CROSS JOIN LATERAL json_each_text(block.eql_metadata->'partitions') counted
+    CROSS JOIN LATERAL json_each_text(block.eql_metadata -> 'partitions') counted
     WHERE block.eql_buffer_id IS NOT NULL AND reference.eql_topic = ANY (%(topics)s)
 ) published
 GROUP BY eql_topic, eql_partition;

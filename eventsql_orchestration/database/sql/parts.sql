@@ -3,7 +3,7 @@
 SELECT set_config('idle_in_transaction_session_timeout', %(idle)s, true),
        set_config(
            'synchronous_commit',
-           CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
+           CASE WHEN current_setting('synchronous_commit') = ANY (ARRAY['off', 'local']) THEN 'on'
                 ELSE current_setting('synchronous_commit') END,
            true
        );
@@ -78,7 +78,7 @@ WHERE eql_published_at IS NULL
 ORDER BY eql_created_at, eql_id;
 
 -- forget_parts -- Delete what is known of parts that were published so long ago.
-DELETE FROM {schema}.spark_part WHERE eql_published_at < now() - make_interval(secs => %(seconds)s);
+DELETE FROM {schema}.spark_part WHERE eql_published_at < (now() - make_interval(secs => %(seconds)s));
 
 -- part -- How many events of a writer's batch were published here as a part of it, and when.
 SELECT eql_events, eql_published_at

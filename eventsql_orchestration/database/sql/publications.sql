@@ -2,7 +2,7 @@
 -- An asset's writer is a list in JSON, as no writer of a stream is that has its query's id or a name.
 SELECT eql_writer
 FROM {schema}.spark_publication
-WHERE eql_writer LIKE '[%%' AND eql_writer > %(after)s
+WHERE starts_with(eql_writer, '[') AND eql_writer > %(after)s
 GROUP BY eql_writer
 HAVING max(eql_created_at) < %(before)s
 ORDER BY eql_writer
@@ -13,7 +13,7 @@ DELETE FROM {schema}.spark_publication WHERE eql_writer = ANY (%(writers)s) AND 
 
 -- delete_batches -- The batches of other writers from before a time, but each one's newest.
 DELETE FROM {schema}.spark_publication p
-WHERE eql_writer NOT LIKE '[%%' AND eql_created_at < %(before)s
+WHERE NOT starts_with(eql_writer, '[') AND eql_created_at < %(before)s
   AND EXISTS (
       SELECT FROM {schema}.spark_publication later WHERE later.eql_writer = p.eql_writer AND later.eql_batch > p.eql_batch
   );

@@ -3,8 +3,8 @@ SELECT relkind = 'p' FROM pg_class WHERE oid = %(log)s::regclass;
 
 -- segments -- The segments of a log by their ids: table, first id, first id after it, bytes, whether it is being detached.
 SELECT segment.relname,
-       coalesce(substring(bounds.text FROM 'FROM \(''(\d+)''\)')::bigint, 0),
-       substring(bounds.text FROM 'TO \(''(\d+)''\)')::bigint,
+       coalesce(substring(bounds.text FROM 'FROM [(]''([0-9]+)''[)]')::bigint, 0),
+       substring(bounds.text FROM 'TO [(]''([0-9]+)''[)]')::bigint,
        pg_total_relation_size(segment.oid),
        inherits.inhdetachpending
 FROM pg_inherits inherits
@@ -99,7 +99,7 @@ FROM pg_publication_rel published JOIN pg_publication publication ON publication
 WHERE published.prrelid = %(table)s::regclass
 UNION
 SELECT 'foreign key ' || conname FROM pg_constraint
-WHERE contype = 'f' AND %(table)s::regclass IN (conrelid, confrelid)
+WHERE contype = 'f' AND %(table)s::regclass = ANY (ARRAY[conrelid, confrelid])
 UNION
 SELECT 'child table ' || inhrelid::regclass FROM pg_inherits WHERE inhparent = %(table)s::regclass
 ORDER BY 1;

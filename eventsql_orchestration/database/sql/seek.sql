@@ -11,12 +11,12 @@ WITH RECURSIVE search (low, high) AS (
     SELECT coalesce(min(eql_id), 1), coalesce(max(eql_id), 0) + 1 FROM {schema}.{event_table}
     UNION ALL
     SELECT CASE WHEN probe.older THEN probe.eql_id + 1 ELSE search.low END,
-           CASE WHEN probe.older THEN search.high ELSE search.low + (search.high - search.low) / 2 END
+           CASE WHEN probe.older THEN search.high ELSE search.low + ((search.high - search.low) / 2) END
     FROM search
     CROSS JOIN LATERAL (
         SELECT eql_id, eql_created_at::timestamptz < %(time)s::timestamptz AS older
         FROM {schema}.{event_table}
-        WHERE eql_id >= search.low + (search.high - search.low) / 2
+        WHERE eql_id >= (search.low + ((search.high - search.low) / 2))
         ORDER BY eql_id
         LIMIT 1
     ) probe

@@ -53,7 +53,7 @@ WITH locked AS MATERIALIZED (
     FOR UPDATE
 )
 UPDATE {schema}.consumer SET eql_until = %(held)s
-WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition IN (SELECT eql_partition FROM locked);
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = ANY (SELECT eql_partition FROM locked);
 
 -- lock_held -- The partitions of a consumer that is held back, for this transaction.
 SELECT eql_partition, coalesce(eql_last_event_id, 0)

@@ -11,7 +11,7 @@ SELECT eql_name FROM {schema}.topic WHERE eql_name = ANY (%(topics)s);
 
 -- staged_blocks -- The blocks of attempts that are not published, each attempt's in their order: the position of the
 -- first event, the topic, the number of events, and the size.
-SELECT eql_attempt, eql_position, eql_topic, (eql_metadata->>'events')::bigint, octet_length(eql_value)
+SELECT eql_attempt, eql_position, eql_topic, (eql_metadata ->> 'events')::bigint, octet_length(eql_value)
 FROM {schema}.spark_staged_event
 WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
 ORDER BY eql_attempt, eql_position;
@@ -32,15 +32,15 @@ WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
 -- By the newest block of each: an attempt that takes longer than that goes on staging. A concurrent sweep that has them
 -- already is left alone.
 DELETE FROM {schema}.spark_staged_event
-WHERE (eql_attempt, eql_position) IN (
+WHERE (eql_attempt, eql_position) = ANY (
     SELECT eql_attempt, eql_position
     FROM {schema}.spark_staged_event orphan
-    WHERE eql_buffer_id IS NULL AND eql_attempt IN (
+    WHERE eql_buffer_id IS NULL AND eql_attempt = ANY (
         SELECT eql_attempt
         FROM {schema}.spark_staged_event
         WHERE eql_buffer_id IS NULL
         GROUP BY eql_attempt
-        HAVING max(eql_created_at) < now() - make_interval(hours => %(hours)s)
+        HAVING max(eql_created_at) < (now() - make_interval(hours => %(hours)s))
     ) AND NOT EXISTS (
         SELECT FROM {schema}.spark_part part
         WHERE part.eql_published_at IS NULL AND orphan.eql_attempt = ANY (part.eql_attempts)

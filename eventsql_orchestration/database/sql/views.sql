@@ -44,7 +44,7 @@ FROM {schema}.log_line
 WHERE eql_log = %(log)s
   AND eql_written_at >= coalesce(%(since)s::timestamptz, '-infinity')
   AND eql_written_at < coalesce(%(until)s::timestamptz, 'infinity')
-  AND (%(pattern)s::text IS NULL OR eql_line ILIKE %(pattern)s)
+  AND (%(pattern)s::text IS NULL OR eql_line ~~* %(pattern)s)
 ORDER BY eql_written_at DESC, eql_id DESC
 LIMIT %(limit)s;
 
@@ -54,6 +54,6 @@ FROM {schema}.log_line
 WHERE eql_log = %(log)s AND eql_resource = %(resource)s
   AND eql_written_at >= coalesce(%(since)s::timestamptz, '-infinity')
   AND eql_written_at < coalesce(%(until)s::timestamptz, 'infinity')
-  AND (%(pattern)s::text IS NULL OR eql_line ILIKE %(pattern)s)
+  AND (%(pattern)s::text IS NULL OR eql_line ~~* %(pattern)s)
 ORDER BY eql_written_at DESC, eql_id DESC
 LIMIT %(limit)s;

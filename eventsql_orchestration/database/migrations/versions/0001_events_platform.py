@@ -5,6 +5,9 @@ from __future__ import annotations
 from alembic import context, op
 from sqlalchemy import text
 
+from eventsql_orchestration.database.migrations import run
+from eventsql_orchestration.database.qualification import qualified
+
 revision = "0001"
 down_revision = None
 
@@ -57,22 +60,23 @@ ALTER TABLE consumer
 # That library writes `timestamp`, by the clock of its sessions' time zone, its machine's.
 # On PostgreSQL the change to `timestamptz` rewrites nothing while the session's time zone is UTC. Its event tables are
 # found through its topics, all before the first is altered: no open query may read a table that is.
-_ADOPT_TIMES = """
-DO $$
-DECLARE
-    statement text;
-    statements text[] := ARRAY(
+_TO_ADOPT = qualified("""
         SELECT 'ALTER TABLE ' || c.oid::regclass || ' '
             || string_agg('ALTER COLUMN ' || quote_ident(a.attname) || ' TYPE timestamptz', ', ')
         FROM pg_class c
         JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
         WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
-          AND c.relkind IN ('r', 'p')
+          AND (c.relkind = 'r' OR c.relkind = 'p')
           AND a.atttypid = 'timestamp'::regtype
-          AND (c.relname IN ('topic', 'consumer', 'event_buffer')
-               OR c.relname IN (SELECT lower(eql_name COLLATE "C") || '_event' FROM topic))
+          AND (c.relname = ANY (ARRAY['topic', 'consumer', 'event_buffer'])
+               OR c.relname = ANY (SELECT lower(eql_name COLLATE "C") || '_event' FROM topic))
         GROUP BY c.oid
-    );
+""")
+_ADOPT_TIMES = f"""
+DO $$
+DECLARE
+    statement text;
+    statements text[] := ARRAY({_TO_ADOPT});
 BEGIN
     FOREACH statement IN ARRAY statements LOOP
         EXECUTE statement;
@@ -192,9 +196,9 @@ CREATE INDEX log_line_time ON log_line (eql_log, eql_written_at);
 def upgrade() -> None:
     bind = op.get_bind()
     for statements in (_EVENTSQL, _ADDED_TO_EVENTSQL):
-        bind.exec_driver_sql(statements)
-    zone = text("SELECT set_config('timezone', :zone, true)")
+        run(statements)
+    zone = text("SELECT pg_catalog.set_config('timezone', :zone, true)")
     bind.execute(zone, {"zone": context.config.attributes["times_in"]})
-    bind.exec_driver_sql(_ADOPT_TIMES)
+    run(_ADOPT_TIMES)
     bind.execute(zone, {"zone": "UTC"})
-    bind.exec_driver_sql(_OURS)
+    run(_OURS)

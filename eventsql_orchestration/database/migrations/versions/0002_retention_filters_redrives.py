@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from alembic import op
+from eventsql_orchestration.database.migrations import run
+from eventsql_orchestration.database.qualification import qualified
 
 revision = "0002"
 down_revision = "0001"
@@ -21,8 +22,12 @@ CREATE TABLE redriven_dead_letter (
 );
 """
 
+_MARK = qualified(
+    "'INSERT INTO redriven_dead_letter (eql_topic, eql_letter_id) SELECT ' || quote_literal(redrive.eql_topic) || "
+    "', eql_id FROM ' || quote_ident(redrive.eql_topic || '_event') || ' WHERE eql_id <= ' || redrive.eql_last_event_id"
+)
 # Until now, a consumer of the dead letter topic said by its offset what was redriven.
-_REDRIVEN = """
+_REDRIVEN = f"""
 DO $$
 DECLARE
     redrive record;
@@ -31,9 +36,7 @@ BEGIN
         SELECT eql_topic, eql_last_event_id FROM consumer
         WHERE eql_name = 'eventsql.redrive' AND eql_last_event_id IS NOT NULL
     LOOP
-        EXECUTE 'INSERT INTO redriven_dead_letter (eql_topic, eql_letter_id) SELECT '
-            || quote_literal(redrive.eql_topic) || ', eql_id FROM ' || quote_ident(redrive.eql_topic || '_event')
-            || ' WHERE eql_id <= ' || redrive.eql_last_event_id;
+        EXECUTE {_MARK};
     END LOOP;
     DELETE FROM consumer WHERE eql_name = 'eventsql.redrive';
 END
@@ -43,4 +46,4 @@ $$;
 
 def upgrade() -> None:
     for statements in (_ADDED, _REDRIVEN):
-        op.get_bind().exec_driver_sql(statements)
+        run(statements)

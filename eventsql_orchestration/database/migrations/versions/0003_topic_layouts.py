@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alembic import op
+from eventsql_orchestration.database.migrations import run
 
 revision = "0003"
 down_revision = "0002"
@@ -40,4 +40,4 @@ $$;
 
 def upgrade() -> None:
     for statements in (_ADDED, _PARTITION_OF_KEY):
-        op.get_bind().exec_driver_sql(statements.replace("%", "%%"))
+        run(statements)

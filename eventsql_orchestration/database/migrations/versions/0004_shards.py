@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alembic import op
+from eventsql_orchestration.database.migrations import run
 
 revision = "0004"
 down_revision = "0003"
@@ -30,4 +30,4 @@ CREATE TABLE shard_fence (
 
 
 def upgrade() -> None:
-    op.get_bind().exec_driver_sql(_ADDED)
+    run(_ADDED)

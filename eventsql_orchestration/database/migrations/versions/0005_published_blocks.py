@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alembic import op
+from eventsql_orchestration.database.migrations import run
 
 revision = "0005"
 down_revision = "0004"
@@ -37,4 +37,4 @@ CREATE TRIGGER event_buffer_published_block AFTER DELETE ON event_buffer
 
 def upgrade() -> None:
     for statements in (_PLACES, _GUARD):
-        op.get_bind().exec_driver_sql(statements.replace("%", "%%"))
+        run(statements)

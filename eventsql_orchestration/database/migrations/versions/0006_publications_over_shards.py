@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alembic import op
+from eventsql_orchestration.database.migrations import run
 
 revision = "0006"
 down_revision = "0005"
@@ -31,4 +31,4 @@ CREATE INDEX spark_part_published ON spark_part (eql_published_at);
 
 
 def upgrade() -> None:
-    op.get_bind().exec_driver_sql(_ADDED)
+    run(_ADDED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alembic import op
+from eventsql_orchestration.database.migrations import run
 
 revision = "0007"
 down_revision = "0006"
@@ -15,4 +15,4 @@ ALTER TABLE spark_decision ADD COLUMN eql_owner text;
 
 
 def upgrade() -> None:
-    op.get_bind().exec_driver_sql(_ADDED)
+    run(_ADDED)

@@ -1,0 +1,23 @@
+-- open -- Which process of the server answers a new connection, the encoding of its database; and, where that process is
+-- the connection's own and not a pooler's, settings on which the results of statements depend.
+SELECT pg_backend_pid(), current_setting('server_encoding'),
+       CASE WHEN pg_backend_pid() = %(pid)s THEN ARRAY[
+           set_config('DateStyle', 'ISO', false),
+           set_config('extra_float_digits', '1', false),
+           set_config('array_nulls', 'on', false),
+           set_config('default_transaction_isolation', 'read committed', false)
+       ] END;
+
+-- plain -- Have nothing but the system's own names found by this transaction, and settings that change its results set.
+SELECT set_config('search_path', 'pg_catalog, pg_temp', true),
+       set_config('DateStyle', 'ISO', true),
+       set_config('extra_float_digits', '1', true);
+
+-- has_schema -- Whether there is a schema of this name.
+SELECT to_regnamespace(%(schema)s) IS NOT NULL;
+
+-- has_table -- Whether there is a table of this name.
+SELECT to_regclass(%(table)s) IS NOT NULL;
+
+-- revision -- The revision of a schema.
+SELECT version_num FROM {schema}.schema_version;
