@@ -30,7 +30,6 @@ from eventsql_orchestration.database.connections import (
     identity,
     joinable_connection,
 )
-from eventsql_orchestration.database.qualification import qualified
 from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.errors import (
     ConfigurationError,
@@ -43,6 +42,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.model import check_schema_name
+from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.rules import DEFAULT_SCHEMA
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 _ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 """Contracts of this package are written for it: a statement after a row lock must see what the previous holder of the
 lock committed, whatever the server's default."""
+
+
+_ENCODING: Final = "client_encoding"
 
 
 def parse_dsn(dsn: str) -> URL:
@@ -74,12 +77,12 @@ def parse_dsn(dsn: str) -> URL:
         # What stands before it belongs to the password, and libpq would repeat it.
         raise ConfigurationError("the database URL has more than one @: write one in a user or password as %40")
     # COPY and Arrow write and read UTF-8. In the URL, so that each program that is told it has the same encoding.
-    return url.set(drivername="postgresql+psycopg").difference_update_query([_ENCODING]).update_query_dict(
-        {_ENCODING: "UTF8"}
+    return (
+        url.set(drivername="postgresql+psycopg")
+        .difference_update_query([_ENCODING])
+        .update_query_dict({_ENCODING: "UTF8"})
     )
 
-
-_ENCODING: Final = "client_encoding"
 
 DIRECT: Final = "direct"
 """The option of a URL that leads to a pooler which names the server behind it: `?direct=host:port`."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from psycopg import sql
 
-from eventsql_orchestration.database.qualification import qualified
+from eventsql_orchestration.qualification import qualified
 
 _HEADER: Final = re.compile(r"^-- (?P<name>[a-z_]+) --(?P<description>.*)$", re.MULTILINE)
 

@@ -389,7 +389,11 @@ def advance(
     cursor = connection.execute(queries("advance"), {**key.parameters(), **values})
     if cursor.rowcount != 1:
         # A handler may have set a row factory of its own.
-        current = connection.cursor(row_factory=tuple_row).execute("SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text").fetchone()
+        current = (
+            connection.cursor(row_factory=tuple_row)
+            .execute("SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text")
+            .fetchone()
+        )
         if transaction is not None and current != (transaction,):
             raise psycopg.ProgrammingError(_ENDED)
         raise ClaimLostError(f"{key} is not at offset {after} any more: another consumption moved it")

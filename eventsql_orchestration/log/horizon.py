@@ -183,7 +183,9 @@ class HorizonReader:
 
     def _compose(self, name: str, *conditions: str) -> sql.Composed:
         only = [
-            sql.SQL(" AND source.{} OPERATOR(pg_catalog.=) {}").format(sql.Identifier(column), sql.Placeholder(f"only_{number}"))
+            sql.SQL(" AND source.{} OPERATOR(pg_catalog.=) {}").format(
+                sql.Identifier(column), sql.Placeholder(f"only_{number}")
+            )
             for number, column in enumerate(conditions)
         ]
         return sql.SQL(statement("horizon", name)).format(**self._names, only=sql.SQL("").join(only))

@@ -17,12 +17,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import adbc_driver_manager
+import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
 
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, DataLossError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.spark.copying import CopyConnection, RefusedError
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.shards import Shard, naming
@@ -167,7 +169,9 @@ def report_loss(what: str, *, fail: bool, shard: Shard | None) -> None:
 
 
 def _first_query(source: Source, piece: Piece) -> str:
-    return sql.SQL("SELECT eql_id FROM {} WHERE eql_id = {}").format(_log(source, piece), piece.first).as_string()
+    return qualified(
+        sql.SQL("SELECT eql_id FROM {} WHERE eql_id = {}").format(_log(source, piece), piece.first).as_string()
+    )
 
 
 def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
@@ -181,7 +185,7 @@ def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
         conditions.append(sql.SQL("eql_partition = {}").format(offsets.partition))
     # Their values are literals already (filters.py).
     conditions += [sql.SQL(f"({row})") for row in piece.rows]
-    return (
+    return qualified(
         sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
         .format(
             sql.SQL(", ").join(_EXPRESSIONS[name] for name in fetched),
@@ -221,7 +225,7 @@ def _maps(texts: pa.Array) -> pa.Array:
 def _errors(source: Source, offsets: OffsetRange) -> Iterator[None]:
     try:
         yield
-    except (adbc_driver_manager.Error, RefusedError, pa.ArrowException, OSError) as error:
+    except (adbc_driver_manager.Error, psycopg.Error, RefusedError, pa.ArrowException, OSError) as error:
         raise translate(error, source, f"{offsets} could not be read") from error
 
 

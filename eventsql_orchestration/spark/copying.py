@@ -15,8 +15,13 @@ from types import TracebackType
 from typing import Final
 
 import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
+import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error
+from psycopg import conninfo
+
+from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.qualification import qualified
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
 """What a record batch should hold; bounds a task's memory, whatever its range. Measured with 200-byte events on two
@@ -35,8 +40,56 @@ def known_database(dsn: str) -> AdbcDatabase:
     ADBC asks the server for all of its types, those of tables too, over a connection that it closes. Measured with 20
     tables: 25 ms, which every task would wait for; the task's own connection takes 7.
     """
-    database: AdbcDatabase = adbc_driver_postgresql.connect(dsn)
+    database: AdbcDatabase = adbc_driver_postgresql.connect(_confined(dsn))
     return database
+
+
+_PATH: Final = "pg_catalog,pg_temp"
+
+_CAPTURES: Final = qualified("""
+SELECT n.nspname
+FROM pg_namespace n
+WHERE n.nspname = ANY (current_schemas(false)) AND n.nspname <> 'pg_catalog' AND (
+    EXISTS (
+        SELECT FROM pg_operator o
+        JOIN pg_type l ON l.oid = o.oprleft AND l.typnamespace = 'pg_catalog'::regnamespace
+        JOIN pg_type r ON r.oid = o.oprright AND r.typnamespace = 'pg_catalog'::regnamespace
+        WHERE o.oprnamespace = n.oid AND o.oprname = '<>'
+    )
+    OR EXISTS (SELECT FROM pg_proc p WHERE p.pronamespace = n.oid AND p.proname = 'version')
+    OR EXISTS (SELECT FROM pg_type t WHERE t.typnamespace = n.oid AND t.typname = 'text')
+)
+""")
+"""The schemas on a session's search_path with names that the driver's own queries would find."""
+
+
+def _confined(dsn: str) -> str:
+    """The same database with a search_path of the system's names alone: the driver's own queries are not qualified.
+
+    A pooler may refuse or ignore the option. Then the path must hold nothing that captures those queries. Raises
+    `ConfigurationError` where it does.
+    """
+    given = conninfo.conninfo_to_dict(dsn).get("options") or ""
+    plain = conninfo.make_conninfo(dsn, client_encoding="UTF8")
+    confined = conninfo.make_conninfo(plain, options=f"{given} -c search_path={_PATH}".strip())
+    try:
+        captures = _captures(confined)
+    except psycopg.OperationalError as error:
+        if "unsupported startup parameter" not in str(error):
+            raise
+        confined, captures = plain, _captures(plain)
+    if captures:
+        raise ConfigurationError(
+            f"schema {captures[0][0]!r} on the search_path has an operator <>, a function version or a type text of "
+            "the system's types, which the Arrow driver would use, and the pooler sets no search_path: remove it from "
+            "the path or from the schema, or connect past the pooler"
+        )
+    return confined
+
+
+def _captures(dsn: str) -> list[tuple[str]]:
+    with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection:
+        return connection.execute(_CAPTURES).fetchall()
 
 
 class RefusedError(Exception):
@@ -46,7 +99,8 @@ class RefusedError(Exception):
 class CopyConnection:
     """A connection in a transaction. Close it, or use it as a context manager.
 
-    Raises `adbc_driver_manager.Error`, with the server's `sqlstate` where it said one; among the rows of a query
+    Raises `adbc_driver_manager.Error` or `psycopg.Error`, with the server's `sqlstate` where it said one, and
+    `ConfigurationError` for a pooler before a database with names that are not the system's; among the rows of a query
     `RefusedError`, or what pyarrow raises where the connection is gone.
     """
 

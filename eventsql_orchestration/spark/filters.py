@@ -43,7 +43,7 @@ _COLUMNS: Final[Mapping[str, tuple[str, type]]] = {
 
 _COMPARISONS: Final[Mapping[type[Filter], str]] = {
     EqualTo: "{} = {}",
-    EqualNullSafe: "{} IS NOT DISTINCT FROM {}",
+    EqualNullSafe: "{} = {} IS TRUE",
     GreaterThan: "{} > {}",
     GreaterThanOrEqual: "{} >= {}",
     LessThan: "{} < {}",
@@ -171,7 +171,7 @@ def _as_sql(condition: Filter) -> str | None:
         return None
     literals = [_format("{}", value) for value in values]
     if isinstance(condition, In):
-        return f"{column} IN ({', '.join(literals)})"
+        return f"{column} = ANY (ARRAY[{', '.join(literals)}])"
     template = _COMPARISONS.get(type(condition)) or (_TEXT_MATCHES.get(type(condition)) if kind is str else None)
     return None if template is None else template.format(column, *literals * 2)
 

@@ -91,7 +91,9 @@ class _Staging:
         self._events: Counter[str] = Counter()
         with self._errors():
             # Nothing stays on its session, for a pooler's sake; beside a block, planning its statement costs nothing.
-            self._connection = psycopg.connect(place.source.dsn, autocommit=True, prepare_threshold=None)
+            self._connection = psycopg.connect(
+                place.source.dsn, autocommit=True, prepare_threshold=None, client_encoding="UTF8"
+            )
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -126,7 +128,8 @@ class _Staging:
     def give_up(self) -> None:
         with suppress(psycopg.Error):
             self._connection.execute(
-                sql.SQL("DELETE FROM {} WHERE eql_attempt OPERATOR(pg_catalog.=) %s").format(self._table), (self._attempt,)
+                sql.SQL("DELETE FROM {} WHERE eql_attempt OPERATOR(pg_catalog.=) %s").format(self._table),
+                (self._attempt,),
             )
 
     def close(self) -> None:

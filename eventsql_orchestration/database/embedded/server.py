@@ -421,7 +421,12 @@ class EmbeddedPostgres:
     def _ensure_database(self, server: EmbeddedServer) -> None:
         failed = f"database {_DATABASE!r} could not be created"
         with database_errors(failed, self._log), _connect(server, "postgres") as connection:
-            if connection.execute("SELECT FROM pg_catalog.pg_database WHERE datname OPERATOR(pg_catalog.=) %s", [_DATABASE]).rowcount == 0:
+            if (
+                connection.execute(
+                    "SELECT FROM pg_catalog.pg_database WHERE datname OPERATOR(pg_catalog.=) %s", [_DATABASE]
+                ).rowcount
+                == 0
+            ):
                 connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(_DATABASE)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine
 
 # Alembic takes 0.25 s to import, and only a schema that is not current needs it.
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC") -> None:
     rewrites its tables.
     """
     with engine.begin() as connection:
-        connection.execute(text("SELECT pg_catalog.pg_advisory_xact_lock(:lock)"), {"lock": _ADVISORY_LOCK})
+        connection.exec_driver_sql("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (_ADVISORY_LOCK,))
         _run(connection, schema, times_in)
 
 

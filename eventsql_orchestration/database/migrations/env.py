@@ -15,7 +15,7 @@ has_schema = Queries("sessions", schema)("has_schema")
 if driver_connection(connection).execute(has_schema, {"schema": f'"{schema}"'}).fetchone() != (True,):
     connection.execute(CreateSchema(schema))
 connection.exec_driver_sql(SYSTEM_PATH)
-# A column of `timestamp` becomes `timestamptz` without a rewrite of its table only where the session's time zone is UTC.
+# Only in UTC does a column of `timestamp` become `timestamptz` without a rewrite of its table.
 connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
 # A table that is altered keeps everybody waiting who comes after; an open transaction must not make that long.
 connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")

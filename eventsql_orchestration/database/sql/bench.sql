@@ -23,12 +23,12 @@ VACUUM (ANALYZE) {schema}.{event_table};
 -- create_raw -- A table like the buffer.
 CREATE TABLE {schema}.{event_table} (
     eql_id bigserial PRIMARY KEY,
-    eql_topic text NOT NULL,
+    eql_topic pg_catalog.text NOT NULL,
     eql_partition smallint NOT NULL,
-    eql_key text,
-    eql_value bytea NOT NULL,
-    eql_created_at timestamptz NOT NULL DEFAULT now(),
-    eql_metadata json NOT NULL
+    eql_key pg_catalog.text,
+    eql_value pg_catalog.bytea NOT NULL,
+    eql_created_at pg_catalog.timestamptz NOT NULL DEFAULT now(),
+    eql_metadata pg_catalog.json NOT NULL
 );
 
 -- index_raw -- The other one of the buffer's two indexes.

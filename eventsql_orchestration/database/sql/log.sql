@@ -88,7 +88,7 @@ FROM (
 ) buffered;
 
 -- has_zoned_times -- Whether the times of a topic's log are points in time, and not readings of some clock.
-SELECT pg_typeof(eql_buffered_at) = 'timestamptz'::regtype AND pg_typeof(eql_created_at) = 'timestamptz'::regtype
+SELECT pg_typeof(eql_buffered_at) = 'pg_catalog.timestamptz'::regtype AND pg_typeof(eql_created_at) = 'pg_catalog.timestamptz'::regtype
 FROM (SELECT) nothing LEFT JOIN {schema}.{event_table} ON false;
 
 -- append -- Any number of encoded events to the end of the topic's log.

@@ -81,11 +81,11 @@ SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = %(table)s::regclass;
 -- Not a guard of ours (`guards.sql`), which is made anew.
 SELECT 'view ' || rewrite.ev_class::regclass
 FROM pg_depend depend JOIN pg_rewrite rewrite ON rewrite.oid = depend.objid
-WHERE depend.classid = 'pg_rewrite'::regclass AND depend.refobjid = %(table)s::regclass
+WHERE depend.classid = 'pg_catalog.pg_rewrite'::regclass AND depend.refobjid = %(table)s::regclass
 UNION
 SELECT 'function ' || depend.objid::regprocedure
 FROM pg_depend depend
-WHERE depend.classid = 'pg_proc'::regclass AND depend.refobjid = %(table)s::regclass AND depend.deptype = 'n'
+WHERE depend.classid = 'pg_catalog.pg_proc'::regclass AND depend.refobjid = %(table)s::regclass AND depend.deptype = 'n'
 UNION
 SELECT 'trigger ' || tgname FROM pg_trigger WHERE tgrelid = %(table)s::regclass AND NOT tgisinternal
   AND tgname <> 'eql_place_in_layout'

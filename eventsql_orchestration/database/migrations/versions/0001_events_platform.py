@@ -6,7 +6,7 @@ from alembic import context, op
 from sqlalchemy import text
 
 from eventsql_orchestration.database.migrations import run
-from eventsql_orchestration.database.qualification import qualified
+from eventsql_orchestration.qualification import qualified
 
 revision = "0001"
 down_revision = None

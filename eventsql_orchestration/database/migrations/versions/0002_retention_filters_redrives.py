@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eventsql_orchestration.database.migrations import run
-from eventsql_orchestration.database.qualification import qualified
+from eventsql_orchestration.qualification import qualified
 
 revision = "0002"
 down_revision = "0001"
@@ -41,7 +41,7 @@ BEGIN
     DELETE FROM consumer WHERE eql_name = 'eventsql.redrive';
 END
 $$;
-"""
+"""  # noqa: S608 - the text stands above
 
 
 def upgrade() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Final, NamedTuple
 
 _TOKEN: Final = re.compile(
@@ -28,7 +27,9 @@ _TOKEN: Final = re.compile(
 _SYNTAX: Final = frozenset({"coalesce", "extract", "greatest", "least", "position", "substring"})
 """What looks like a function and is syntax, whose meaning is fixed."""
 
-_SYNTAX_TYPES: Final = frozenset({"bigint", "boolean", "int", "integer", "interval", "numeric", "smallint", "timestamp"})
+_SYNTAX_TYPES: Final = frozenset(
+    {"bigint", "boolean", "int", "integer", "interval", "numeric", "smallint", "timestamp"}
+)
 """The names of types that are syntax as well."""
 
 _UNQUALIFIABLE: Final = {
@@ -51,7 +52,6 @@ class _Token(NamedTuple):
     text: str
 
 
-@cache
 def qualified(text: str) -> str:
     """A statement with `pg_catalog` before each name of a function, operator, type, system table or collation.
 

@@ -1,0 +1,217 @@
+"""No object of another role runs in a session of the package, whatever the session's search_path finds first.
+
+A database is made hostile: `public` has a function, operator, type, view and collation of the name and the types of
+each of the system's own, all of which fail when they run, and every session finds `public` before the system's names.
+So whatever is named without its schema is found there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy
+from psycopg import sql
+
+import eventsql_orchestration
+from eventsql_orchestration import Consumer, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration.database import Connection, Database, queries
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.qualification import qualified
+from tests.database.hostility import make_hostile
+from tests.database.test_queries import PREPARABLE, composed
+
+UTILITY = ("COPY", "CREATE", "DROP", "LOCK", "VACUUM")
+"""Statements that have no expressions, or whose expressions other tests run."""
+
+
+@pytest.fixture(scope="module")
+def hostile_dsn(server: EmbeddedPostgres) -> Iterator[str]:
+    dsn = server.create_database("hostile")
+    make_hostile(dsn)
+    yield dsn
+    server.drop_database("hostile")
+
+
+@pytest.fixture(scope="module")
+def hostile(hostile_dsn: str) -> Iterator[EventSQL]:
+    """The platform in the hostile database, migrated there from nothing, with a topic `orders`."""
+    with EventSQL(hostile_dsn, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        with platform.database.connection() as connection:
+            connection.execute(
+                "CREATE TABLE eventsql.ordered (eql_transaction pg_catalog.xid8, eql_id bigint, eql_value pg_catalog.bytea)"
+            )
+        yield platform
+
+
+def test_the_hostile_database_captures_what_is_not_qualified(hostile: EventSQL, hostile_dsn: str) -> None:
+    for statement in (
+        "SELECT 1 + 1", "SELECT 1 || 'a'::pg_catalog.text", "SELECT count(*)", "SELECT now()", "SELECT 'a'::text",
+        "SELECT FROM pg_class", "SELECT 1 IN (1)", "SELECT 'a' COLLATE \"C\"", "SELECT convert_to('a', 'UTF8')",
+    ):  # fmt: skip
+        with hostile.database.connection() as connection:
+            assert captured_by(connection, statement), statement
+    with psycopg.connect(hostile_dsn) as connection, pytest.raises(psycopg.errors.RaiseException, match="captured"):
+        connection.execute("SELECT 1 + 1")
+
+
+def captured_by(connection: Connection, statement: str) -> list[Any]:
+    """The objects of `public` that a statement is found to use. Parameters are numbered."""
+    with connection.transaction(force_rollback=True):
+        connection.execute(b"PREPARE understood AS " + statement.encode())
+        row = connection.execute(
+            qualified("SELECT parameter_types::pg_catalog.text[] FROM pg_prepared_statements WHERE name = 'understood'")
+        ).fetchone()
+        assert row is not None
+        connection.execute("DEALLOCATE understood")
+        connection.execute(
+            f"CREATE FUNCTION eventsql.probe({', '.join(row[0])}) RETURNS pg_catalog.void LANGUAGE sql "
+            f"BEGIN ATOMIC {statement}; END".encode()
+        )
+        return connection.execute(
+            qualified("""
+            SELECT d.refclassid::regclass::text, d.refobjid, coalesce(o.oprname, p.proname, t.typname, c.relname)
+            FROM pg_depend d
+            LEFT JOIN pg_operator o ON o.oid = d.refobjid AND d.refclassid = 'pg_catalog.pg_operator'::regclass
+            LEFT JOIN pg_proc p ON p.oid = d.refobjid AND d.refclassid = 'pg_catalog.pg_proc'::regclass
+            LEFT JOIN pg_type t ON t.oid = d.refobjid AND d.refclassid = 'pg_catalog.pg_type'::regclass
+            LEFT JOIN pg_class c ON c.oid = d.refobjid AND d.refclassid = 'pg_catalog.pg_class'::regclass
+            LEFT JOIN pg_collation k ON k.oid = d.refobjid AND d.refclassid = 'pg_catalog.pg_collation'::regclass
+            WHERE d.objid = (SELECT oid FROM pg_proc WHERE proname = 'probe')
+              AND coalesce(o.oprnamespace, p.pronamespace, t.typnamespace, c.relnamespace, k.collnamespace)
+                  = 'public'::regnamespace
+            """)
+        ).fetchall()
+
+
+def numbered(text: str) -> str:
+    parameters: list[str] = []
+
+    def number(match: re.Match[str]) -> str:
+        if match[1] not in parameters:
+            parameters.append(match[1])
+        return f"${parameters.index(match[1]) + 1}"
+
+    return re.sub(r"%\((\w+)\)s", number, text).replace("%%", "%")
+
+
+WITH_EXPRESSIONS = [
+    (file, name) for file, name in PREPARABLE if not composed(file, name).as_string().startswith(UTILITY)
+]
+
+
+@pytest.mark.parametrize(("file", "name"), WITH_EXPRESSIONS)
+def test_a_named_statement_uses_nothing_but_the_systems_names_and_its_own_tables(
+    hostile: EventSQL, file: str, name: str
+) -> None:
+    with hostile.database.connection() as connection:
+        assert captured_by(connection, numbered(composed(file, name).as_string())) == []
+
+
+@pytest.mark.parametrize(("file", "name"), WITH_EXPRESSIONS)
+def test_a_named_statement_means_what_is_written(
+    hostile: EventSQL, file: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(text: str) -> object:
+        with hostile.database.connection() as connection, connection.transaction(force_rollback=True):
+            connection.execute("SET LOCAL search_path TO pg_catalog")
+            connection.execute(b"PREPARE understood AS " + text.encode())
+            row = connection.execute(
+                "SELECT parameter_types::text[] FROM pg_prepared_statements WHERE name = 'understood'"
+            ).fetchone()
+            assert row is not None
+            connection.execute("DEALLOCATE understood")
+            connection.execute(
+                f"CREATE FUNCTION eventsql.probe({', '.join(row[0])}) RETURNS void LANGUAGE sql "
+                f"BEGIN ATOMIC {text}; END".encode()
+            )
+            return connection.execute(
+                "SELECT pg_get_function_sqlbody(oid) FROM pg_proc WHERE proname = 'probe'"
+            ).fetchone()
+
+    sent = numbered(composed(file, name).as_string())
+    monkeypatch.setattr(queries, "qualified", lambda text: text)
+    queries._statements.cache_clear()
+    written = numbered(composed(file, name).as_string())
+    queries._statements.cache_clear()
+    assert body(sent) == body(written)
+
+
+# Of Python
+
+PACKAGE = Path(eventsql_orchestration.__file__).parent
+SQL = re.compile(r"\s*(SELECT|INSERT INTO|UPDATE|DELETE FROM|WITH|COPY|CREATE|ALTER|DROP|LOCK|DO|TRUNCATE)\s[^…]*\Z")
+NOT_OURS = ("history.py", "measuring.py")
+"""On the tables that Dagster makes for itself."""
+
+
+def texts_of_sql() -> list[Any]:
+    """The statements that stand in the modules of the package, but for those that are qualified when they are sent."""
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        # The revisions run where the system's names come first (`migrations.run`).
+        if file.parent.name == "versions" or file.name in NOT_OURS:
+            continue
+        tree = ast.parse(file.read_text())
+        handled: set[int] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "qualified":
+                handled.update(id(inner) for inner in ast.walk(node))
+            if isinstance(node, ast.Expr):
+                # A docstring.
+                handled.update(id(inner) for inner in ast.walk(node) if isinstance(node.value, ast.Constant))
+        for node in ast.walk(tree):
+            if id(node) in handled:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                handled.update(id(inner) for inner in ast.walk(node))
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+            else:
+                continue
+            if SQL.match(text) and " " in text.strip():
+                found.append(pytest.param(text, id=f"{file.relative_to(PACKAGE)}:{node.lineno}"))
+    return found
+
+
+@pytest.mark.parametrize("text", texts_of_sql())
+def test_a_statement_in_python_is_qualified_as_it_stands(text: str) -> None:
+    if "$$" in text or re.match(r"(CREATE|ALTER|DROP)\s", text) and not re.search(r"\bCHECK\b|\bWHEN\b", text):
+        pytest.skip("it names no function of the system, or is run below")
+    head, sign, condition = text.partition(" WHEN ") if text.startswith("CREATE") else ("", "", text)
+    condition = condition.partition(" EXECUTE FUNCTION ")[0]
+    assert head + sign + qualified(condition) == text.partition(" EXECUTE FUNCTION ")[0]
+
+
+# Of everything together
+
+
+def test_every_part_of_the_platform_works_in_a_hostile_database(hostile_dsn: str, hostile: EventSQL) -> None:
+    platform, registry = hostile, hostile.registry
+    registry.register_topic(Topic("clicks", partitions=3)).register_topic(Topic("clicks", partitions=3))
+    registry.register_consumer(Consumer("clicks", "reports"))
+    registry.register_consumer(Consumer("clicks", "late"), start=timedelta(hours=1))
+    registry.register_consumer(Consumer("orders", "all", partitioned=False))
+    platform.publisher.publish(Publication("clicks", b"1", key="é"))
+    platform.publisher.publish_all([Publication("clicks", b"2", key=f"k{number}") for number in range(50)])
+    with psycopg.connect(hostile_dsn) as mine:
+        platform.publisher.publish(Publication("clicks", b"3", key="é"), connection=mine)
+        mine.commit()
+    engine = sqlalchemy.create_engine(hostile_dsn.replace("postgresql", "postgresql+psycopg"), use_native_hstore=False)
+    event = sqlalchemy.event
+    event.listen(engine, "do_execute", lambda cursor, text, *_: text == "select current_schema()" and bool(
+        cursor.execute("SELECT 'public'")
+    ))
+    with engine.begin() as mine_too:
+        platform.publisher.publish_all([Publication("clicks", b"4", key="a")], connection=mine_too)
+    engine.dispose()
+    platform.transfer.run_once()
+    assert registry.topic("clicks").partitions == 3
