@@ -53,6 +53,7 @@ lock committed, whatever the server's default."""
 
 
 _ENCODING: Final = "client_encoding"
+_SERVER_ENCODING: Final = "UTF8"
 
 
 def parse_dsn(dsn: str) -> URL:
@@ -125,7 +126,7 @@ def _open_session(connection: Connection) -> None:
     row = connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
     assert row is not None, "a SELECT without FROM gives a row"
     answering, encoding, _ = row
-    if encoding != "UTF8":
+    if encoding != _SERVER_ENCODING:
         raise ConfigurationError(
             f"database {connection.info.dbname!r} has the encoding {encoding}, which cannot hold every text: use "
             f"another database, made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"

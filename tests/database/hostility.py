@@ -65,6 +65,4 @@ def make_hostile(dsn: str) -> None:
         connection.execute(_PLANT)
         for table in metadata.tables:
             connection.execute(f'CREATE TABLE public."{table}" (captured integer)'.encode())
-        connection.execute(
-            f'ALTER DATABASE "{connection.info.dbname}" SET search_path = public, pg_catalog'.encode()
-        )
+        connection.execute(f'ALTER DATABASE "{connection.info.dbname}" SET search_path = public, pg_catalog'.encode())

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-import sqlalchemy
 from psycopg import sql
 
 import eventsql_orchestration
-from eventsql_orchestration import Consumer, EventSQL, Publication, Retention, Topic
-from eventsql_orchestration.database import Connection, Database, queries
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection, queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.log.partitioner import partition_of_key
 from eventsql_orchestration.qualification import qualified
+from tests.database import everything
 from tests.database.hostility import make_hostile
 from tests.database.test_queries import PREPARABLE, composed
 
@@ -194,24 +194,75 @@ def test_a_statement_in_python_is_qualified_as_it_stands(text: str) -> None:
 # Of everything together
 
 
-def test_every_part_of_the_platform_works_in_a_hostile_database(hostile_dsn: str, hostile: EventSQL) -> None:
-    platform, registry = hostile, hostile.registry
-    registry.register_topic(Topic("clicks", partitions=3)).register_topic(Topic("clicks", partitions=3))
-    registry.register_consumer(Consumer("clicks", "reports"))
-    registry.register_consumer(Consumer("clicks", "late"), start=timedelta(hours=1))
-    registry.register_consumer(Consumer("orders", "all", partitioned=False))
-    platform.publisher.publish(Publication("clicks", b"1", key="é"))
-    platform.publisher.publish_all([Publication("clicks", b"2", key=f"k{number}") for number in range(50)])
+def test_every_part_of_the_platform_works_in_a_hostile_database(hostile: EventSQL, hostile_dsn: str) -> None:
+    everything.use(hostile, hostile_dsn)
+
+
+def test_an_outbox_leaves_the_callers_search_path_as_it_is(hostile: EventSQL, hostile_dsn: str) -> None:
     with psycopg.connect(hostile_dsn) as mine:
-        platform.publisher.publish(Publication("clicks", b"3", key="é"), connection=mine)
-        mine.commit()
-    engine = sqlalchemy.create_engine(hostile_dsn.replace("postgresql", "postgresql+psycopg"), use_native_hstore=False)
-    event = sqlalchemy.event
-    event.listen(engine, "do_execute", lambda cursor, text, *_: text == "select current_schema()" and bool(
-        cursor.execute("SELECT 'public'")
-    ))
-    with engine.begin() as mine_too:
-        platform.publisher.publish_all([Publication("clicks", b"4", key="a")], connection=mine_too)
-    engine.dispose()
-    platform.transfer.run_once()
-    assert registry.topic("clicks").partitions == 3
+        mine.execute("SET search_path TO public, pg_catalog")
+        hostile.publisher.publish(Publication("orders", b"1"), connection=mine)
+        assert mine.execute("SHOW search_path").fetchone() == ("public, pg_catalog",)
+
+
+def test_a_handler_finds_its_tables_by_the_search_path_of_its_role(dsn: str) -> None:
+    with EventSQL(dsn, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders")).register_consumer(Consumer("orders", "mine"))
+        platform.publisher.publish(Publication("orders", b"1"))
+        platform.transfer.run_once()
+        with psycopg.connect(dsn, autocommit=True) as administrator:
+            administrator.execute("CREATE SCHEMA shop")
+            administrator.execute("CREATE TABLE shop.seen (id bigint)")
+            name = sql.Identifier(administrator.info.dbname)
+            administrator.execute(sql.SQL("ALTER DATABASE {} SET search_path = shop").format(name))
+        platform.database.close()
+
+        def handle(events: Sequence[Event], connection: Connection) -> None:
+            connection.execute("INSERT INTO seen VALUES (%s)", (events[0].id,))
+
+        assert platform.consumers.consume_once("orders", "mine", handle) == 1
+        with platform.database.connection() as connection:
+            assert connection.execute("SELECT id FROM seen").fetchall() == [(1,)]
+
+
+def test_functions_of_the_platform_run_as_written_in_a_session_with_a_hostile_path(
+    hostile: EventSQL, hostile_dsn: str
+) -> None:
+    with psycopg.connect(hostile_dsn, autocommit=True) as connection:
+        assert connection.execute("SELECT eventsql.partition_of_key('é', 7)").fetchone() == (partition_of_key("é", 7),)
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_id, eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES (1000000, 'orders', -2, '', '{}')"
+        )
+        connection.execute(
+            "INSERT INTO eventsql.spark_staged_event "
+            "(eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata, eql_buffer_id) "
+            "VALUES ('00000000-0000-0000-0000-000000000000', 0, 'orders', -1, '', '{}', 1000000)"
+        )
+        with pytest.raises(psycopg.errors.CheckViolation):
+            connection.execute("DELETE FROM eventsql.event_buffer WHERE eql_partition OPERATOR(pg_catalog.=) -2")
+        connection.execute("DELETE FROM eventsql.spark_staged_event")
+        connection.execute("DELETE FROM eventsql.event_buffer")
+
+
+# What the rewriting refuses, and leaves
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["SELECT a IN (1)", "SELECT a LIKE 'b'", "SELECT a BETWEEN 1 AND 2", "SELECT a IS DISTINCT FROM b",
+     "SELECT NULLIF (a, b)", "SELECT CASE a WHEN 1 THEN 2 END", "SELECT FROM a JOIN b USING (c)", "SELECT $$a$$"],
+)  # fmt: skip
+def test_syntax_that_cannot_be_qualified_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="qualified"):
+        qualified(text)
+
+
+def test_what_is_qualified_stays_as_it_is() -> None:
+    text = qualified("UPDATE a SET b = -1, c = (d = now()) WHERE e::text || 'f' = 'g' COLLATE \"C\" AND h.count(*) > 1")
+    assert text == (
+        "UPDATE a SET b = -1, c = (d OPERATOR(pg_catalog.=) pg_catalog.now()) "
+        "WHERE e::pg_catalog.text OPERATOR(pg_catalog.||) 'f' OPERATOR(pg_catalog.=) 'g' COLLATE pg_catalog.\"C\" "
+        "AND h.count(*) OPERATOR(pg_catalog.>) 1"
+    )
+    assert qualified(text) == text

@@ -1,0 +1,186 @@
+"""What a database, a role, a URL or the environment sets for sessions changes nothing that the platform stores or gives."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.database import parse_dsn
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from tests.database import everything
+
+ODD = {
+    "quote_all_identifiers": "on",
+    "DateStyle": "SQL, DMY",
+    "IntervalStyle": "sql_standard",
+    "TimeZone": "Asia/Kathmandu",
+    "bytea_output": "escape",
+    "extra_float_digits": "-15",
+    "standard_conforming_strings": "off",
+    "escape_string_warning": "off",
+    "array_nulls": "off",
+    "transform_null_equals": "on",
+    "default_transaction_isolation": "serializable",
+    "default_transaction_deferrable": "on",
+    "lc_monetary": "C",
+    "lc_numeric": "C",
+    "lc_time": "C",
+    "client_encoding": "LATIN1",
+    "row_security": "off",
+}
+"""Settings that a database may have for its sessions."""
+
+
+def setting(dsn: str, **settings: str) -> None:
+    with psycopg.connect(dsn, autocommit=True, client_encoding="UTF8") as connection:
+        for name, value in settings.items():
+            connection.execute(
+                sql.SQL("ALTER DATABASE {} SET {} = {}").format(
+                    sql.Identifier(connection.info.dbname), sql.Identifier(name), sql.Literal(value)
+                )
+            )
+
+
+@pytest.fixture
+def encoded(server: EmbeddedPostgres) -> Iterator[Callable[[str], str]]:
+    """Makes empty databases of other encodings."""
+    names: list[str] = []
+
+    def create(encoding: str) -> str:
+        running, name = server.start(), f"encoded_{uuid.uuid4().hex}"
+        with psycopg.connect(running.dsn, autocommit=True) as connection:
+            connection.execute(
+                sql.SQL("CREATE DATABASE {} ENCODING {} LOCALE 'C' TEMPLATE template0").format(
+                    sql.Identifier(name), sql.Literal(encoding)
+                )
+            )
+        names.append(name)
+        return running.dsn_for(name)
+
+    yield create
+    for name in names:
+        server.drop_database(name)
+
+
+def test_every_part_of_the_platform_works_in_a_database_with_odd_settings(direct_dsn: str) -> None:
+    setting(direct_dsn, **ODD)
+    with EventSQL(direct_dsn, transfer=False) as platform:
+        everything.use(platform, direct_dsn)
+
+
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_one_odd_setting_changes_nothing(dsn: str, direct_dsn: str, name: str) -> None:
+    setting(direct_dsn, **{name: ODD[name]})
+    with EventSQL(dsn, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders", 2)).register_topic(Topic("orders", 2))
+        everything.register(platform)
+        everything.publish(platform, direct_dsn)
+
+
+# Encodings
+
+
+def keys(platform: EventSQL) -> list[str | None]:
+    platform.transfer.run_once()
+    return [event.key for event in platform.reader.read("orders")]
+
+
+def fill(platform: EventSQL) -> None:
+    """One event by each way into the log."""
+    event = Publication("orders", b"1", key="é", metadata={"é": "鍵"})
+    platform.registry.register_topic(Topic("orders", 2))
+    platform.publisher.publish(event)
+    platform.publisher.publish_all([event])
+    with platform.database.transaction() as connection:
+        platform.publisher.publish_all([event], connection=connection)
+    platform.transfer.run_once()
+    platform.publisher.publish_all([event])
+    assert keys(platform) == ["é"] * 4
+    assert [event.metadata for event in platform.reader.read("orders")] == [{"é": "鍵"}] * 4
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII", "WIN1251"])
+def test_the_environments_encoding_is_not_that_of_events(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", encoding)
+    with EventSQL(dsn, transfer=False) as platform:
+        fill(platform)
+
+
+@pytest.mark.parametrize("option", ["client_encoding=LATIN1", "options=-cclient_encoding%3DLATIN1"])
+def test_the_urls_encoding_is_not_that_of_events(direct_dsn: str, option: str) -> None:
+    with EventSQL(f"{direct_dsn}?{option}", transfer=False) as platform:
+        fill(platform)
+
+
+def test_the_databases_own_setting_is_not_the_encoding_of_events(dsn: str, direct_dsn: str) -> None:
+    setting(direct_dsn, client_encoding="LATIN1")
+    with EventSQL(dsn, transfer=False) as platform:
+        fill(platform)
+
+
+def test_each_connection_reads_and_writes_utf8(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+    with Database(dsn) as database, database.dedicated() as alone, database.core() as core:
+        assert alone.info.encoding == "utf-8"
+        assert core.connection.driver_connection.info.encoding == "utf-8"  # type: ignore[union-attr]
+        with psycopg.connect(database.dsn) as told:
+            assert told.info.encoding == "utf-8"
+
+
+def test_a_handler_that_sets_another_encoding_sets_it_for_itself_alone(dsn: str) -> None:
+    with Database(dsn, pool_size=1, max_overflow=0) as database:
+        with database.connection() as connection:
+            connection.execute("SET client_encoding TO LATIN1")
+        with database.connection() as connection:
+            assert connection.info.encoding == "utf-8"
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_a_callers_connection_of_another_encoding_is_refused(dsn: str, encoding: str) -> None:
+    with EventSQL(dsn, transfer=False) as platform, psycopg.connect(dsn, client_encoding=encoding) as mine:
+        platform.registry.register_topic(Topic("orders", 2))
+        event = Publication("orders", b"1", key="é")
+        with pytest.raises(ValidationError, match=f"client_encoding {encoding}"):
+            platform.publisher.publish_all([event], connection=mine)
+        mine.execute("SET client_encoding TO 'UTF8'")
+        platform.publisher.publish_all([event], connection=mine)
+        mine.commit()
+        assert keys(platform) == ["é"]
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII", "EUC_JP"])
+def test_a_database_that_cannot_hold_every_text_is_not_migrated(encoded: Callable[[str], str], encoding: str) -> None:
+    dsn = encoded(encoding)
+    with Database(dsn) as database:
+        for attempt in (database.migrate, database.ensure_schema, database.dedicated, database.revision):
+            with pytest.raises(ConfigurationError, match=f"{encoding}.*ENCODING 'UTF8' TEMPLATE template0"):
+                attempt()
+    with psycopg.connect(dsn, client_encoding="UTF8") as connection:
+        found = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = 'eventsql'")
+        assert found.fetchone() is None
+
+
+def test_a_schema_that_is_in_such_a_database_already_is_refused_at_first_use(
+    encoded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsn = encoded("SQL_ASCII")
+    with monkeypatch.context() as before:
+        before.setattr("eventsql_orchestration.database.database._SERVER_ENCODING", "SQL_ASCII")
+        with EventSQL(dsn, transfer=False) as platform:
+            platform.registry.register_topic(Topic("orders"))
+    with EventSQL(dsn, transfer=False, migrate=False) as platform, pytest.raises(ConfigurationError, match="SQL_ASCII"):
+        platform.publisher.publish(Publication("orders", b"1", key="é"))
+
+
+def test_the_encoding_is_a_part_of_the_url() -> None:
+    url = parse_dsn("postgresql://u@h/d?client_encoding=LATIN1&connect_timeout=3")
+    assert dict(url.query) == {"connect_timeout": "3", "client_encoding": "UTF8"}
