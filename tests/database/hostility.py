@@ -26,8 +26,9 @@ BEGIN
             oid, arguments, failing, proname, coalesce(nullif(substr(arguments, 3), ''), '*'), oid
         )
         FROM (
-            SELECT oid, proname, coalesce(', ' || nullif(replace(oidvectortypes(proargtypes), '"any"', 'anyelement'), ''), '')
-                AS arguments
+            SELECT oid, proname, coalesce(
+                ', ' || nullif(replace(oidvectortypes(proargtypes), '"any"', 'anyelement'), ''), ''
+            ) AS arguments
             FROM pg_proc WHERE pronamespace = 'pg_catalog'::regnamespace AND prokind = 'a'
         ) aggregates
     UNION ALL

@@ -46,7 +46,8 @@ def hostile(hostile_dsn: str) -> Iterator[EventSQL]:
         platform.registry.register_topic(Topic("orders"))
         with platform.database.connection() as connection:
             connection.execute(
-                "CREATE TABLE eventsql.ordered (eql_transaction pg_catalog.xid8, eql_id bigint, eql_value pg_catalog.bytea)"
+                "CREATE TABLE eventsql.ordered "
+                "(eql_transaction pg_catalog.xid8, eql_id bigint, eql_value pg_catalog.bytea)"
             )
         yield platform
 
@@ -148,6 +149,8 @@ def test_a_named_statement_means_what_is_written(
 
 PACKAGE = Path(eventsql_orchestration.__file__).parent
 SQL = re.compile(r"\s*(SELECT|INSERT INTO|UPDATE|DELETE FROM|WITH|COPY|CREATE|ALTER|DROP|LOCK|DO|TRUNCATE)\s[^…]*\Z")
+DDL = re.compile(r"(CREATE|ALTER|DROP)\s")
+EXPRESSION = re.compile(r"\b(CHECK|WHEN)\b")
 NOT_OURS = ("history.py", "measuring.py")
 """On the tables that Dagster makes for itself."""
 
@@ -177,15 +180,15 @@ def texts_of_sql() -> list[Any]:
                 text = node.value
             else:
                 continue
-            if SQL.match(text) and " " in text.strip():
+            # Changes of tables have no expressions but these; functions are run below.
+            plain = "$$" in text or (DDL.match(text) and not EXPRESSION.search(text))
+            if SQL.match(text) and " " in text.strip() and not plain:
                 found.append(pytest.param(text, id=f"{file.relative_to(PACKAGE)}:{node.lineno}"))
     return found
 
 
 @pytest.mark.parametrize("text", texts_of_sql())
 def test_a_statement_in_python_is_qualified_as_it_stands(text: str) -> None:
-    if "$$" in text or re.match(r"(CREATE|ALTER|DROP)\s", text) and not re.search(r"\bCHECK\b|\bWHEN\b", text):
-        pytest.skip("it names no function of the system, or is run below")
     head, sign, condition = text.partition(" WHEN ") if text.startswith("CREATE") else ("", "", text)
     condition = condition.partition(" EXECUTE FUNCTION ")[0]
     assert head + sign + qualified(condition) == text.partition(" EXECUTE FUNCTION ")[0]

@@ -1,4 +1,4 @@
-"""What a database, a role, a URL or the environment sets for sessions changes nothing that the platform stores or gives."""
+"""What a database, a URL or the environment sets for sessions changes nothing that the platform stores or gives."""
 
 from __future__ import annotations
 

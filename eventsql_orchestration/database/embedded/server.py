@@ -446,6 +446,7 @@ def _connect(server: EmbeddedServer, database: str) -> psycopg.Connection[Any]:
             # Another program that listens on this port is not told the password.
             require_auth="scram-sha-256",
             options="",
+            client_encoding="UTF8",
             connect_timeout=5,
             autocommit=True,
         )
