@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -186,6 +186,12 @@ class Draining:
         """The claim, where it was committed; None in any other state. Raises `ClaimLostError` for an unknown one."""
         claim, state = self._platform.claims.get(claim_id)
         return self._mine(claim) if state == "committed" else None
+
+    def is_committed(self, claim_id: int) -> bool:
+        """Whether a claim is known to have been committed."""
+        with suppress(ClaimLostError):
+            return self.committed(claim_id) is not None
+        return False
 
     def replay(self, claim: Claim) -> None:
         """Hand a committed claim's range to the function once more, without a lease; the offset stays where it is.

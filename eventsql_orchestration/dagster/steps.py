@@ -72,7 +72,7 @@ def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimC
             return
         claim = draining.take_over(config.claim)
         if claim is None:
-            _come_too_late(context, draining)
+            _come_too_late(context, draining, config.claim)
         else:
             context.log.info("%s is taken over by this run", claim)
             draining.run(claim)
@@ -121,17 +121,18 @@ def _claim_and_drain(
             return
 
 
-def _come_too_late(context: dg.AssetExecutionContext, draining: Draining) -> None:
-    """Note that the run's claim was gone when the run came to take it over.
+def _come_too_late(context: dg.AssetExecutionContext, draining: Draining, claim_id: int) -> None:
+    """Note that the run's claim was over when the run came to take it over.
 
     A run of which Dagster was told meanwhile that it is dead has lost its claim: it must not write a success over that.
     """
     instance, run_id = context.instance, context.run.run_id
-    if context.run.parent_run_id is None:
-        instance.add_run_tags(run_id, {LATE_TAG: "true"})
     run = instance.get_run_by_id(run_id)
     if run is not None and run.is_finished:
         draining.drained.lost = draining.drained.note
+    if context.run.parent_run_id is None and not draining.is_committed(claim_id):
+        # Runs that a tick requests from the same offset get longer.
+        instance.add_run_tags(run_id, {LATE_TAG: "true"})
 
 
 def _is_over(context: dg.AssetExecutionContext, run_id: str) -> bool:
