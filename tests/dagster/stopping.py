@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -61,6 +62,9 @@ def stopped(platform: EventSQL, point: str) -> int | None:
 
 def fork_runs(location: str) -> None:
     """Let a code server fork its runs from a process that has imported the location: a start takes seconds else."""
+    if "multiprocessing.forkserver" in sys.orig_argv[-1]:
+        # This is the process that forks them.
+        return
     multiprocessing.set_forkserver_preload([location, "dagster_postgres", "dagster._grpc.server"])
     # A run that is launched would wait until it has.
     multiprocessing.forkserver.ensure_running()
