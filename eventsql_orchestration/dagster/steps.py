@@ -158,8 +158,8 @@ def _no_second_replay(context: dg.AssetExecutionContext, why: str) -> ReplayErro
     """Refuse to replay what was replayed in part, as nobody has asked for that; another retry would find the same."""
     forbid_retries(context.run, context.instance)
     return ReplayError(
-        f"nothing is replayed: {why}, and a part of it may have taken effect. Execute the run again to replay the "
-        "whole range"
+        f"nothing is replayed: {why}, and a part of it may have taken effect. To replay the whole range, execute the "
+        "run that had succeeded again"
     )
 
 

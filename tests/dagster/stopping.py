@@ -18,6 +18,7 @@ from typing import Any
 
 import dagster as dg
 import psycopg
+from dagster._daemon import controller
 
 from eventsql_orchestration import EventSQL
 
@@ -84,6 +85,8 @@ def main() -> None:
             stop_at(AFTER_THE_RUN_IS_CREATED)
         return run
 
+    # Each minute, the daemon would start code servers anew.
+    controller.RELOAD_WORKSPACE_INTERVAL = 3_600
     dg.DagsterInstance.create_run = create  # type: ignore[assignment, method-assign]  # the forced interleaving
     (daemon,) = entry_points(group="console_scripts", name="dagster-daemon")
     daemon.load()()
