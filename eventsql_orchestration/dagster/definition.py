@@ -55,7 +55,7 @@ class ClaimConfig(dg.Config):
 
     With `replay`, a range that was committed is handed to the function once more: its effects happen again, and the
     offset stays where it is. Where it is not given, a run that somebody executes again after it had succeeded replays
-    its range, and no other run does, whoever tries it again.
+    its range, and no other run does. Dagster's automatic retries replay nothing, whatever `replay` says.
 
     `succeeds` is a run that drains the partition: this one takes it over, as soon as it can claim, while that one goes
     on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -50,10 +50,15 @@ Consume: TypeAlias = Callable[[Claim], Consumed]
 
 @dataclass(slots=True)
 class Drained:
-    """What a run came to so far: its claims in order with what became of each, and the claim that it lost, if any."""
+    """What a run came to so far: its claims in order with what became of each.
+
+    `lost` says how the run lost a claim that it had, or that it was to have before it was taken for dead; then it
+    fails. `note` is for people: why there was nothing to do, or was not all done.
+    """
 
     claims: list[tuple[Claim, Consumed]] = field(default_factory=list)
     lost: str | None = None
+    note: str | None = None
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -67,6 +72,11 @@ class Drained:
             return None
         claim, consumed = self.claims[-1]
         return None if consumed.failure is None else (claim, consumed.failure)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is to consume nothing more."""
+        return self.failure is not None or self.lost is not None
 
     @property
     def dead_letters(self) -> list[DeadLetter]:
@@ -140,14 +150,14 @@ class Draining:
         try:
             return self._mine(self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease))
         except ClaimLostError as error:
-            self.drained.lost = str(error)
+            self.drained.note = str(error)
             return None
 
     def is_another_claim(self, claim_id: int, tags: Mapping[str, str]) -> bool:
         """Whether the run of these tags was requested for another claim of that id, with a note where it was."""
         if not is_another_claim(self._platform, claim_id, tags):
             return False
-        self.drained.lost = (
+        self.drained.note = (
             f"claim {claim_id} was made at another time than the one that this run was requested for: the database was "
             "restored or made anew since"
         )
@@ -176,6 +186,12 @@ class Draining:
         """The claim, where it was committed; None in any other state. Raises `ClaimLostError` for an unknown one."""
         claim, state = self._platform.claims.get(claim_id)
         return self._mine(claim) if state == "committed" else None
+
+    def is_committed(self, claim_id: int) -> bool:
+        """Whether a claim is known to have been committed."""
+        with suppress(ClaimLostError):
+            return self.committed(claim_id) is not None
+        return False
 
     def replay(self, claim: Claim) -> None:
         """Hand a committed claim's range to the function once more, without a lease; the offset stays where it is.

@@ -133,7 +133,7 @@ class WindowReplay:
         try:
             self._platform.claims.release(claim)
         except EventSQLError as error:
-            self.drained.lost = f"{claim} is not given back before its lease ends: {error}"
+            self.drained.note = f"{claim} is not given back before its lease ends: {error}"
 
     def _give_back(self, part: Replayed) -> None:
         live = self._platform.claims.live(self._topic, part.name, self._partition)

@@ -11,6 +11,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer
 from eventsql_orchestration.dagster.draining import Drained
 from eventsql_orchestration.dagster.lineage import input_metadata
 from eventsql_orchestration.dagster.published import leave_out
+from eventsql_orchestration.dagster.reexecution import forbid_retries
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.consumption import Failure
 from eventsql_orchestration.log.dead_letters import DeadLetters
@@ -29,9 +30,12 @@ def report(
     drained: Drained,
     dead_letters: DeadLetters,
 ) -> None:
-    """Say what did not go as planned; raises `dagster.Failure` for an event that holds its partition up."""
-    if drained.lost is not None:
-        context.log.info("the run ends: %s", drained.lost)
+    """Say what did not go as planned.
+
+    Raises `dagster.Failure` for an event that holds its partition up, and `ClaimLostFailure` where a claim was lost.
+    """
+    if drained.note is not None:
+        context.log.info("the run ends: %s", drained.note)
     for letter in drained.dead_letters:
         context.log.warning(
             "event %d of topic %s is a dead letter now: %s", letter.event_id, consumer.topic, letter.error
@@ -46,6 +50,24 @@ def report(
         )
     if drained.failure is not None:
         raise _failure(consumer, *drained.failure, refused=dead_letters.accepts(consumer.topic))
+    if drained.lost is not None:
+        # Whoever has the claim's events now needs no help.
+        forbid_retries(context.run, context.instance)
+        raise ClaimLostFailure(consumer, drained.lost)
+
+
+class ClaimLostFailure(dg.Failure):
+    """A run lost its claim to another consumption: its success would say that it had consumed the claim's events."""
+
+    def __init__(self, consumer: Consumer, lost: str) -> None:
+        super().__init__(
+            f"the run lost its claim: {lost}. Most often its process stood still, or was cut off from the database, "
+            "for longer than its lease. No event is lost and none takes effect twice: what this run committed stays, "
+            "the rest is undone, and whoever has the partition now consumes it. There is nothing to do, and Dagster "
+            "does not retry the run",
+            metadata={"topic": consumer.topic, "consumer": consumer.name, "lost": lost},
+            allow_retries=False,
+        )
 
 
 def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: bool) -> dg.Failure:
@@ -104,6 +126,6 @@ def metadata_of(consumer: Consumer, drained: Drained, *, without: Collection[str
     if drained.dead_letters:
         metadata["dead letters"] = len(drained.dead_letters)
         metadata["events given up"] = _dead_letters(drained)
-    if drained.lost is not None:
-        metadata["note"] = drained.lost
+    if (note := drained.lost or drained.note) is not None:
+        metadata["note"] = note
     return metadata

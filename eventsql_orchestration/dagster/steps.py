@@ -11,10 +11,11 @@ import dagster as dg
 from eventsql_orchestration import Consumer, EventSQL
 from eventsql_orchestration.dagster.batches import ReplayError
 from eventsql_orchestration.dagster.definition import ClaimConfig
-from eventsql_orchestration.dagster.draining import Draining
+from eventsql_orchestration.dagster.draining import Draining, owner_of_run
+from eventsql_orchestration.dagster.reexecution import ancestors, forbid_retries, is_automatic_retry, repeats_success
 from eventsql_orchestration.dagster.reporting import name_of
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.tags import REPLAY_TAG, SHARD_TAG, SHARED_TAG
+from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.log.claims import Claim
 
@@ -46,8 +47,8 @@ def drain(
             if len(down) == len(shards):
                 raise
             context.log.warning("shard %s is down: %s", down[-1], error)
-            draining.drained.lost = f"not all is consumed of {', '.join(down)}, which is down"
-        if draining.drained.failure is not None:
+            draining.drained.note = f"not all is consumed of {', '.join(down)}, which is down"
+        if draining.drained.over:
             return
 
 
@@ -64,16 +65,18 @@ def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimC
     if config.claim is not None:
         if draining.is_another_claim(config.claim, context.run.tags):
             if _replays(context, config):
-                raise ReplayError(f"there is nothing to replay: {draining.drained.lost}")
+                raise ReplayError(f"there is nothing to replay: {draining.drained.note}")
             return
         draining.require_claim_of(consumer, config.claim)
         if _replays(context, config) and _replay(context, draining, config):
             return
         claim = draining.take_over(config.claim)
-        if claim is not None:
+        if claim is None:
+            _come_too_late(context, draining, config.claim)
+        else:
             context.log.info("%s is taken over by this run", claim)
             draining.run(claim)
-        if shared and draining.drained.failure is None:
+        if shared and not draining.drained.over:
             # The sensor claims for one partition only.
             _claim_and_drain(context, draining, config, consumer)
     elif config.succeeds is not None and _replays(context, config):
@@ -114,8 +117,22 @@ def _claim_and_drain(
         else:
             on = "" if draining.shard is None else f" on shard {draining.shard!r}"
             context.log.info("nothing to consume of %s%s: %s", name_of(consumer, partition), on, found)
-        if draining.drained.failure is not None:
+        if draining.drained.over:
             return
+
+
+def _come_too_late(context: dg.AssetExecutionContext, draining: Draining, claim_id: int) -> None:
+    """Note that the run's claim was over when the run came to take it over.
+
+    A run of which Dagster was told meanwhile that it is dead has lost its claim: it must not write a success over that.
+    """
+    instance, run_id = context.instance, context.run.run_id
+    run = instance.get_run_by_id(run_id)
+    if run is not None and run.is_finished:
+        draining.drained.lost = draining.drained.note
+    if context.run.parent_run_id is None and not draining.is_committed(claim_id):
+        # Runs that a tick requests from the same offset get longer.
+        instance.add_run_tags(run_id, {LATE_TAG: "true"})
 
 
 def _is_over(context: dg.AssetExecutionContext, run_id: str) -> bool:
@@ -127,14 +144,23 @@ def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:
     """Whether a run is to consume its range once more, if that was committed.
 
     Dagster tries failed runs again by itself, and so do people who only want them to have run: neither may repeat what
-    was committed. Somebody who executes a run again that had succeeded wants nothing else.
+    was committed. Somebody who executes a run again that had succeeded wants nothing else. Raises `ReplayError` for an
+    automatic retry of a run whose config asks for a replay.
     """
-    if config.replay is not None:
-        return config.replay
-    if context.run.parent_run_id is None:
-        return False
-    parent = context.instance.get_run_by_id(context.run.parent_run_id)
-    return parent is not None and parent.status is dg.DagsterRunStatus.SUCCESS
+    if config.replay is None:
+        return repeats_success(context.run, context.instance)
+    if config.replay and is_automatic_retry(context.run, context.instance):
+        raise _no_second_replay(context, "this is Dagster's automatic retry of a run that was to replay a range")
+    return config.replay
+
+
+def _no_second_replay(context: dg.AssetExecutionContext, why: str) -> ReplayError:
+    """Refuse to replay what was replayed in part, as nobody has asked for that; another retry would find the same."""
+    forbid_retries(context.run, context.instance)
+    return ReplayError(
+        f"nothing is replayed: {why}, and a part of it may have taken effect. To replay the whole range, execute the "
+        "run that had succeeded again"
+    )
 
 
 def _replay_successor(
@@ -142,7 +168,10 @@ def _replay_successor(
 ) -> None:
     """Consume once more what a run that took a partition over had claimed first; it was requested for no claim."""
     assert config.partition is not None, "a partition is taken over"
-    claim_id = draining.first_of(context.run.root_run_id or context.run.run_id, consumer, config.partition)
+    firsts = (
+        draining.first_of(run_id, consumer, config.partition) for run_id in ancestors(context.run, context.instance)
+    )
+    claim_id = next((first for first in firsts if first is not None), None)
     if claim_id is None:
         raise ReplayError(
             "there is nothing to replay: the run that is executed again had committed no range, or its claims are "
@@ -152,17 +181,25 @@ def _replay_successor(
 
 
 def _replay(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> bool:
-    """Consume a run's range once more; False where it was never committed and nobody asked for a replay."""
+    """Consume a run's range once more; False where nobody asked for a replay and the range was never committed, or by
+    this very run, whose step is retried.
+    """
     assert config.claim is not None, "a replay is that of a claim"
-    claim = draining.committed(config.claim)
+    claim, run_id = draining.committed(config.claim), context.run.run_id
+    if config.replay is None and (claim is None or claim.owner == owner_of_run(run_id)):
+        return False
     if claim is None:
-        if config.replay is None:
-            return False
         raise ReplayError(
             f"claim {config.claim} was not committed, so there is nothing to replay: its events are consumed, if they "
             "were not yet, by the next run that the consumer's sensor requests"
         )
-    context.instance.add_run_tags(context.run.run_id, {REPLAY_TAG: "true"})
+    begun = f"{run_id}/{claim.id}"
+    run = context.instance.get_run_by_id(run_id)
+    if run is not None and run.tags.get(REPLAY_BEGUN_TAG) == begun:
+        # A RetryPolicy has begun the step anew, or a launcher has started the run anew.
+        raise _no_second_replay(context, f"this run has begun to replay {claim} before")
+    context.instance.add_run_tags(run_id, {REPLAY_TAG: "true", REPLAY_BEGUN_TAG: begun})
+    forbid_retries(context.run, context.instance)
     context.log.info("%s was committed and is replayed: its effects happen again, the offset stays", claim)
     draining.replay(claim)
     return True

@@ -30,6 +30,13 @@ SHARED_TAG: Final = "eventsql/shared"
 REPLAY_TAG: Final = "eventsql/replay"
 """Carried by a run that consumed a committed range once more: it moved no offset."""
 
+REPLAY_BEGUN_TAG: Final = "eventsql/replay_begun"
+"""Carried by a run that has begun a replay; its value is the run and the claim. Dagster copies tags to runs that
+execute this one again, so the run must be named."""
+
+LATE_TAG: Final = "eventsql/late"
+"""Carried by a run that found its claim lost when it came to take it over."""
+
 BACKFILL_TAG: Final = "eventsql/backfill"
 """Carried by every run of a backfill; its value is the backfill's id."""
 

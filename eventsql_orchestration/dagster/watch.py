@@ -22,6 +22,7 @@ from eventsql_orchestration.dagster.tags import (
     FINISHED,
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_TAG,
+    LATE_TAG,
     SUCCEEDS_TAG,
     partition_tags,
 )
@@ -266,22 +267,26 @@ class PartitionWatch:
     def _patience(self, claim: Claim, run: dg.RunRecord, platform: EventSQL, instance: dg.DagsterInstance) -> float:
         """Seconds in which the run of a claim is to take it over.
 
-        Runs that succeeded from an offset and left it where it was came too late, such as those whose resources take
-        long to set up: each of them doubles the time, or none would ever be in time.
+        Each run from the same offset that came too late, such as one whose resources take long to set up, doubles the
+        time, or none would ever be in time.
         """
         if run.dagster_run.status != dg.DagsterRunStatus.STARTED:
             return START_TIMEOUT
         if since_change(run) <= ADOPT_TIMEOUT:
             return ADOPT_TIMEOUT
-        tags = {**self._tags(platform.shard), AFTER_TAG: str(claim.range.after)}
-        late = instance.get_runs_count(dg.RunsFilter(tags=tags, statuses=[dg.DagsterRunStatus.SUCCESS]))
+        tags = {**self._tags(platform.shard), AFTER_TAG: str(claim.range.after), LATE_TAG: "true"}
+        late = instance.get_runs_count(dg.RunsFilter(tags=tags))
         return float(ADOPT_TIMEOUT * 2 ** min(late, MOST_DOUBLINGS))
 
     def _failures_from(self, after: int, shard: str | None, instance: dg.DagsterInstance) -> tuple[int, float | None]:
-        """How many runs failed from an offset since one did not, and when the last of them ended."""
-        runs = instance.get_run_records(
-            dg.RunsFilter(tags={**self._tags(shard), AFTER_TAG: str(after)}, statuses=list(FINISHED)), limit=20
+        """How many runs failed from an offset since one did not, and when the last of them ended.
+
+        Only runs that a tick requested count: a retry that finds its claim lost succeeds, and has done nothing.
+        """
+        found = instance.get_run_records(
+            dg.RunsFilter(tags={**self._tags(shard), AFTER_TAG: str(after)}, statuses=list(FINISHED)), limit=50
         )
+        runs = [run for run in found if run.dagster_run.parent_run_id is None]
         failures = 0
         for run in runs:
             if run.dagster_run.status != dg.DagsterRunStatus.FAILURE:

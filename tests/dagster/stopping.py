@@ -6,7 +6,11 @@ session that is named after the point and the process, and so is found and kille
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -14,6 +18,7 @@ from typing import Any
 
 import dagster as dg
 import psycopg
+from dagster._daemon import controller
 
 from eventsql_orchestration import EventSQL
 
@@ -56,6 +61,17 @@ def stopped(platform: EventSQL, point: str) -> int | None:
     return None if row is None else int(row[0].split()[0])
 
 
+def fork_runs(location: str) -> None:
+    """Let a code server fork its runs from a process that has imported the location: a start takes seconds else."""
+    if "multiprocessing.forkserver" in sys.orig_argv[-1]:
+        # This is the process that forks them.
+        return
+    multiprocessing.set_forkserver_preload([location, "dagster_postgres", "dagster._grpc.server"])
+    # A run that is launched would wait until it has.
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.context.SpawnContext.Process = multiprocessing.context.ForkServerProcess  # type: ignore[assignment]
+
+
 def main() -> None:
     """Dagster's daemon, which may stop before and after it creates the run of a claim."""
     create_run = dg.DagsterInstance.create_run
@@ -69,6 +85,8 @@ def main() -> None:
             stop_at(AFTER_THE_RUN_IS_CREATED)
         return run
 
+    # Each minute, the daemon would start code servers anew.
+    controller.RELOAD_WORKSPACE_INTERVAL = 3_600
     dg.DagsterInstance.create_run = create  # type: ignore[assignment, method-assign]  # the forced interleaving
     (daemon,) = entry_points(group="console_scripts", name="dagster-daemon")
     daemon.load()()

@@ -13,7 +13,14 @@ from tests.dagster.stopping import AFTER_EFFECTS, IN_PROCESSING, stop_at
 LEASE = 2.0
 
 
-@consumer_asset(topic=Topic("orders", 2), consumer="steps", max_wait=0.0, drain_seconds=0.0, lease=LEASE)
+@consumer_asset(
+    topic=Topic("orders", 2),
+    consumer="steps",
+    max_wait=0.0,
+    drain_seconds=0.0,
+    lease=LEASE,
+    tags={"dagster/max_retries": "2"},
+)
 def steps(events: Sequence[Event], connection: Connection) -> None:
     """Effects in the database, in one batch."""
     stop_at(IN_PROCESSING)

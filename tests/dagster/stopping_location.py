@@ -16,10 +16,12 @@ from tests.dagster.stopping import (
     AFTER_THE_CLAIM,
     AFTER_THE_OFFSET,
     AFTER_THE_PROBE,
+    fork_runs,
     stop_at,
 )
 from tests.dagster.stopping_consumer import LEASE, steps
 
+fork_runs(__name__)
 watch.ADOPT_TIMEOUT = LEASE  # type: ignore[misc]  # a minute is too long for a test
 
 

@@ -15,11 +15,15 @@ import pytest
 
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE
+from eventsql_orchestration.dagster.reexecution import AUTO_RETRY_TAG
 from tests.dagster import location, stopping, stopping_consumer
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.stopping import held, stopped
 
 ROOT = Path(__file__).parents[2]
+
+PATIENT = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "600", "DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS": "600"}
+"""Code servers of a machine that is busy take their time."""
 
 IN_TICKS = [
     stopping.AFTER_THE_PROBE,
@@ -46,7 +50,7 @@ class Machine:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.dagster.stopping", "run", "-m", location],
                 cwd=ROOT,
-                env={**os.environ, "DAGSTER_HOME": str(home)},
+                env={**os.environ, **PATIENT, "DAGSTER_HOME": str(home)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -87,6 +91,13 @@ def await_stop(bench: Workbench, point: str) -> int:
 
 def consumer_runs(bench: Workbench) -> list[dg.DagsterRun]:
     return list(bench.instance.get_runs(dg.RunsFilter(tags={"eventsql/topic": "orders"})))
+
+
+def all_retried(bench: Workbench) -> bool:
+    """Whether the automatic retry of each run that is to have one has ended."""
+    runs = {run.run_id: run for run in consumer_runs(bench)}
+    retries = [run.tags.get(AUTO_RETRY_TAG) for run in runs.values() if run.tags.get("dagster/will_retry") == "true"]
+    return bool(retries) and all(retry in runs and runs[retry].is_finished for retry in retries)
 
 
 @pytest.mark.timeout(600)
@@ -131,6 +142,7 @@ def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothin
         ids += orders.publish("orders", 10)
         await_(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log")
         await_(lambda: len(consumer_runs(orders)) >= len(IN_RUNS) + 1, "the last run")
+        await_(lambda: all_retried(orders), "the end of the retries of the runs that failed")
     assert orders.effects() == ids
     # Those that were killed with a claim of theirs are no phantoms that take up the queue.
     dead = [run for run in consumer_runs(orders) if run.status is dg.DagsterRunStatus.FAILURE]

@@ -11,6 +11,7 @@ import pytest
 
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
+from eventsql_orchestration.dagster.reexecution import ancestors, is_automatic_retry, repeats_success
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.model import EventFilter
@@ -41,13 +42,19 @@ def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
 
 
 def again(
-    bench: Workbench, definition: ConsumerDefinition, requested: dg.RunRequest, *, replay: bool
+    bench: Workbench,
+    definition: ConsumerDefinition,
+    requested: dg.RunRequest,
+    *,
+    replay: bool,
+    tags: dict[str, str] | None = None,
 ) -> dg.ExecuteInProcessResult:
     """A run with the config of another, in which somebody has written `replay`."""
     (op, config) = next(iter(requested.run_config["ops"].items()))
     return bench.job(definition).execute_in_process(
         instance=bench.instance,
         run_config={"ops": {op: {"config": {**config["config"], "replay": replay}}}},
+        tags=tags,
         raise_on_error=False,
     )
 
@@ -152,6 +159,101 @@ def test_a_run_that_failed_before_its_commit_and_is_executed_again_consumes_its_
     assert reexecuting.offset(slow) == ids[-1]
 
 
+AUTOMATIC = {"dagster/retry_number": "1"}
+"""What Dagster's daemon gives to a run that it launches as a retry."""
+
+
+def test_an_automatic_retry_of_a_run_that_succeeded_after_all_replays_nothing(reexecuting: Workbench) -> None:
+    """Its process stood still, was reported as dead and retried, and ended well before the retry began."""
+    ids = reexecuting.publish("orders", 5)
+    requested = request(reexecuting, slow)
+    first, succeeded = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
+    assert succeeded
+
+    retry, succeeded = execute(
+        reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first), tags=AUTOMATIC
+    )
+    assert succeeded
+    assert reexecuting.effects() == ids
+
+    # A person who executes the retry again wants its range once more.
+    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=retry))
+    assert succeeded
+    assert reexecuting.effects() == [*ids, *ids]
+
+
+def test_an_automatic_retry_of_a_run_that_took_over_replays_nothing(reexecuting: Workbench) -> None:
+    ids = reexecuting.publish("orders", 5)
+    config = {"ops": {"slow": {"config": {"partition": -1, "succeeds": "one-that-ended"}}}}
+    first, succeeded = execute(reexecuting, run_config=config)
+    assert succeeded
+
+    options = dg.ReexecutionOptions(parent_run_id=first)
+    assert execute(reexecuting, reexecution_options=options, tags=AUTOMATIC)[1]
+    assert reexecuting.effects() == ids
+    more = reexecuting.publish("orders", 5)
+    retry, succeeded = execute(reexecuting, reexecution_options=options, tags=AUTOMATIC)
+    assert succeeded
+    assert reexecuting.effects() == [*ids, *more], "a retry goes on where the offset is"
+
+    for parent, claimed in ((retry, more), (execute(reexecuting, reexecution_options=options)[0], ids)):
+        before = reexecuting.effects()
+        assert execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=parent))[1]
+        assert reexecuting.effects() == [*before, *claimed]
+
+
+def test_a_run_that_wrote_its_success_over_a_report_of_its_failure_is_not_replayed_unasked(
+    reexecuting: Workbench,
+) -> None:
+    """Whoever executed it again may have done so while Dagster said that it had failed."""
+    ids = reexecuting.publish("orders", 5)
+    requested = request(reexecuting, slow)
+    first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
+    instance = reexecuting.instance
+    run = instance.get_run_by_id(first)
+    assert run is not None
+    instance.report_run_failed(run)
+    success = dg.DagsterEvent(dg.DagsterEventType.RUN_SUCCESS.value, run.job_name)
+    instance.report_dagster_event(success, run_id=first)
+    run = instance.get_run_by_id(first)
+    assert run is not None
+    assert run.status is dg.DagsterRunStatus.SUCCESS
+
+    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
+    assert succeeded
+    assert reexecuting.effects() == ids
+
+
+def test_a_retry_is_known_by_its_own_tag_or_by_that_of_its_parent(bench: Workbench) -> None:
+    job = bench.job(define())
+
+    def child(parent: str, **tags: str) -> dg.DagsterRun:
+        return bench.instance.create_run_for_job(job, parent_run_id=parent, root_run_id=parent, tags=tags)
+
+    first = bench.instance.create_run_for_job(job, status=dg.DagsterRunStatus.SUCCESS)
+    persons, tagged = child(first.run_id), child(first.run_id, **AUTOMATIC)
+    untagged, from_failure = child(first.run_id), child(first.run_id, **{"dagster/is_resume_retry": "true"})
+    bench.instance.add_run_tags(first.run_id, {"dagster/auto_retry_run_id": untagged.run_id})
+    found = {
+        run.run_id: repeats_success(run, bench.instance) for run in (first, persons, tagged, untagged, from_failure)
+    }
+    assert [run_id for run_id, repeats in found.items() if repeats] == [persons.run_id]
+    assert [is_automatic_retry(run, bench.instance) for run in (first, persons, tagged, untagged)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+def test_ancestors_are_told_once_whatever_the_tags_say(bench: Workbench) -> None:
+    job = bench.job(define())
+    loop = bench.instance.create_run_for_job(
+        job, run_id="00000000-0000-0000-0000-000000000001", root_run_id="gone",
+        parent_run_id="00000000-0000-0000-0000-000000000001",
+    )  # fmt: skip
+    child = bench.instance.create_run_for_job(job, parent_run_id=loop.run_id, root_run_id="gone")
+    assert list(ancestors(child, bench.instance)) == [loop.run_id, "gone"]
+    assert list(ancestors(loop, bench.instance)) == ["gone"]
+
+
 # Replays that somebody asks for
 
 
@@ -216,6 +318,39 @@ def test_a_batch_that_fails_ends_a_replay_and_the_offset_stays(bench: Workbench)
     assert bench.effects() == [*ids, *ids[:2]]
     (state,) = bench.platform.registry.consumer("rides", "c")
     assert (state.last_event_id, state.attempts) == (ids[-1], 0), "a replay's failure is nobody's attempt"
+
+
+def test_a_replay_whose_step_dagster_retries_does_not_begin_anew(bench: Workbench) -> None:
+    calls = itertools.count()
+    definition = define(batch=2)
+    ids = bench.publish("rides", 6)
+    requested = request(bench, definition)
+    assert bench.run(definition, requested).success
+
+    def stumble(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if next(calls) == 1:
+            raise ValueError("no")
+
+    found = again(bench, define(stumble, batch=2, retry_policy=dg.RetryPolicy(max_retries=3)), requested, replay=True)
+    assert not found.success
+    assert bench.effects() == [*ids, *ids[:2]], "the batch before the one that failed, once"
+
+
+@pytest.mark.parametrize("tags", [AUTOMATIC, {}])
+def test_a_replay_that_is_asked_for_by_config_is_not_retried_by_dagster(bench: Workbench, tags: dict[str, str]) -> None:
+    """Its automatic retry would have the same config."""
+    definition = define()
+    ids = bench.publish("rides", 6)
+    requested = request(bench, definition)
+    assert bench.run(definition, requested).success
+
+    found = again(bench, definition, requested, replay=True, tags={"dagster/max_retries": "3", **tags})
+    assert found.success is (not tags)
+    assert bench.effects() == ids * (1 if tags else 2)
+    run = bench.instance.get_run_by_id(found.run_id)
+    assert run is not None
+    assert run.tags["dagster/max_retries"] == "0"
 
 
 def test_a_range_asset_commits_by_itself_and_is_not_replayed(bench: Workbench) -> None:

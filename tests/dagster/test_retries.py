@@ -110,6 +110,52 @@ def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(bench: Wor
     assert "RuntimeError: out of memory" in str(event.step_failure_data.user_failure_data)
 
 
+def test_a_run_of_which_dagster_was_told_that_it_is_dead_does_not_succeed_and_is_not_retried(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still before it took its claim over."""
+    adopt = Claims.adopt
+    ids = bench.publish("rides", 3)
+    late = request(bench, steady)
+    following: list[dg.RunRequest] = []
+
+    def wake(self: Claims, *args: Any, **options: Any) -> Claim:
+        monkeypatch.setattr(Claims, "adopt", adopt)
+        (run,) = bench.instance.get_runs()
+        bench.instance.report_run_failed(run)
+        bench.end_lease(steady)
+        following.append(request(bench, steady))
+        return adopt(self, *args, **options)
+
+    monkeypatch.setattr(Claims, "adopt", wake)
+    result = bench.run(steady, late)
+    assert not result.success
+    run = bench.instance.get_run_by_id(result.run_id)
+    assert run is not None
+    assert run.tags["dagster/max_retries"] == "0"
+    assert bench.effects() == []
+    assert bench.run(steady, following[0]).success
+    assert bench.effects() == ids
+
+
+def test_a_claim_that_is_lost_in_the_middle_fails_the_run_and_no_policy_tries_it_again(bench: Workbench) -> None:
+    def steal(events: Any, connection: Any) -> None:
+        record(events, connection)
+        connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_name = 'steady'")
+
+    stolen = consumer_asset(
+        topic=steady.topic, consumer="steady", name="steady", max_wait=0.0, batch=2, retry_policy=RETRIES
+    )(steal)
+    ids = bench.publish("rides", 4)
+    result = bench.run(stolen, request(bench, stolen))
+    assert not result.success
+    assert restarts(result) == 0
+    run = bench.instance.get_run_by_id(result.run_id)
+    assert run is not None
+    assert run.tags["dagster/max_retries"] == "0"
+    assert bench.effects() == ids[:2], "what was committed before stays"
+
+
 @pytest.fixture
 def shipped(bench: Workbench) -> Iterator[Workbench]:
     """An instance with the retries of the dagster.yaml that is shipped."""

@@ -217,6 +217,23 @@ def test_runs_that_fail_from_the_same_offset_again_and_again_are_requested_less_
     assert reason.startswith(f"2 runs failed from offset 0, run {run.run_id} last; the next is requested in ")
 
 
+def test_retries_that_find_nothing_to_do_do_not_hide_that_runs_keep_failing(bench: Workbench) -> None:
+    """Dagster retries each run with its tags, and a retry that comes after the next tick succeeds."""
+    bench.publish("rides", 5)
+    for _ in range(2):
+        requested = request_of(bench.tick(eager.sensors[0]))
+        run_id = bench.requested(eager, requested, dg.DagsterRunStatus.STARTED)
+        run = bench.instance.get_run_by_id(run_id)
+        assert run is not None
+        bench.instance.report_run_failed(run)
+        bench.instance.create_run_for_job(
+            bench.job(eager), run_config=requested.run_config, status=dg.DagsterRunStatus.SUCCESS,
+            tags={**requested.tags, "dagster/retry_number": "1"}, parent_run_id=run_id, root_run_id=run_id,
+        )  # fmt: skip
+    reason = bench.tick(eager.sensors[0])
+    assert reason.startswith("2 runs failed from offset 0, "), reason
+
+
 def test_two_evaluations_at_once_make_one_claim(bench: Workbench, dsn: str) -> None:
     bench.publish("rides", 50)
     together = threading.Barrier(8)

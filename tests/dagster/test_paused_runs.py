@@ -1,0 +1,217 @@
+"""Runs whose process stands still for longer than its lease, with Dagster's run retries on: nothing is lost or doubled.
+
+A process is stopped (SIGSTOP) in one window of its run. A tick, or whoever looks after processes, tells Dagster that it
+is dead, and Dagster launches a retry. The process wakes (SIGCONT) and writes its own end over that report before the
+retry begins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration.dagster import write_instance
+from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE
+from eventsql_orchestration.dagster.reexecution import RETRY_NUMBER_TAG
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG, SUCCEEDS_TAG
+from eventsql_orchestration.log.positions import Earliest, Latest
+from tests.dagster import windows
+from tests.dagster.conftest import Workbench, await_
+from tests.dagster.pausing_consumers import CONSUMERS, ORDERS, STEADY, replayed, replayed_backfill
+from tests.dagster.stopping import held, stopped
+from tests.dagster.test_crash_windows import Machine
+
+SLOW = 900.0
+"""Seconds that a busy machine may take for a step of many processes at once."""
+
+BY_TICKS = [
+    windows.BEFORE_ADOPTION, windows.BETWEEN_BATCHES, windows.AFTER_NEXT_CLAIM, windows.IN_RANGE, windows.SHARED,
+    windows.HANDED_OVER,
+]  # fmt: skip
+"""Windows in which a tick finds that the run's lease has ended, and reports it as failed."""
+
+BY_OTHERS = [
+    windows.AFTER_ADOPTION, windows.IN_HANDLER, windows.BEFORE_NEXT_CLAIM, windows.AFTER_LAST_COMMIT, windows.REPLAYED,
+]  # fmt: skip
+"""Windows in which a launcher, Dagster's monitoring or a person reports it as failed."""
+
+ENDS_WELL = {windows.BEFORE_NEXT_CLAIM, windows.AFTER_LAST_COMMIT, windows.REPLAYED}
+"""Windows in which a run has no claim to lose, or may find its work done."""
+
+
+@pytest.fixture
+def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    return write_instance(tmp_path, dsn, max_concurrent_runs=24)
+
+
+@dataclass
+class Paused:
+    """The runs that stand in their windows, by process."""
+
+    bench: Workbench
+    holding: dict[str, ExitStack] = field(default_factory=dict)
+    processes: dict[str, int] = field(default_factory=dict)
+
+    def hold(self, point: str) -> None:
+        self.holding[point] = ExitStack()
+        self.holding[point].enter_context(held(self.bench.platform, point))
+
+    def release(self, point: str) -> None:
+        self.holding.pop(point).close()
+
+    def stop(self, window: str) -> None:
+        """Stop the process that comes to a window; others pass."""
+        await_(lambda: stopped(self.bench.platform, window) is not None, f"a run {window}", timeout=SLOW)
+        pid = stopped(self.bench.platform, window)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        self.processes[window] = pid
+        self.release(window)
+
+    def wake(self, window: str) -> None:
+        """Let it go on, and wait for its end."""
+        pid = self.processes[window]
+        os.kill(pid, signal.SIGCONT)
+        await_(lambda: _has_ended(pid), f"the end of the run that was paused {window}", timeout=SLOW)
+
+    def run(self, window: str) -> dg.DagsterRun:
+        """The run that was paused: the first of its consumer, or its first successor."""
+        runs = [run for run in self.runs(window) if run.parent_run_id is None]
+        if window == windows.HANDED_OVER:
+            runs = [run for run in runs if SUCCEEDS_TAG in run.tags]
+        return runs[-1]
+
+    def runs(self, window: str) -> Sequence[dg.DagsterRun]:
+        """All runs of a window's consumer, the latest first."""
+        tags = {BACKFILL_OF_TAG: f"orders/{window}"} if window == windows.REPLAYED else {CONSUMER_TAG: window}
+        return self.bench.instance.get_runs(dg.RunsFilter(tags=tags))
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def paused(bench: Workbench, home: Path) -> Iterator[Paused]:
+    bench.platform.registry.register_topic(ORDERS).register_topic(STEADY)
+    with bench.platform.database.connection() as connection:
+        connection.execute(windows.EFFECTS)
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        bench.instance = instance
+        found = Paused(bench)
+        yield found
+        for each in found.holding.values():
+            each.close()
+
+
+def register(paused: Paused, chosen: Sequence[str]) -> None:
+    """The consumers of some windows, and what holds their runs there."""
+    for window in chosen:
+        paused.hold(window)
+        if window == windows.REPLAYED:
+            replayed.register(paused.bench.platform)
+            continue
+        paused.hold(windows.retry_of(window))
+        CONSUMERS[window].register(paused.bench.platform)
+        if window == windows.SHARED:
+            CONSUMERS[windows.SHARING].register(paused.bench.platform)
+
+
+def begin_backfill(bench: Workbench) -> None:
+    backfills = Backfills(bench.platform)
+    plan = backfills.plan("orders", windows.REPLAYED, start=Earliest(), end=Latest())
+    backfills.register(plan, "b")
+    assert replayed_backfill.partitions.name is not None
+    bench.instance.add_dynamic_partitions(replayed_backfill.partitions.name, [run.key("b") for run in plan.runs])
+
+
+def topic_of(window: str) -> str:
+    return "steady" if window == windows.HANDED_OVER else "orders"
+
+
+def hand_over(paused: Paused) -> list[int]:
+    """Publish, one event after the other, until the successor of a run has claimed one."""
+    ids: list[int] = []
+
+    def claimed() -> bool:
+        ids.extend(paused.bench.publish("steady", 1))
+        return stopped(paused.bench.platform, windows.HANDED_OVER) is not None
+
+    await_(claimed, "a successor that has claimed", timeout=SLOW)
+    return ids
+
+
+def expect(paused: Paused, window: str, ids: Sequence[int]) -> None:
+    """Each event took effect once, none is left, and no run says otherwise."""
+    consumers = [window, windows.SHARING] if window == windows.SHARED else [window]
+    for consumer in consumers:
+        await_(
+            lambda consumer=consumer: len(effects(paused, consumer)) >= len(ids),  # type: ignore[misc]
+            f"every effect of {consumer}",
+            timeout=SLOW,
+        )
+    await_(
+        lambda: all(run.is_finished for run in paused.runs(window)), f"the end of all runs of {window}", timeout=SLOW
+    )
+    for consumer in consumers:
+        assert effects(paused, consumer) == ids, consumer
+    if window != windows.REPLAYED:
+        lags = [lag for lag in paused.bench.platform.lag(topic_of(window)) if lag.consumer in consumers]
+        assert [lag.events for lag in lags] == [0] * len(consumers), window
+    assert (paused.run(window).status is dg.DagsterRunStatus.SUCCESS) is (window in ENDS_WELL), window
+    assert not any(REPLAY_TAG in run.tags for run in paused.runs(window)), window
+
+
+def effects(paused: Paused, consumer: str) -> list[int]:
+    return windows.effects_of(paused.bench.platform, consumer)
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("chosen", [BY_TICKS, BY_OTHERS], ids=["reported by ticks", "reported by others"])
+def test_a_run_that_is_paused_in_any_window_and_retried_loses_nothing_and_doubles_nothing(
+    paused: Paused, home: Path, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = paused.bench
+    monkeypatch.setenv(windows.CHOSEN, " ".join([*chosen, *([windows.SHARING] if windows.SHARED in chosen else [])]))
+    register(paused, chosen)
+    ids = {"orders": bench.publish("orders", 4 * windows.BATCH), "steady": bench.publish("steady", windows.BATCH)}
+    with Machine(home, location="tests.dagster.pausing_location"):
+        if windows.REPLAYED in chosen:
+            begin_backfill(bench)
+        for window in chosen:
+            if window != windows.HANDED_OVER:
+                paused.stop(window)
+        if windows.HANDED_OVER in chosen:
+            ids["steady"] += hand_over(paused)
+            paused.stop(windows.HANDED_OVER)
+
+        for window in chosen:
+            if chosen is BY_OTHERS:
+                bench.instance.report_run_failed(paused.run(window))
+            await_(lambda window=window: paused.run(window).is_finished, f"the verdict on {window}", timeout=SLOW)  # type: ignore[misc]
+        for window in chosen:
+            if window == windows.REPLAYED:
+                await_(lambda: effects(paused, windows.REPLAYED) == ids["orders"], "the retry's", timeout=SLOW)
+                paused.wake(window)
+                continue
+            point = windows.retry_of(window)
+            await_(lambda point=point: stopped(bench.platform, point) is not None, point, timeout=SLOW)  # type: ignore[misc]
+            assert any(RETRY_NUMBER_TAG in run.tags for run in paused.runs(window))
+            paused.wake(window)
+            paused.release(point)
+
+        for window in chosen:
+            expect(paused, window, ids[topic_of(window)])
