@@ -49,9 +49,14 @@ class Stranded:
 
 def stranded(database: Database, topic: str) -> list[Stranded]:
     """Events of a topic that no consumer will ever be handed: they came into a log that was not guarded."""
+    queries = Queries("guards", database.schema)
     with database.connection() as connection:
-        query = Queries("guards", database.schema)("stranded", topic=topic)
-        return [Stranded(*row) for row in connection.execute(query, {"topic": topic}, prepare=False)]
+        log = sql.Identifier(database.schema, event_table(topic)).as_string(connection)
+        found = connection.execute(queries("stranded", topic=topic), {"topic": topic}, prepare=False).fetchall()
+        known = connection.execute(Queries("layouts", database.schema)("layouts"), {"topic": topic}).fetchone()
+        if known is None and connection.execute(queries("has_partition_index"), {"log": log}).fetchone() == (True,):
+            found = connection.execute(queries("beyond", topic=topic), {"topic": topic}, prepare=False).fetchall()
+        return [Stranded(*row) for row in found]
 
 
 def is_guarded(connection: Connection, schema: str, topic: str) -> bool:

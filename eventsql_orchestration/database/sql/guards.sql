@@ -10,6 +10,11 @@ SELECT EXISTS (
 -- partitions -- How many partitions a topic has.
 SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s;
 
+-- has_partition_index -- Whether the events of a partition are found without reading a log: other programs' may have no index.
+SELECT EXISTS (
+    SELECT FROM pg_index WHERE indrelid = to_regclass(%(log)s) AND pg_get_indexdef(indexrelid) LIKE '%%(eql_partition, eql_id)'
+);
+
 -- stranded -- Events in partitions that their topic did not have any more: nobody consumes them. For each such partition
 -- their number, the first and the last.
 -- A consumer has the partitions of its layout and of all later ones.
@@ -29,3 +34,10 @@ CROSS JOIN LATERAL (
 WHERE found.events > 0
 GROUP BY gone.partition
 ORDER BY gone.partition;
+
+-- beyond -- The same of a topic without layouts: events in partitions that it does not have.
+SELECT e.eql_partition, count(*), min(e.eql_id), max(e.eql_id)
+FROM {schema}.{event_table} e
+WHERE e.eql_partition >= (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s)
+GROUP BY e.eql_partition
+ORDER BY e.eql_partition;
