@@ -22,6 +22,7 @@ from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.leftovers import Leftovers
 from eventsql_orchestration.log.registry import REGISTRY_LOCK, Registry, lock_registry
 from eventsql_orchestration.log.segments import Segment
+from eventsql_orchestration.log.staged import StagedBlocks
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class Retainer:
             with self._database.transaction() as connection:
                 connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
                 self._leftovers.drop_detached(connection, kept=kept)
+                StagedBlocks(self._database.schema).sweep(connection)
         except EventSQLError as error:
             logger.warning("leftovers of deleted topics are kept for now: %s", error)
 

@@ -132,8 +132,8 @@ def test_leftovers_that_came_past_the_database_s_own_clearing_are_found_and_clea
         for statement in (
             "INSERT INTO eventsql.topic_layout VALUES ('orders', 1, 2, 0), ('orders', 2, 4, 70), ('gone', 2, 4, 70)",
             (
-                "INSERT INTO eventsql.consumer (eql_topic, eql_name, eql_partition, eql_consumed_events, eql_until) VALUES "
-                "('orders', 'sums', 0, 0, 70), ('orders', 'sums', 1, 0, 70), ('gone', 'sums', 0, 0, NULL)"
+                "INSERT INTO eventsql.consumer (eql_topic, eql_name, eql_partition, eql_consumed_events, eql_until) "
+                "VALUES ('orders', 'sums', 0, 0, 70), ('orders', 'sums', 1, 0, 70), ('gone', 'sums', 0, 0, NULL)"
             ),
             (
                 "INSERT INTO eventsql.consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "

@@ -1,4 +1,4 @@
-"""A topic or a consumer that is deleted leaves nothing behind, whoever deletes it; records of publications are pruned."""
+"""What is deleted leaves nothing behind, whoever deletes it; records of publications say that older ones went."""
 
 from __future__ import annotations
 
