@@ -41,3 +41,25 @@ FROM {schema}.{event_table} e
 WHERE e.eql_partition >= (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s)
 GROUP BY e.eql_partition
 ORDER BY e.eql_partition;
+
+-- java_order -- Of so many of the newest events of a topic: how many EventSQL's Java library published, as the line breaks in
+-- its metadata tell; how many stand behind a later event of their key that was moved with them; and whether a program that
+-- may be that library, by the name that its driver gives, is connected.
+-- The times are those of transactions: of two that published at once, either may have begun first.
+WITH newest AS (
+    SELECT eql_id, eql_key, eql_buffered_at, eql_created_at, eql_metadata::text AS metadata
+    FROM {schema}.{event_table}
+    ORDER BY eql_id DESC
+    LIMIT %(limit)s
+), ordered AS (
+    SELECT metadata, eql_key IS NOT NULL AND eql_buffered_at < max(eql_buffered_at) OVER (
+        PARTITION BY eql_key, eql_created_at ORDER BY eql_id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    ) AS behind
+    FROM newest
+)
+SELECT count(*) FILTER (WHERE starts_with(metadata, E'{{\n')), count(*) FILTER (WHERE behind),
+       EXISTS (
+           SELECT FROM pg_stat_activity
+           WHERE datname = current_database() AND application_name = 'PostgreSQL JDBC Driver'
+       )
+FROM ordered;
