@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeAlias
 
 import pytest
-from psycopg import sql
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.errors import ClaimLostError
@@ -19,13 +17,7 @@ from eventsql_orchestration.log.leased import Lease, LeasedPasses
 from eventsql_orchestration.log.passes import Hold
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.queue import Queue
-
-Round: TypeAlias = Callable[[EventSQL, int], None]
-
-SETTLED = 4
-"""Rounds, each of a month, after which nothing grows any more."""
-
-MEASURED = 4
+from tests.growth import Round, grown, let_a_month_pass
 
 EVENTS = 60
 
@@ -36,61 +28,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "ROOM_CHECK", 1)
     monkeypatch.setattr(claim_pruning, "EVERY", 3)
     monkeypatch.setattr(consumption, "FIRST_BACKOFF", 0.0)
-
-
-def rows(platform: EventSQL) -> dict[str, int]:
-    """How many rows each table has; and how many tables there are."""
-    with platform.database.connection() as connection:
-        names = [
-            name
-            for (name,) in connection.execute(
-                "SELECT relname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-                "WHERE nspname = 'eventsql' AND relkind IN ('r', 'p') AND NOT relispartition"
-            )
-        ]
-        counts = {"tables": len(names)}
-        for name in names:
-            query = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier("eventsql", name))
-            row = connection.execute(query).fetchone()
-            counts[name] = 0 if row is None else int(row[0])
-        row = connection.execute(
-            "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-            "WHERE nspname = 'eventsql' AND relispartition"
-        ).fetchone()
-        return {**counts, "segments": 0 if row is None else int(row[0])}
-
-
-def let_a_month_pass(platform: EventSQL) -> None:
-    """Everything that is there is 31 days older."""
-    with platform.database.connection() as connection:
-        columns = connection.execute(
-            "SELECT c.relname, a.attname FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid "
-            "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'eventsql' "
-            "AND c.relkind IN ('r', 'p') AND NOT c.relispartition AND a.atttypid = 'timestamptz'::regtype "
-            "AND a.attnum > 0 AND NOT a.attisdropped"
-        ).fetchall()
-        for table, column in columns:
-            connection.execute(
-                sql.SQL("UPDATE {} SET {} = {} - interval '31 days'").format(
-                    sql.Identifier("eventsql", table), sql.Identifier(column), sql.Identifier(column)
-                )
-            )
-
-
-def grown(platform: EventSQL, live: Round) -> dict[str, tuple[int, int]]:
-    """The tables that grow though they had time to settle: with the most rows before and after."""
-    seen: list[dict[str, int]] = []
-    for number in range(SETTLED + 2 * MEASURED):
-        live(platform, number)
-        platform.retention.run_once()
-        seen.append(rows(platform))
-        let_a_month_pass(platform)
-    most = [
-        {table: max(counts.get(table, 0) for counts in part) for table in seen[-1]}
-        for part in (seen[SETTLED : SETTLED + MEASURED], seen[SETTLED + MEASURED :])
-    ]
-    # Rows that go by the segment go up and down. What grows in each round has half as many again.
-    return {table: (most[0][table], most[1][table]) for table in most[1] if most[1][table] > 1.25 * most[0][table]}
 
 
 def prepare(platform: EventSQL, *, partitions: int = 2) -> None:
