@@ -11,10 +11,10 @@ from eventsql_orchestration import EventSQL
 
 Round: TypeAlias = Callable[[EventSQL, int], None]
 
-SETTLED = 4
+SETTLED = 3
 """Rounds, each of a month, after which nothing grows any more."""
 
-MEASURED = 4
+MEASURED = 2
 
 
 def rows(platform: EventSQL) -> dict[str, int]:
@@ -71,5 +71,5 @@ def grown(platform: EventSQL, live: Round) -> dict[str, tuple[int, int]]:
         {table: max(counts.get(table, 0) for counts in part) for table in seen[-1]}
         for part in (seen[SETTLED : SETTLED + MEASURED], seen[SETTLED + MEASURED :])
     ]
-    # Rows that go by the segment go up and down. What grows in each round has half as many again.
+    # Rows that go by the segment go up and down. What grows in each round grows by more than a quarter.
     return {table: (most[0][table], most[1][table]) for table in most[1] if most[1][table] > 1.25 * most[0][table]}

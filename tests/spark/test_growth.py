@@ -131,10 +131,10 @@ def test_a_batch_whose_record_is_gone_is_refused_and_not_published_twice(platfor
 
 def test_a_batch_beyond_those_that_went_is_published_though_a_later_one_was(platform: EventSQL) -> None:
     prepare(platform)
-    for batch in (1, 2, 3, 100, 101, 102):
+    for batch in (1, 2, 3, 100, 101):
         write(platform, "copies", batch)
     let_a_month_pass(platform)
-    write(platform, "copies", 103)
+    write(platform, "copies", 102)
     assert write(platform, "copies", 50)
     with pytest.raises(ConfigurationError):
         write(platform, "copies", 2)
