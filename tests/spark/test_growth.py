@@ -9,7 +9,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.log import segments, writer
+from eventsql_orchestration.log import claim_pruning, segments, writer
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark import ledger
@@ -27,8 +27,9 @@ EVENTS = 30
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_EVENTS", EVENTS)
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 5 * EVENTS)
     monkeypatch.setattr(writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(claim_pruning, "EVERY", 1)
     monkeypatch.setattr(ledger, "KEPT_BATCHES", 3)
 
 
@@ -82,9 +83,9 @@ def killed(platform: EventSQL, number: int) -> None:
 def with_a_claim(platform: EventSQL, number: int) -> None:
     assert write(platform, unnamed(), 0)
     platform.transfer.run_once()
-    while isinstance(claim := platform.claims.claim("orders", "sums", owner="script", max_wait=0), Claim):
-        write(platform, f"claim-{claim.id}", 0, claim=claim)
-        break
+    claim = platform.claims.claim("orders", "sums", owner="script", max_wait=0)
+    assert isinstance(claim, Claim)
+    assert write(platform, f"claim-{claim.id}", 0, claim=claim)
     consume(platform)
 
 
