@@ -43,6 +43,9 @@ MAX_AGE: Final = timedelta(days=36_525)
 
 DEAD_LETTER_SUFFIX: Final = "_dlt"
 
+BACKFILL_MARK: Final = "__backfill_"
+"""What is in the name of a side consumer that is a window of a backfill."""
+
 _TOPIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}", re.ASCII)

@@ -17,7 +17,8 @@ from eventsql_orchestration.cli.parameters import json_option
 from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.errors import EventSQLError, ShardsDifferError
 from eventsql_orchestration.log.dead_letters import refused
-from eventsql_orchestration.log.guards import stranded
+from eventsql_orchestration.log.guards import order, stranded
+from eventsql_orchestration.log.leftovers import Leftovers
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, ConsumerState
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.sharded import ShardedEventSQL
@@ -143,6 +144,8 @@ def _database(context: CliContext, platform: EventSQL, stalled_after: float) -> 
     if schema.status is Status.OK and database.revision() is not None:
         yield from _transfer(platform, stalled_after)
         yield from _stranded(platform)
+        yield from _order(platform)
+        yield from _leftovers(platform)
         yield from _consumers(platform)
 
 
@@ -198,7 +201,7 @@ def _transfer(platform: EventSQL, stalled_after: float) -> Iterator[Finding]:
 def _stranded(platform: EventSQL) -> Iterator[Finding]:
     """Events that lie where nobody consumes, written by who knew nothing of a repartitioning."""
     for topic in platform.registry.topics():
-        for lying in [] if topic.layout == 1 else stranded(platform.database, topic.name):
+        for lying in stranded(platform.database, topic.name) if topic.partitioned else []:
             where = f"at offset {lying.first}" if lying.events == 1 else f"from offset {lying.first} to {lying.last}"
             yield Finding(
                 "logs",
@@ -207,6 +210,51 @@ def _stranded(platform: EventSQL) -> Iterator[Finding]:
                 f"{lying.partition} after the topic had lost it: nobody consumes what lies there",
                 f"look at what is to be published again: eventsql tail {topic.name} --partition {lying.partition} "
                 f"--from {lying.first}",
+            )
+
+
+def _order(platform: EventSQL) -> Iterator[Finding]:
+    """Keys whose order EventSQL's Java library may have broken: its transfer moves events without one."""
+    for topic in platform.registry.topics():
+        found = order(platform.database, topic.name)
+        if found.behind and (found.java or found.connected):
+            yield Finding(
+                "order",
+                Status.WARNING,
+                f"{counted(found.behind, 'event')} of topic {topic.name} stand behind a later one of their key, as the "
+                "transfer of EventSQL's Java library leaves them (or transactions that published at once)",
+                "set that library's flush delay to a year and run `eventsql transfer` (docs/java.md)",
+            )
+        elif found.java:
+            yield Finding(
+                "order",
+                Status.OK,
+                f"EventSQL's Java library publishes to topic {topic.name}: its transfer breaks a key's order, unless "
+                "its flush delay keeps it from moving events (docs/java.md)",
+            )
+
+
+def _leftovers(platform: EventSQL) -> Iterator[Finding]:
+    """Of topics and consumers that do not exist any more, deleted by another program or before this version."""
+    leftovers = Leftovers(platform.database)
+    for left in leftovers.find():
+        yield Finding("leftovers", Status.WARNING, f"{left}", "eventsql topic retain")
+    for name in leftovers.unregistered():
+        yield Finding(
+            "leftovers",
+            Status.WARNING,
+            f"events for topic {name}, which does not exist, lie in the buffer: they are moved when it is registered",
+            f"eventsql topic create {shlex.quote(name)}, or delete them from event_buffer",
+        )
+    for topic in platform.registry.topics():
+        for each in leftovers.lacking(topic.name):
+            yield Finding(
+                "consumers",
+                Status.PROBLEM,
+                f"{each.consumer} of topic {topic.name} has {each.partitions} of {each.needed} partitions: the events "
+                "of the others are handed to nobody",
+                f"eventsql consumer create {topic.name} {shlex.quote(each.consumer)} --partitioned, which adds them "
+                "from their earliest events on",
             )
 
 

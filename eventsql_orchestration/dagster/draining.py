@@ -15,6 +15,7 @@ from eventsql_orchestration.dagster.batches import BatchConsumer, Consumed, Dead
 from eventsql_orchestration.dagster.claim_times import is_another_claim
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.log.claim_pruning import RUN_OWNER
 from eventsql_orchestration.log.claims import Claim, NoClaim
 from eventsql_orchestration.log.consumption import ConsumerPartition, Failure
 
@@ -31,7 +32,7 @@ OVERTIME: Final = 30.0
 """Seconds after the end of its window in which a run goes on for a successor that is on its way: on a machine that is
 busy, a run may take longer to start than is left of the window when it is requested."""
 
-OWNER_PREFIX: Final = "run "
+OWNER_PREFIX: Final = RUN_OWNER
 
 
 def owner_of_run(run_id: str) -> str:

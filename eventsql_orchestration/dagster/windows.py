@@ -11,10 +11,10 @@ from typing import Final
 from eventsql_orchestration import NOT_PARTITIONED
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Place
-from eventsql_orchestration.model import MAX_AGE
+from eventsql_orchestration.model import BACKFILL_MARK, MAX_AGE
 from eventsql_orchestration.rules import check_name, check_whole
 
-MARK: Final = "__backfill_"
+MARK: Final = BACKFILL_MARK
 
 MAX_RUNS: Final = 1_000
 """A run takes seconds to start; and its window is a row for each partition, which every look at lag reads."""

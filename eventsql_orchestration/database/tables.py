@@ -179,6 +179,8 @@ spark_publication = Table(
     _time("eql_created_at", now=True),
     # The one of all that were tried for this batch which took place.
     Column("eql_id", UUID),
+    # Whether records of smaller batches of this writer were deleted.
+    Column("eql_oldest", Boolean, nullable=False, server_default=text("false")),
 )
 spark_staged_event = Table(
     "spark_staged_event",

@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log import consumption
+from eventsql_orchestration.log.claim_pruning import ClaimPruning
 from eventsql_orchestration.log.consumption import (
     BatchHandler,
     CommitRefusedError,
@@ -133,6 +134,7 @@ class Claims:
         self._queries = Queries("log", database.schema)
         self._looks = Queries("claims", database.schema)
         self._layouts = Layouts(database)
+        self._pruning = ClaimPruning(database)
 
     def claim(
         self,
@@ -166,7 +168,7 @@ class Claims:
             max_events=max_events, max_wait=max_wait, lease=lease, timeout=timeout, isolate=isolate,
         )  # fmt: skip
         if (claimed := attempt()) is not None:
-            return claimed
+            return self._made(claimed)
         settled = self._layouts.settle(topic, consumer)
         try:
             claimed = attempt() if settled.entered else None
@@ -175,6 +177,11 @@ class Claims:
         if claimed is None:
             changing = "" if settled is HELD_BACK else "the partitions of the topic change here: "
             claimed = NoClaim(changing + settled.reason)
+        return self._made(claimed)
+
+    def _made(self, claimed: Claim | NoClaim) -> Claim | NoClaim:
+        if isinstance(claimed, Claim):
+            self._pruning.made(claimed.key, claimed.id)
         return claimed
 
     def _claim(
@@ -271,7 +278,7 @@ class Claims:
         if row is None:
             raise ClaimLostError(
                 f"claim {claim_id} does not exist: its consumer or topic was deleted, or it ended long ago and "
-                "housekeeping deleted it"
+                "was deleted then"
             )
         return _claim(row), str(row[9])
 

@@ -49,9 +49,40 @@ class Stranded:
 
 def stranded(database: Database, topic: str) -> list[Stranded]:
     """Events of a topic that no consumer will ever be handed: they came into a log that was not guarded."""
+    queries = Queries("guards", database.schema)
     with database.connection() as connection:
-        query = Queries("guards", database.schema)("stranded", topic=topic)
-        return [Stranded(*row) for row in connection.execute(query, {"topic": topic}, prepare=False)]
+        log = sql.Identifier(database.schema, event_table(topic)).as_string(connection)
+        found = connection.execute(queries("stranded", topic=topic), {"topic": topic}, prepare=False).fetchall()
+        known = connection.execute(Queries("layouts", database.schema)("layouts"), {"topic": topic}).fetchone()
+        if known is None and connection.execute(queries("has_partition_index"), {"log": log}).fetchone() == (True,):
+            found = connection.execute(queries("beyond", topic=topic), {"topic": topic}, prepare=False).fetchall()
+        return [Stranded(*row) for row in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the newest events of a topic tell of another transfer, that of EventSQL's Java library.
+
+    `java` of them were published by it. `behind` stand after a later one of their key, which its transfer does, and
+    publishers' transactions of the same moment do too. `connected` says that a program with Java's driver is here.
+    """
+
+    java: int
+    behind: int
+    connected: bool
+
+
+NEWEST: Final = 10_000
+"""How many events of a topic are looked at."""
+
+
+def order(database: Database, topic: str) -> Order:
+    """Look at the order of a topic's newest events."""
+    query = Queries("guards", database.schema)("java_order", topic=topic)
+    with database.connection() as connection:
+        row = connection.execute(query, {"limit": NEWEST}, prepare=False).fetchone()
+    assert row is not None, "an aggregate gives one row"
+    return Order(*row)
 
 
 def is_guarded(connection: Connection, schema: str, topic: str) -> bool:

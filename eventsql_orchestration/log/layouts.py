@@ -15,12 +15,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
+import psycopg
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import BACKFILL_MARK
 from eventsql_orchestration.sharding import HELD
 
 logger = logging.getLogger(__name__)
@@ -161,6 +163,20 @@ def move(connection: Connection, schema: str, topic: str, consumer: str, *, offs
     connection.execute(queries("delete_beyond"), {**own, "partitions": at.partitions})
     added = {"partitions": at.partitions, "after": offset, "least": bounded(known, until).partitions}
     connection.execute(queries("add_partitions"), {**own, **added})
+
+
+def complete(connection: psycopg.Connection[Any], schema: str, topic: str, consumer: str) -> None:
+    """Give a partitioned consumer the partitions that it lacks, from their first events on.
+
+    It lacks some where it was registered while another program's topic had layouts of a former one. In the caller's
+    transaction that holds the registry.
+    """
+    queries = Queries("leftovers", schema)
+    cursor = connection.cursor(row_factory=tuple_row)
+    for name, _, needed in cursor.execute(queries("lacking"), {"topic": topic, "window": BACKFILL_MARK}).fetchall():
+        if name == consumer:
+            added = {"topic": topic, "consumer": consumer, "partitions": needed, "after": None, "least": 0}
+            connection.execute(Queries("layouts", schema)("add_partitions"), added)
 
 
 def check_same_layout(known: Sequence[Layout], offset: int, targets: Sequence[int], *, whole: bool) -> None:

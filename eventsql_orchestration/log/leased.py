@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ClaimLostError, ConsumptionError, EventSQLError, ValidationError
+from eventsql_orchestration.log.claim_pruning import PROCESS_OWNER
 from eventsql_orchestration.log.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.log.consumption import ConsumerPartition, Failure, Progress
 from eventsql_orchestration.log.dead_letters import describe
@@ -78,7 +79,7 @@ LeasedHandler: TypeAlias = Callable[[Sequence[Event], Lease], object]
 
 def owner_name() -> str:
     """How this process signs its leases, for people to find it."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return f"{PROCESS_OWNER}{os.getpid()} on {socket.gethostname()}"
 
 
 @dataclass(frozen=True, slots=True)

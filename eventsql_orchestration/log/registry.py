@@ -118,7 +118,8 @@ class Registry:
                 f"{change}: it has events, whose keys would change their partition; {_repartition(topic)}"
             )
         # The ids of its log begin anew.
-        connection.execute(delete(tables.topic_layout).where(tables.topic_layout.c.eql_topic == topic.name))
+        for kept_by in (tables.topic_layout, tables.shard_fence, tables.redriven_dead_letter):
+            connection.execute(delete(kept_by).where(kept_by.c.eql_topic == topic.name))
         connection.execute(
             update(tables.topic)
             .where(_t.eql_name == topic.name)
@@ -233,6 +234,8 @@ class Registry:
         from its next batch on, so without the argument it is handed every event. Events that it passed over do not come
         back. A new one that is `held` gets no events until it is let go (log/shard_store.py).
 
+        A partitioned consumer that lacks partitions of its topic gets them, from their earliest events on.
+
         Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic that is not, or a start or
         filter that cannot be; `RedefinitionError` for one that has consumed events in the other form.
         """
@@ -270,6 +273,8 @@ class Registry:
             if any((state.max_attempts, state.filter) != (max_attempts, filter) for state in existing):
                 connection.execute(update(tables.consumer).where(*own).values(definition))
             if existing:
+                if consumer.partitioned:
+                    layouts.complete(driver_connection(connection), self._database.schema, topic.name, consumer.name)
                 return self
             offset = None
             if not isinstance(position, Earliest):

@@ -19,8 +19,10 @@ from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.dead_letters import DeadLetters
-from eventsql_orchestration.log.registry import REGISTRY_LOCK, Registry
+from eventsql_orchestration.log.leftovers import Leftovers
+from eventsql_orchestration.log.registry import REGISTRY_LOCK, Registry, lock_registry
 from eventsql_orchestration.log.segments import Segment
+from eventsql_orchestration.log.staged import StagedBlocks
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class Retainer:
         self._dead_letters = dead_letters
         self._registry = registry
         self._queries = Queries("retention", database.schema)
+        self._leftovers = Leftovers(database)
 
     def run_once(
         self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
@@ -95,9 +98,22 @@ class Retainer:
                 dropped += [done] if done is not None else []
         if execute and any(each.segments and each.topic.endswith(DEAD_LETTER_SUFFIX) for each in dropped):
             self._dead_letters.prune()
+        if execute and topics is None:
+            self._clear_leftovers([topic.name for topic in wanted if topic.retention is not None])
         if failed:
             raise failed[0]
         return dropped
+
+    def _clear_leftovers(self, kept: list[str]) -> None:
+        """Clear what topics and consumers that do not exist have left; the segments of `kept` are their own runs'."""
+        try:
+            self._leftovers.clear()
+            with self._database.transaction() as connection:
+                connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+                self._leftovers.drop_detached(connection, kept=kept)
+                StagedBlocks(self._database.schema).sweep(connection)
+        except EventSQLError as error:
+            logger.warning("leftovers of deleted topics are kept for now: %s", error)
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
         """Drop what is due each `every` seconds until `stop` is set. What goes wrong is logged, and tried again."""
@@ -260,9 +276,18 @@ class Retainer:
                 size + content.segment.bytes,
                 max(upto, content.newest),
             )
+        if dropped and execute:
+            self._drop_layouts(connection, topic, upto)
         if held_by is not None:
             logger.info("topic %r keeps segments that are due: %s has not passed them", topic.name, held_by)
         return Dropped(topic.name, dropped, events, size, upto, held_by)
+
+    def _drop_layouts(self, connection: Connection, topic: Topic, dropped: int) -> None:
+        """Forget the layouts that events up to offset `dropped` had and that no consumer is in any more."""
+        with connection.transaction():
+            lock_registry(connection)
+            passed = Queries("leftovers", self._database.schema)("passed_layouts")
+            connection.execute(passed, {"topic": topic.name, "dropped": dropped})
 
     def _now(self, connection: Connection) -> datetime:
         row = connection.execute("SELECT pg_catalog.clock_timestamp()").fetchone()

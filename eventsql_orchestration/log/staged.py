@@ -90,6 +90,10 @@ class StagedBlocks:
         """Delete the blocks of attempts that are neither published nor to be."""
         connection.execute(self._queries("delete_attempts"), {"attempts": list(attempts)})
 
+    def sweep(self, connection: Connection) -> None:
+        """Delete the blocks of attempts that nobody published or gave up."""
+        connection.execute(self._queries("delete_orphans"), {"hours": ORPHANED_AFTER_HOURS})
+
 
 def swept(attempt: uuid.UUID | None = None, events: int | None = None) -> DatabaseError:
     """That blocks which were staged are not there any more; of an attempt, and so many events, where that is known."""

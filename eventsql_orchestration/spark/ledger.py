@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import re
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
+
+from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import (
@@ -15,9 +20,49 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.log.parts import Part, Parts
-from eventsql_orchestration.log.staged import ORPHANED_AFTER_HOURS, StagedBlock, StagedBlocks, swept
+from eventsql_orchestration.log.staged import StagedBlock, StagedBlocks, swept
 from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark.staging import Attempt, Share
+
+KEPT_BATCHES: Final = 100
+"""So many of a writer's newest records are kept, however old they are: a stream repeats its last batch."""
+
+KEPT_SECONDS: Final = 30 * 86_400.0
+"""How long records are kept, as Dagster's housekeeping does."""
+
+PRUNED: Final = 1_000
+"""Records that a publication looks at when it prunes: a few milliseconds, and more than it writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unrepeated:
+    """Writers of one batch each that nobody named, and that nothing repeats: their records go after `seconds`.
+
+    `names` is what their names are like, `any_name` gives one at random.
+    """
+
+    names: str
+    seconds: float
+    any_name: Callable[[], str]
+
+    def has(self, writer: str) -> bool:
+        return re.fullmatch(self.names, writer) is not None
+
+
+def unnamed() -> str:
+    """A writer of its own, for a write without a `writerId`."""
+    return f"unnamed-{uuid.uuid4()}"
+
+
+UNNAMED: Final = Unrepeated("^unnamed-[0-9a-f-]{36}$", 86_400.0, unnamed)
+"""Over shards, the record tells which publication took place until no part of it is open."""
+
+OF_CLAIM: Final = Unrepeated(
+    "^claim-[0-9]+$",
+    KEPT_SECONDS,
+    lambda: f"claim-{random.randrange(10**9)}",  # noqa: S311 - spreads work, guards nothing
+)
+"""A claim is committed once, with a record or without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +136,20 @@ class Ledger:
     def record(self, connection: Connection, batch: Batch, publication: uuid.UUID) -> bool:
         """Become the one publication of the writer's batch; False where there was one.
 
-        Waits for another transaction that publishes the same, and then knows what became of it.
+        Waits for another transaction that publishes the same, and then knows what became of it. Raises
+        `ConfigurationError` for a batch that may have been published so long ago that its record was deleted.
         """
         values = {"writer": batch.writer, "batch": batch.number, "events": batch.events, "id": publication}
-        return connection.execute(self._queries("record_publication"), values).rowcount == 1
+        if connection.execute(self._queries("record_publication"), values).rowcount != 1:
+            return False
+        cursor = connection.cursor(row_factory=tuple_row)
+        if cursor.execute(self._queries("is_forgotten"), values).fetchone() == (True,):
+            raise ConfigurationError(
+                f"{batch} is not published: whether it was published before is not known any more, since the records "
+                f"of this writer's old batches are deleted after {KEPT_SECONDS / 86_400:.0f} days; if it was not, "
+                "write it with another writerId"
+            )
+        return True
 
     def recorded(self, batch: Batch) -> bool:
         """Whether the batch was published."""
@@ -191,7 +246,21 @@ class Ledger:
         with self.platform.database.connection() as connection:
             self.delete(connection, attempts)
 
+    def prune(self, writer: str) -> None:
+        """Delete some records that nothing repeats any more: of old batches of a writer, and of writers of its kind.
+
+        Those of Dagster's assets are pruned by its housekeeping, which knows the runs.
+        """
+        queries, values = self._queries, {"writer": writer, "limit": PRUNED, "newest": KEPT_BATCHES}
+        with self.platform.database.connection() as connection:
+            connection.execute(queries("prune_batches"), {**values, "seconds": KEPT_SECONDS})
+            for kind in (UNNAMED, OF_CLAIM):
+                if kind.has(writer):
+                    # From any name on: so all get their turn, whichever of them are young.
+                    of_kind = {"names": kind.names, "from": kind.any_name(), "seconds": kind.seconds}
+                    connection.execute(queries("prune_writers"), {**values, **of_kind})
+
     def sweep(self) -> None:
         """Delete what attempts staged that nobody published or gave up."""
         with self.platform.database.connection() as connection:
-            connection.execute(self._queries("delete_orphans"), {"hours": ORPHANED_AFTER_HOURS})
+            self._blocks.sweep(connection)

@@ -34,7 +34,7 @@ from eventsql_orchestration.log.patience import Patience
 from eventsql_orchestration.log.shard_store import ShardStore
 from eventsql_orchestration.log.staged import swept
 from eventsql_orchestration.platform import EventSQL
-from eventsql_orchestration.spark.ledger import Batch, ClaimHold, Ledger, Portion
+from eventsql_orchestration.spark.ledger import UNNAMED, Batch, ClaimHold, Ledger, Portion
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.places import places
 from eventsql_orchestration.spark.staging import Attempt, Place
@@ -166,13 +166,15 @@ class Publications:
         if self._sharded and not first:
             self._await_finished(deciding, given)
             self.discard(attempts)
-        self._sweep()
+        self._sweep(deciding, given)
         return first
 
     def _publish_alone(self, ledger: Ledger, batch: Batch, portion: Portion) -> bool:
         """Publish in one database, in one transaction."""
         with ledger.platform.database.transaction() as connection:
-            first = ledger.record(connection, batch, uuid.uuid4())
+            # Nobody can write the batch of a writer without a name again, and no part of it is anywhere else.
+            once = not self._sharded and UNNAMED.has(batch.writer)
+            first = once or ledger.record(connection, batch, uuid.uuid4())
             if first:
                 self._publish_own(ledger, connection, batch, portion)
             else:
@@ -195,8 +197,9 @@ class Publications:
                 ledger = self._ledger(shard, "what was staged")
                 ledger.give_up(portion.attempts)
 
-    def _sweep(self) -> None:
+    def _sweep(self, deciding: Ledger, batch: Batch) -> None:
         try:
+            deciding.prune(batch.writer)
             for ledger in self._ledgers.values():
                 ledger.sweep()
             if self._sharded:

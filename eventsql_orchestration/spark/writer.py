@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -114,11 +113,14 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
 
     def __init__(self, options: WriteOptions, schema: StructType, *, overwrite: bool) -> None:
         super().__init__(options, schema, overwrite=overwrite)
-        self._writer = options.writer or str(uuid.uuid4())
+        self._writer = options.writer
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        # Not for the tasks, which import this module too.
+        from eventsql_orchestration.spark.ledger import unnamed  # noqa: PLC0415
+
         try:
-            self._publish(self._writer, self._options.batch, _staged(messages))
+            self._publish(self._writer or unnamed(), self._options.batch, _staged(messages))
         except PublicationUnfinishedError as error:
             if self._options.writer is not None:
                 raise

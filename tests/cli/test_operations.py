@@ -124,6 +124,41 @@ def diagnose(run: Run, *arguments: object) -> tuple[int, dict[str, list[dict[str
 
 
 @pytest.mark.usefixtures("java")
+def test_what_a_deleted_topic_has_left_is_named_and_cleared_by_the_command_that_is_named(
+    run: Run, consumer: str, platform: EventSQL
+) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("INSERT INTO eventsql.topic_layout VALUES ('former', 2, 4, 70)")
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES ('former', 0, '', '{}')"
+        )
+    code, findings = diagnose(run)
+    assert code == 0, "they are in nobody's way"
+    layouts, buffered = findings["leftovers"]
+    assert (layouts["status"], layouts["remedy"]) == ("warning", "eventsql topic retain")
+    assert "former" in layouts["message"]
+    assert "former" in buffered["message"]
+    assert run(*layouts["remedy"].split()[1:]).exit_code == 0
+    _, findings = diagnose(run)
+    assert len(findings["leftovers"]) == 1, "events are the user's"
+
+
+@pytest.mark.usefixtures("java")
+def test_a_consumer_that_lacks_partitions_is_named_with_the_command_that_adds_them(
+    run: Run, platform: EventSQL
+) -> None:
+    platform.registry.register_topic(Topic("rides", 4)).register_consumer(Consumer("rides", "sums", partitioned=True))
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.consumer WHERE eql_topic = 'rides' AND eql_partition > 1")
+    code, findings = diagnose(run)
+    assert code == 1
+    (finding,) = [each for each in findings["consumers"] if each["status"] == "problem"]
+    assert run(*finding["remedy"].split(",")[0].split()[1:]).exit_code == 0
+    assert diagnose(run)[0] == 0
+
+
+@pytest.mark.usefixtures("java")
 def test_a_healthy_installation_is_told_in_full(run: Run, consumer: str) -> None:
     code, findings = diagnose(run)
     assert code == 0

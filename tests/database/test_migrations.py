@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Database, migrations, tables
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError
@@ -123,3 +124,27 @@ def test_the_newest_revision_is_the_one_that_the_package_names() -> None:
 def test_only_revisions_of_this_package_are_known() -> None:
     assert migrations.known(migrations.head())
     assert not migrations.known("9999")
+
+
+def test_a_migration_clears_the_layouts_of_former_topics_and_keeps_those_of_topics_that_are_there(
+    fresh: str,
+) -> None:
+    with EventSQL(fresh, transfer=False) as platform:
+        platform.registry.register_topic(Topic("anew", 6)).register_topic(Topic("there", 2))
+        for topic in ("anew", "there"):
+            platform.registry.register_consumer(Consumer(topic, "sums", partitioned=True))
+        platform.repartitioner.repartition("there", 4)
+        before = platform.layouts.of("there")
+        with platform.database.connection() as connection:
+            # What an older version left, where another program had registered the topic anew.
+            connection.execute(
+                "INSERT INTO eventsql.topic_layout VALUES "
+                "('anew', 1, 2, 0, now() - interval '1 day'), ('anew', 2, 4, 70, now() - interval '1 day')"
+            )
+            connection.execute("UPDATE eventsql.consumer SET eql_until = 70 WHERE eql_topic = 'anew'")
+            for statement in importlib.import_module(f"{migrations.__name__}.versions.0008_leftovers")._MEND.split(";"):
+                connection.execute(f"SET search_path TO eventsql;{statement}")
+        assert platform.layouts.of("anew") == []
+        assert platform.layouts.of("there") == before
+        assert platform.layouts.unsettled("anew") == {}
+        assert platform.layouts.unsettled("there") == {"sums": 0}

@@ -60,6 +60,13 @@ public class Service {
             case "topic" -> eventSQL.registry().registerTopic(new TopicDefinition(words[1], Integer.parseInt(words[2])));
             case "consumer" -> eventSQL.registry()
                     .registerConsumer(new ConsumerDefinition(words[1], words[2], Boolean.parseBoolean(words[3])));
+            case "unregister" -> {
+                if (words.length == 2) {
+                    eventSQL.registry().unregisterTopic(words[1]);
+                } else {
+                    eventSQL.registry().unregisterConsumer(words[1], words[2]);
+                }
+            }
             case "publish" -> publish(words[1], Arrays.asList(words).subList(2, words.length));
             case "start" -> start(words[1], words[2], Integer.parseInt(words[3]), text(words[4]));
             case "stop" -> {

@@ -66,6 +66,10 @@ class Side(Protocol):
 
     def register_consumer(self, topic: str, name: str, *, partitioned: bool) -> None: ...
 
+    def unregister_topic(self, name: str) -> None: ...
+
+    def unregister_consumer(self, topic: str, name: str) -> None: ...
+
     def publish(self, topic: str, events: Sequence[Written]) -> None: ...
 
     def start(self, topic: str, consumer: str, *, batch: int = 50, poison: str | None = None) -> None:
@@ -145,6 +149,12 @@ class Service:
 
     def register_consumer(self, topic: str, name: str, *, partitioned: bool) -> None:
         self._tell("consumer", topic, name, str(partitioned).lower())
+
+    def unregister_topic(self, name: str) -> None:
+        self._tell("unregister", name)
+
+    def unregister_consumer(self, topic: str, name: str) -> None:
+        self._tell("unregister", topic, name)
 
     def publish(self, topic: str, events: Sequence[Written]) -> None:
         words = [
@@ -278,6 +288,19 @@ class StandIn:
                         "VALUES (%s, %s, %s, NULL, NULL, NULL, 0)",
                         [topic, name, partition],
                     )
+
+    def unregister_topic(self, name: str) -> None:
+        with self._connect() as connection, connection.transaction():
+            if connection.execute("SELECT FROM consumer WHERE eql_topic = %s", [name]).fetchone() is not None:
+                raise JavaError("IllegalArgumentException: Cannot unregister topic with consumers")
+            connection.execute("DELETE FROM topic WHERE eql_name = %s", [name])
+            connection.execute(self._compose("DROP TABLE IF EXISTS {log}", name))
+            connection.execute("DELETE FROM event_buffer WHERE eql_topic = %s", [name])
+            connection.execute("DELETE FROM event_buffer_lock WHERE eql_topic = %s", [name])
+
+    def unregister_consumer(self, topic: str, name: str) -> None:
+        with self._connect() as connection:
+            connection.execute("DELETE FROM consumer WHERE eql_topic = %s AND eql_name = %s", [topic, name])
 
     def _partitions_of(self, connection: psycopg.Connection[Any], topic: str) -> int | None:
         # For ever, also that there is no dead letter topic.

@@ -17,7 +17,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClaimLostError, InvalidNameError, RedefinitionError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.guards import stranded
+from eventsql_orchestration.log.guards import Order, order, stranded
 from tests.java.conftest import Open
 from tests.java.sides import JavaError, Side, Written
 
@@ -394,3 +394,39 @@ def test_an_event_of_java_for_a_partition_that_is_gone_lies_where_its_key_does(
     while platform.consumers.consume_once("orders", "sums", lambda batch, _: seen.extend(batch)):
         pass
     assert sorted(event.id for event in seen) == [event.id for event in events]
+
+
+# Order
+
+
+def test_events_that_java_moved_out_of_order_are_told_from_those_that_were_not(
+    java: Side, platform: EventSQL, until: Until
+) -> None:
+    """Its transfer takes rows as they lie in the buffer's pages, where vacuum has freed some of them."""
+    platform.registry.register_topic(Topic("orders", 2))
+    assert order(platform.database, "orders") == Order(0, 0, connected=False)
+    java.publish("orders", [Written("k", b"1"), Written("k", b"2")])
+    moved(platform, "orders", 2, until)
+    found = order(platform.database, "orders")
+    assert (found.java, found.behind) == (2, 0)
+    with platform.database.connection() as connection:
+        # Two publications of a key that were moved together, the later one first.
+        for seconds in (2, 1):
+            connection.execute(
+                "INSERT INTO eventsql.orders_event "
+                "(eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata) "
+                "VALUES (0, 'k', '', to_timestamp(%s), to_timestamp(9), '{}')",
+                [seconds],
+            )
+    found = order(platform.database, "orders")
+    assert (found.java, found.behind) == (2, 1)
+
+
+def test_what_is_published_and_moved_here_is_in_order(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    for _ in range(5):
+        platform.publisher.publish_all(Publication("orders", b"", key=str(key)) for key in range(60))
+        platform.publisher.publish(Publication("orders", b"", key="1"))
+    platform.transfer.run_once()
+    found = order(platform.database, "orders")
+    assert (found.java, found.behind) == (0, 0)

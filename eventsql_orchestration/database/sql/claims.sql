@@ -66,3 +66,35 @@ SELECT min(eql_id)
 FROM {schema}.consumer_claim
 WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
   AND eql_owner = %(owner)s AND eql_state = 'committed';
+
+-- prune -- Of so many claims of a partition, the first in their ranges after an offset: their number, the end of the last
+-- range, and how many were deleted. Deleted are those that are over for long enough; not those of runs, nor the furthest.
+-- Two that prune at once pass over each other's.
+WITH looked_at AS MATERIALIZED (
+    SELECT eql_id, eql_upto, eql_owner, eql_finished_at
+    FROM {schema}.consumer_claim
+    WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
+      AND eql_upto > %(after)s
+    ORDER BY eql_upto
+    LIMIT %(limit)s
+), over AS (
+    SELECT c.eql_id
+    FROM looked_at
+    JOIN {schema}.consumer_claim c USING (eql_id)
+    WHERE c.eql_state <> 'claimed'
+      AND NOT starts_with(looked_at.eql_owner, %(runs)s)
+      AND looked_at.eql_finished_at < clock_timestamp() - make_interval(
+          secs => CASE WHEN starts_with(looked_at.eql_owner, %(processes)s) THEN %(leased)s ELSE %(kept)s END
+      )
+      AND c.eql_id <> (
+          SELECT eql_id FROM {schema}.consumer_claim
+          WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
+          ORDER BY eql_upto DESC, eql_id DESC
+          LIMIT 1
+      )
+    FOR UPDATE OF c SKIP LOCKED
+), deleted AS (
+    DELETE FROM {schema}.consumer_claim WHERE eql_id IN (SELECT eql_id FROM over)
+    RETURNING eql_id
+)
+SELECT (SELECT count(*) FROM looked_at), (SELECT max(eql_upto) FROM looked_at), (SELECT count(*) FROM deleted);

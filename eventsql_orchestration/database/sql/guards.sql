@@ -10,6 +10,11 @@ SELECT EXISTS (
 -- partitions -- How many partitions a topic has.
 SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s;
 
+-- has_partition_index -- Whether the events of a partition are found without reading a log: other programs' may have no index.
+SELECT EXISTS (
+    SELECT FROM pg_index WHERE indrelid = to_regclass(%(log)s) AND pg_get_indexdef(indexrelid) LIKE '%%(eql_partition, eql_id)'
+);
+
 -- stranded -- Events in partitions that their topic did not have any more: nobody consumes them. For each such partition
 -- their number, the first and the last.
 -- A consumer has the partitions of its layout and of all later ones.
@@ -29,3 +34,32 @@ CROSS JOIN LATERAL (
 WHERE found.events > 0
 GROUP BY gone.partition
 ORDER BY gone.partition;
+
+-- beyond -- The same of a topic without layouts: events in partitions that it does not have.
+SELECT e.eql_partition, count(*), min(e.eql_id), max(e.eql_id)
+FROM {schema}.{event_table} e
+WHERE e.eql_partition >= (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s)
+GROUP BY e.eql_partition
+ORDER BY e.eql_partition;
+
+-- java_order -- Of so many of the newest events of a topic: how many EventSQL's Java library published, as the line breaks in
+-- its metadata tell; how many stand behind a later event of their key that was moved with them; and whether a program that
+-- may be that library, by the name that its driver gives, is connected.
+-- The times are those of transactions: of two that published at once, either may have begun first.
+WITH newest AS (
+    SELECT eql_id, eql_key, eql_buffered_at, eql_created_at, eql_metadata::text AS metadata
+    FROM {schema}.{event_table}
+    ORDER BY eql_id DESC
+    LIMIT %(limit)s
+), ordered AS (
+    SELECT metadata, eql_key IS NOT NULL AND eql_buffered_at < max(eql_buffered_at) OVER (
+        PARTITION BY eql_key, eql_created_at ORDER BY eql_id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    ) AS behind
+    FROM newest
+)
+SELECT count(*) FILTER (WHERE starts_with(metadata, E'{{\n')), count(*) FILTER (WHERE behind),
+       EXISTS (
+           SELECT FROM pg_stat_activity
+           WHERE datname = current_database() AND application_name = 'PostgreSQL JDBC Driver'
+       )
+FROM ordered;

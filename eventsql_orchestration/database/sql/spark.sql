@@ -6,6 +6,49 @@ ON CONFLICT DO NOTHING;
 -- published -- How many events a writer published as a batch.
 SELECT eql_events FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
 
+-- is_forgotten -- Whether records of a writer were deleted up to a batch after this one.
+-- After the record of this batch was written: whoever deletes records marks the last of them in the same transaction.
+SELECT EXISTS (
+    SELECT FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch > %(batch)s AND eql_oldest
+);
+
+-- prune_batches -- Delete the records of a writer from before a time, of so many at once, but for its newest batches. The
+-- last one that would go stays, and says that those before it went.
+WITH first AS MATERIALIZED (
+    SELECT eql_batch, eql_created_at FROM {schema}.spark_publication
+    WHERE eql_writer = %(writer)s
+    ORDER BY eql_batch
+    LIMIT %(limit)s
+), old AS MATERIALIZED (
+    SELECT eql_batch FROM first
+    WHERE eql_created_at < now() - make_interval(secs => %(seconds)s)
+      AND eql_batch < (
+          SELECT eql_batch FROM {schema}.spark_publication
+          WHERE eql_writer = %(writer)s
+          ORDER BY eql_batch DESC
+          LIMIT 1 OFFSET %(newest)s - 1
+      )
+), marked AS (
+    UPDATE {schema}.spark_publication SET eql_oldest = true
+    WHERE eql_writer = %(writer)s AND eql_batch = (SELECT max(eql_batch) FROM old) AND NOT eql_oldest
+      AND (SELECT count(*) FROM old) > 1
+)
+DELETE FROM {schema}.spark_publication
+WHERE eql_writer = %(writer)s AND eql_batch IN (SELECT eql_batch FROM old) AND eql_batch < (SELECT max(eql_batch) FROM old);
+
+-- prune_writers -- Delete the records from before a time of writers with such names, of so many from one name on.
+DELETE FROM {schema}.spark_publication
+WHERE (eql_writer, eql_batch) IN (
+    SELECT eql_writer, eql_batch
+    FROM (
+        SELECT eql_writer, eql_batch, eql_created_at FROM {schema}.spark_publication
+        WHERE eql_writer >= %(from)s
+        ORDER BY eql_writer, eql_batch
+        LIMIT %(limit)s
+    ) looked_at
+    WHERE eql_writer ~ %(names)s AND eql_created_at < now() - make_interval(secs => %(seconds)s)
+);
+
 -- known_topics -- Those of the given topics that exist.
 SELECT eql_name FROM {schema}.topic WHERE eql_name = ANY (%(topics)s);
 
