@@ -19,6 +19,7 @@ from typing import Final
 
 from psycopg.rows import tuple_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.sharding import HELD
@@ -51,6 +52,7 @@ HELD_BACK: Final = Settled(
 )
 
 
+@checked
 class Layouts:
     """Reads the layouts of topics, and lets consumers come from one to the next."""
 

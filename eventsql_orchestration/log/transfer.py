@@ -11,6 +11,7 @@ from typing import Final
 
 import psycopg
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.database import describe, translate
 from eventsql_orchestration.errors import DatabaseError, EventSQLError
@@ -27,6 +28,7 @@ FIRST_DELAY: Final = 0.005
 caller's transaction publishes a little later, by a commit that nobody tells of, is found soon."""
 
 
+@checked
 class Transfer:
     """Moves buffered events into their topics' logs.
 

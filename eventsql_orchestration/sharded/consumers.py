@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import (
     DatabaseError,
     DatabaseUnavailableError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.platform import EventSQL
 
 
+@checked
 class ShardedConsumption(Consumption):
     """A running consumer of this process, on all shards. Shards that are down, or join later, are taken up then."""
 
@@ -90,6 +92,7 @@ class ShardedConsumption(Consumption):
         self.stop()
 
 
+@checked
 class ShardedConsumers(Consumers):
     """`Consumers` over shards. `workers` is per shard, and so are the offsets of events.
 
@@ -106,6 +109,7 @@ class ShardedConsumers(Consumers):
             self.join(platform)
         self._started: weakref.WeakSet[ShardedConsumption] = weakref.WeakSet()
 
+    @checks_itself
     def join(self, platform: EventSQL) -> None:
         """Have the consumers of a shard keep pace with those of the others."""
         platform.consumers.paces = self.paces
@@ -210,6 +214,7 @@ class ShardedConsumers(Consumers):
         return all(ended)
 
 
+@checked
 class ShardedTransfer(Transfer):
     """A `Transfer` over shards. Finishes what was published over several at once, too."""
 
@@ -282,6 +287,7 @@ class ShardedTransfer(Transfer):
             platform.transfer.close()
 
 
+@checked
 class ShardedRetainer(Retainer):
     """A `Retainer` over shards: each keeps of a topic what its retention says."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Unpack
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.errors import ShardError
 from eventsql_orchestration.log.asynchronous import AsyncPublisher
 from eventsql_orchestration.log.buffered import BoundOptions, BufferedPublisher
@@ -51,6 +52,7 @@ class Standing:
     state: Literal["takes events", "down", "joining", "prepared"]
 
 
+@checked
 class ShardedEventSQL(EventSQL):
     """Events over several PostgreSQL databases; `EventSQL(url, url, …)` makes one. See docs/shards.md."""
 
