@@ -245,6 +245,7 @@ class EventFilter:
 
     def matches(self, event: Event) -> bool:
         """Whether an event meets every condition."""
+        check_kind("event", event, Event)
         key = event.key
         if self.keys is not None and key not in self.keys:
             return False
@@ -328,6 +329,7 @@ class ConsumerState:
 
     def leased(self, now: datetime) -> bool:
         """Whether an owner has a lease that holds at `now`, by the database's clock."""
+        check_time("now", now)
         return self.lease_owner is not None and self.lease_expires_at is not None and self.lease_expires_at > now
 
 

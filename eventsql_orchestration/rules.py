@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from types import NoneType, UnionType
-from typing import Any, Final, NoReturn, SupportsIndex, TypeAlias, get_args
+from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
 
@@ -125,9 +125,10 @@ def check_whole(
 
     Whole numbers of other libraries, such as NumPy's, are taken too.
     """
-    whole = None
-    if isinstance(number, SupportsIndex) and not isinstance(number, bool):
-        whole = operator.index(number)
+    try:
+        whole = None if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]  # what fails is caught
+    except TypeError:
+        whole = None
     if whole is None or not least <= whole <= most:
         raise error(f"{what} must be a whole number from {least} to {most}, not {shown(number)}")
     return whole

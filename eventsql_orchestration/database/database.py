@@ -38,7 +38,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import check_schema_name
-from eventsql_orchestration.rules import DEFAULT_SCHEMA
+from eventsql_orchestration.rules import DEFAULT_SCHEMA, check_kind
 
 logger = logging.getLogger(__name__)
 
@@ -434,6 +434,8 @@ class Database:
         Where code of a caller runs in the block, name the `connection` that it is about: a database that is gone while
         this connection stands is another one.
         """
+        if connection is not None:
+            check_kind("connection", connection, psycopg.Connection)
         try:
             yield
         except (psycopg.Error, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:

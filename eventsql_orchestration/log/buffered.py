@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT: Final = 30.0
 """Seconds that closing waits for commits that are under way or still to come."""
 
+MAX_FLUSHES: Final = 1_000
+"""Each has a thread, and a connection while it commits."""
+
 _OF_AN_EVENT: Final = frozenset({"22", "23", "44", "54", "P0"})
 """SQLSTATE classes that tell of what was written: data, constraints, views' checks, limits of a row, triggers."""
 
@@ -89,11 +92,10 @@ class Bounds:
     max_pending_bytes: int = 64 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        for name in ("max_events", "max_bytes", "flushes", "max_pending_events", "max_pending_bytes"):
+        for name in ("max_events", "max_bytes", "max_pending_events", "max_pending_bytes"):
             check_whole(name, getattr(self, name), least=1)
-        age: object = self.max_age
-        if isinstance(age, bool) or not isinstance(age, int | float) or not 0 <= age <= threading.TIMEOUT_MAX:
-            raise ValidationError(f"max_age must be a number of seconds, not {age!r}")
+        check_whole("flushes", self.flushes, least=1, most=MAX_FLUSHES)
+        check_seconds("max_age", self.max_age, zero=True)
 
 
 class _Lane(Generic[Acknowledged]):

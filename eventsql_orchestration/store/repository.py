@@ -11,6 +11,7 @@ from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.model import Publication
@@ -81,6 +82,8 @@ class Repository(Generic[A]):
         the publisher raises. After any error the aggregate still has its new changes.
         """
         check_kind("aggregate", aggregate, self._class)
+        if connection is not None:
+            joinable_connection(connection)
         publications = tuple(publications)
         before, changes = aggregate.stored_version, aggregate.new_changes
         if not changes:
