@@ -218,14 +218,14 @@ def _duration(name: str) -> Rule:
 
 def _items(name: str, kind: type, of: Any) -> Rule:
     """Of a collection, each item is checked now; of any other iterable, when the method comes to it."""
-    # A publisher looks at each publication itself.
-    each = _anything if of is Publication else _row(f"an item of {name}", of)
+    if of is Publication:
+        # A publisher looks at them and at each of them, in words of its own.
+        return _anything
+    each = _row(f"an item of {name}", of)
 
     def check(value: Any) -> object:
         if isinstance(value, str | bytes) or not isinstance(value, kind):
             raise ValidationError(f"{name} must be several values, as in a list, not {type(value).__name__}")
-        if each is _anything:
-            return value
         return [each(item) for item in value] if isinstance(value, Collection) else _lazily(each, value)
 
     return check

@@ -444,11 +444,16 @@ class Database:
                 cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
                 if not isinstance(cause, psycopg.Error) or not ran_by_us(error):
                     raise
-                role = self.url.username if connection is None or connection.closed else connection.info.user
-                known = translate_own(cause, str(self), role or "")
+                known = self.meaning(cause, connection)
             if isinstance(known, DatabaseUnavailableError) and connection is not None and not connection.closed:
                 raise
             raise known from error
+
+    @checks_itself
+    def meaning(self, error: psycopg.Error, connection: Connection | None = None) -> EventSQLError:
+        """The error of ours for a driver's error of a statement of this package, that `connection` has run."""
+        role = self.url.username if connection is None or connection.closed else connection.info.user
+        return translate(error, str(self), self.schema) or translate_own(error, str(self), role or "")
 
     def ensure_schema(self) -> None:
         """Check once that the tables are there and not older than this package; migrate if that was asked for."""

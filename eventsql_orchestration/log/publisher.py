@@ -106,7 +106,7 @@ class Publisher:
         Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, and `RedefinitionError` when the
         topic does not stop being redefined; in each case nothing was published. `DatabaseUnavailableError` where the
         connection was lost: in the commit, whether the event is published is not known then. A caller's transaction
-        that is not `READ COMMITTED` fails as others of its kind do where the topic has changed since it began.
+        that is not `READ COMMITTED` fails with `DatabaseBusyError` where the topic has changed since it began.
 
         Where the database is a shard, an event whose key belongs to another one raises `WrongShardError`. `placed` is
         the set by which a caller has chosen this shard for it already.

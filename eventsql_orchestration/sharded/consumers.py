@@ -7,9 +7,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from eventsql_orchestration.boundary import checked, checks_itself
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.errors import (
     DatabaseError,
     DatabaseUnavailableError,
@@ -29,9 +28,6 @@ from eventsql_orchestration.sharded.gates import Gates
 from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
 from eventsql_orchestration.sharded.registry import ShardedRegistry
-
-if TYPE_CHECKING:
-    from eventsql_orchestration.platform import EventSQL
 
 
 @checked
@@ -106,13 +102,12 @@ class ShardedConsumers(Consumers):
         self._gates = gates
         self.paces = Paces()
         for platform in members.platforms:
-            self.join(platform)
+            self.join(platform.consumers)
         self._started: weakref.WeakSet[ShardedConsumption] = weakref.WeakSet()
 
-    @checks_itself
-    def join(self, platform: EventSQL) -> None:
+    def join(self, consumers: Consumers) -> None:
         """Have the consumers of a shard keep pace with those of the others."""
-        platform.consumers.paces = self.paces
+        consumers.paces = self.paces
 
     def start(
         self,

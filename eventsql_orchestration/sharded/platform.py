@@ -127,7 +127,7 @@ class ShardedEventSQL(EventSQL):
         # Before anything is published to it or consumed from it.
         platform.publisher.configure_partitioner(self._publisher.chosen)
         platform.dead_letters.configure(self._dead_letters.made_by)
-        self.consumers.join(platform)
+        self.consumers.join(platform.consumers)
         self._members.add(platform)
 
     def standing(self) -> list[Standing]:

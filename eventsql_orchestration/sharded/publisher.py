@@ -32,6 +32,7 @@ from eventsql_orchestration.log.publisher import (
     check_publication,
 )
 from eventsql_orchestration.model import Publication, Topic
+from eventsql_orchestration.rules import check_kind
 from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
 from eventsql_orchestration.sharded.placing import Placing
@@ -91,7 +92,7 @@ class ShardedPublisher(Publisher):
         publication: Publication,
         *,
         connection: Connection | sqlalchemy.Connection | None = None,
-        placed: ShardSet | None = None,  # noqa: ARG002 - of one shard
+        placed: ShardSet | None = None,
     ) -> None:
         """Publish one event on the shard of its key; without a key, on one that can be reached.
 
@@ -102,6 +103,7 @@ class ShardedPublisher(Publisher):
         waits for such; `ShardPendingError` where it is being added for longer than that. Nothing was published then.
         Otherwise as on one database.
         """
+        check_kind("placed", placed, ShardSet | None)
         self._sharded.check_same(check_publication(publication).topic)
         if connection is not None:
             with self._joined(connection) as publisher:

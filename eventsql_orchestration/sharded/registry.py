@@ -143,7 +143,9 @@ class ShardedRegistry(Registry):
         others until then, so that it too is handed the events of a key in order.
         """
         if isinstance(starting_at(start), AtOffset):
-            raise ValidationError("an offset means another place on each shard: begin at a time, earliest or latest")
+            raise ValidationError(
+                "start: an offset means another place on each shard: begin at a time, earliest or latest"
+            )
 
         def register(member: Member) -> None:
             member.platform.registry.register_consumer(

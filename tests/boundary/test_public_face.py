@@ -27,6 +27,7 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.consumer import Consumers
 from eventsql_orchestration.log.dead_letters import DeadLetterCause, DeadLetters
 from eventsql_orchestration.log.horizon import HorizonReader
 from eventsql_orchestration.log.lag import LagReader
@@ -53,6 +54,7 @@ RESULTS = {
 """What the platform makes of what it reads; nobody else makes them, and making one checks nothing."""
 
 EXEMPT = {
+    "Database.meaning": "takes the errors of the driver alone",
     "Acknowledgement.finish": "only the publisher calls it, for each event",
     "Aggregate.apply": "the code of users",
 }
@@ -151,6 +153,7 @@ class Face:
             Reader: lambda: self.one.reader,
             DeadLetters: lambda: self.one.dead_letters,
             Store: lambda: Store(self.one.database),
+            Consumers: lambda: self.one.consumers,
             psycopg.Connection: self.connection,
             collections.abc.Callable: lambda: lambda *_: None,
             collections.abc.Sequence: lambda: ["orders"],
