@@ -61,6 +61,10 @@ class DatabaseFullError(DatabaseError):
     """The database has no room left on its disk or in its memory."""
 
 
+class DatabasePermissionError(DatabaseError):
+    """The database role lacks a privilege that the call needs: the message names the role and the object."""
+
+
 class SchemaOutdatedError(DatabaseError):
     """The tables of the events platform are missing or older than this package: run `eventsql migrate`."""
 

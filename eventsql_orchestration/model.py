@@ -7,7 +7,6 @@ exists is a value that can be stored.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,17 @@ from eventsql_orchestration.errors import (
     PartitionOutOfRangeError,
     ValidationError,
 )
-from eventsql_orchestration.rules import MAX_VALUE_BYTES, check_name, check_text, check_whole
+from eventsql_orchestration.rules import (
+    MAX_VALUE_BYTES,
+    NO_METADATA,
+    check_kind,
+    check_metadata,
+    check_name,
+    check_text,
+    check_time,
+    check_whole,
+    shown,
+)
 from eventsql_orchestration.sharding import ShardSet
 
 NOT_PARTITIONED: Final = -1
@@ -55,7 +64,7 @@ def check_schema_name(name: object) -> str:
     """Return `name`, or raise `InvalidNameError`: a lower-case SQL identifier of at most 63 characters."""
     if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
         raise InvalidNameError(
-            f"schema name {name!r} is not usable: take a lower-case SQL identifier of at most 63 characters"
+            f"schema name {shown(name)} is not usable: take a lower-case SQL identifier of at most 63 characters"
         )
     return name
 
@@ -69,12 +78,12 @@ def check_topic_name(name: object) -> str:
     """
     if not isinstance(name, str) or not _TOPIC_NAME.fullmatch(name):
         raise InvalidNameError(
-            f"topic name {name!r} is not usable: start with a lower-case letter, go on with lower-case letters, "
+            f"topic name {shown(name)} is not usable: start with a lower-case letter, go on with lower-case letters, "
             "digits and underscores"
         )
     if len(name) > MAX_TOPIC_NAME_LENGTH:
         raise InvalidNameError(
-            f"topic name {name!r} has {len(name)} characters; {MAX_TOPIC_NAME_LENGTH} are allowed, "
+            f"topic name {shown(name)} has {len(name)} characters; {MAX_TOPIC_NAME_LENGTH} are allowed, "
             "because its table is named after it"
         )
     return name
@@ -83,11 +92,11 @@ def check_topic_name(name: object) -> str:
 def check_partitions(partitions: object) -> int:
     """Return a topic's number of partitions, or raise `ValidationError`: -1, or 1 to 32,767."""
     if isinstance(partitions, bool) or not isinstance(partitions, int):
-        raise ValidationError(f"partitions must be a whole number, not {partitions!r}")
+        raise ValidationError(f"partitions must be a whole number, not {shown(partitions)}")
     if partitions != NOT_PARTITIONED and not 1 <= partitions <= MAX_PARTITIONS:
         raise ValidationError(
-            f"{partitions} partitions are not possible: take 1 to {MAX_PARTITIONS}, or -1 for a topic that is not "
-            "partitioned"
+            f"{shown(partitions)} partitions are not possible: take 1 to {MAX_PARTITIONS}, or -1 for a topic that is "
+            "not partitioned"
         )
     return partitions
 
@@ -95,15 +104,16 @@ def check_partitions(partitions: object) -> int:
 def check_partition(topic: str, partition: object, partitions: int) -> int:
     """Return `partition`, or raise `PartitionOutOfRangeError` when a topic of `partitions` has no such partition."""
     if isinstance(partition, bool) or not isinstance(partition, int):
-        raise PartitionOutOfRangeError(f"a partition of topic {topic!r} is a whole number, not {partition!r}")
+        raise PartitionOutOfRangeError(f"a partition of topic {topic!r} is a whole number, not {shown(partition)}")
     if partitions == NOT_PARTITIONED:
         if partition != NOT_PARTITIONED:
             raise PartitionOutOfRangeError(
-                f"partition {partition} is out of range: topic {topic!r} is not partitioned (its only partition is -1)"
+                f"partition {shown(partition)} is out of range: topic {topic!r} is not partitioned (its only partition "
+                "is -1)"
             )
     elif not 0 <= partition < partitions:
         raise PartitionOutOfRangeError(
-            f"partition {partition} is out of range: topic {topic!r} has partitions 0 to {partitions - 1}"
+            f"partition {shown(partition)} is out of range: topic {topic!r} has partitions 0 to {partitions - 1}"
         )
     return partition
 
@@ -124,11 +134,11 @@ class Retention:
     def __post_init__(self) -> None:
         seconds: object = self.seconds
         if seconds is not None:
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-                raise ValidationError(f"the age of a retention must be a number of seconds, not {seconds!r}")
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds != seconds:  # noqa: PLR0124 - NaN
+                raise ValidationError(f"the age of a retention must be a number of seconds, not {shown(seconds)}")
             if not 0 < seconds <= MAX_AGE.total_seconds():
                 raise ValidationError(
-                    f"the age of a retention must be above 0 and at most a hundred years, not {seconds:g} s"
+                    f"the age of a retention must be above 0 and at most a hundred years, not {shown(seconds)} s"
                 )
         for what, bound in (("size in bytes", self.bytes), ("number of events", self.events)):
             if bound is not None:
@@ -160,6 +170,11 @@ class Topic:
     def __post_init__(self) -> None:
         check_topic_name(self.name)
         check_partitions(self.partitions)
+        if self.created_at is not None:
+            check_time("created_at", self.created_at)
+        check_kind("retention", self.retention, Retention | None)
+        check_whole("layout", self.layout, least=1)
+        check_kind("shards", self.shards, ShardSet | None)
 
     @property
     def partitioned(self) -> bool:
@@ -191,6 +206,7 @@ class Consumer:
     def __post_init__(self) -> None:
         check_topic_name(self.topic)
         check_name("consumer name", self.name)
+        check_kind("partitioned", self.partitioned, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,24 +225,17 @@ class EventFilter:
     def __post_init__(self) -> None:
         keys: object = self.keys
         if keys is not None:
-            if isinstance(keys, str) or not isinstance(keys, Collection):
+            if isinstance(keys, str | bytes) or not isinstance(keys, Collection):
                 raise ValidationError(f"the keys of a filter must be a set of texts, not {type(keys).__name__}")
             if not 1 <= len(keys) <= MAX_FILTER_KEYS:
                 raise ValidationError(f"a filter has 1 to {MAX_FILTER_KEYS} keys, not {len(keys)}")
-            for key in keys:
-                check_text("a key of a filter", key, most=MAX_KEY_BYTES)
-            object.__setattr__(self, "keys", frozenset(keys))
+            texts = [check_text("a key of a filter", key, most=MAX_KEY_BYTES) for key in keys]
+            object.__setattr__(self, "keys", frozenset(texts))
         if self.key_prefix is not None and not check_text(
             "the key prefix of a filter", self.key_prefix, most=MAX_KEY_BYTES
         ):
             raise ValidationError("the key prefix of a filter is empty: leave it out")
-        metadata: object = self.metadata
-        if not isinstance(metadata, Mapping):
-            raise ValidationError(f"the metadata of a filter must be a mapping, not {type(metadata).__name__}")
-        for name, text in metadata.items():
-            check_text("a metadata name of a filter", name, most=MAX_KEY_BYTES)
-            check_text(f"metadata {name!r} of a filter", text, most=MAX_KEY_BYTES)
-        object.__setattr__(self, "metadata", dict(metadata))
+        object.__setattr__(self, "metadata", check_metadata(self.metadata, of=" of a filter", most=MAX_KEY_BYTES))
         if self.keys is None and self.key_prefix is None and not self.metadata:
             raise ValidationError("a filter needs a condition: keys, a key prefix or metadata")
         if self.keys is not None and self.key_prefix is not None:
@@ -239,6 +248,7 @@ class EventFilter:
 
     def matches(self, event: Event) -> bool:
         """Whether an event meets every condition."""
+        check_kind("event", event, Event)
         key = event.key
         if self.keys is not None and key not in self.keys:
             return False
@@ -322,6 +332,7 @@ class ConsumerState:
 
     def leased(self, now: datetime) -> bool:
         """Whether an owner has a lease that holds at `now`, by the database's clock."""
+        check_time("now", now)
         return self.lease_owner is not None and self.lease_expires_at is not None and self.lease_expires_at > now
 
 
@@ -330,7 +341,8 @@ class Publication:
     """An event to be published.
 
     `value` is any bytes, up to 64 MiB. Events with the same `key` keep their order and their partition; without a key
-    the partition is drawn at random. `partition` overrides the partitioner. `metadata` maps strings to strings.
+    the partition is drawn at random. `partition` overrides the partitioner. `metadata` maps strings to strings, up to
+    16 MiB together. The publication keeps a copy of it, which cannot be changed.
 
     Raises `InvalidPublicationError` for what cannot be stored, when the publication is made.
     """
@@ -338,7 +350,7 @@ class Publication:
     topic: str
     value: bytes
     key: str | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
     partition: int | None = None
 
     def __post_init__(self) -> None:
@@ -356,12 +368,11 @@ class Publication:
             )
         if self.key is not None:
             check_text("key", self.key, most=MAX_KEY_BYTES, error=InvalidPublicationError)
-        metadata: object = self.metadata
-        if not isinstance(metadata, Mapping):
-            raise InvalidPublicationError(f"metadata must be a mapping, not {type(metadata).__name__}")
-        for name, text in metadata.items():
-            check_text("a metadata name", name, error=InvalidPublicationError)
-            check_text(f"metadata {name!r}", text, error=InvalidPublicationError)
+        if self.metadata is not NO_METADATA:
+            object.__setattr__(self, "metadata", check_metadata(self.metadata, error=InvalidPublicationError))
+        if self.partition is not None and type(self.partition) is not int:
+            partition = check_whole("partition", self.partition, error=PartitionOutOfRangeError)
+            object.__setattr__(self, "partition", partition)
 
 
 class Event:
@@ -467,8 +478,11 @@ class OffsetRange:
     upto: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.after <= self.upto:
-            raise ValidationError(f"no range of offsets: after {self.after} up to {self.upto}")
+        check_topic_name(self.topic)
+        check_whole("partition", self.partition, least=NOT_PARTITIONED, most=MAX_PARTITIONS)
+        after, upto = check_whole("after", self.after, least=0), check_whole("upto", self.upto, least=0)
+        if after > upto:
+            raise ValidationError(f"no range of offsets: after {after} up to {upto}")
 
     @property
     def empty(self) -> bool:

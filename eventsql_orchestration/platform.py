@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Unpack
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError
@@ -31,6 +32,7 @@ from eventsql_orchestration.rules import DEFAULT_SCHEMA
 logger = logging.getLogger(__name__)
 
 
+@checked
 class EventSQL:
     """Events over a PostgreSQL database, or over several that are its shards.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
+import reprlib
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, TypeAlias
+from types import NoneType, UnionType
+from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
 
@@ -17,6 +20,9 @@ MAX_NAME_LENGTH: Final = 200
 
 MAX_VALUE_BYTES: Final = 64 * 1024 * 1024
 """A row of COPY, with the key and metadata beside the value, must stay far below PostgreSQL's limit of 1 GiB."""
+
+MAX_METADATA_BYTES: Final = 16 * 1024 * 1024
+"""All names and texts of one event's metadata together. As JSON, each byte may take six."""
 
 MAX_SECONDS: Final = 31_536_000.0
 """A year, as a bound for delays, leases and timeouts: what waits longer is lost rather than late."""
@@ -32,6 +38,14 @@ _BETWEEN_URLS: Final = re.compile(r"\s+(?=[a-zA-Z0-9+]+://)")
 _ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
+def shown(value: object) -> str:
+    """A wrong value in a few characters, for an error message."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # noqa: BLE001 - an int of 5,000 digits has no text, and a caller's `__repr__` may do anything
+        return f"this {type(value).__name__}"
+
+
 def split_urls(text: str) -> tuple[str, ...]:
     """The URLs of the databases that one text names: a single one, or those of all shards with white space between."""
     return tuple(_BETWEEN_URLS.split(text.strip()))
@@ -40,7 +54,7 @@ def split_urls(text: str) -> tuple[str, ...]:
 def check_name(what: str, name: object) -> str:
     """Return `name`, or raise `InvalidNameError`: 1 to 200 printable characters, no space at either end."""
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
-        raise InvalidNameError(f"{what} {name!r} is not usable: take printable characters, no space at its ends")
+        raise InvalidNameError(f"{what} {shown(name)} is not usable: take printable characters, no space at its ends")
     if len(name) > MAX_NAME_LENGTH:
         raise InvalidNameError(f"{what} {name[:40]!r}… has {len(name)} characters; {MAX_NAME_LENGTH} are allowed")
     return name
@@ -67,12 +81,12 @@ def check_seconds(what: str, duration: Duration, *, zero: bool) -> float:
     """Return `duration` in seconds, or raise `ValidationError`: finite, positive (or `zero`), a year at most."""
     seconds: object = duration.total_seconds() if isinstance(duration, timedelta) else duration
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds != seconds:  # noqa: PLR0124 - NaN
-        raise ValidationError(f"{what} must be a number of seconds, not {duration!r}")
+        raise ValidationError(f"{what} must be a number of seconds, not {shown(duration)}")
     if seconds < 0 or (seconds == 0 and not zero) or seconds > MAX_SECONDS:
         # An int may be too large for a float.
-        shown = f"{seconds:g}" if isinstance(seconds, float) else seconds
+        given = f"{seconds:g}" if isinstance(seconds, float) else shown(seconds)
         least = "0" if zero else "more than 0"
-        raise ValidationError(f"{what} of {shown} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
+        raise ValidationError(f"{what} of {given} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
     return float(seconds)
 
 
@@ -99,11 +113,77 @@ def check_range(since: datetime | None, until: datetime | None) -> None:
         check_time("until", until)
 
 
-def check_whole(what: str, number: object, *, least: int = -(2**63)) -> int:
-    """Return `number`, or raise `ValidationError` unless it is a whole number that fits PostgreSQL's bigint."""
-    if isinstance(number, bool) or not isinstance(number, int) or not least <= number < 2**63:
-        raise ValidationError(f"{what} must be a whole number from {least} to {2**63 - 1}, not {number!r}")
-    return number
+def check_whole(
+    what: str,
+    number: object,
+    *,
+    least: int = -(2**63),
+    most: int = 2**63 - 1,
+    error: type[ValidationError] = ValidationError,
+) -> int:
+    """Return `number` as an int, or raise `error`: a whole number within bounds, those of bigint by default.
+
+    Whole numbers of other libraries, such as NumPy's, are taken too.
+    """
+    try:
+        whole = None if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]  # what fails is caught
+    except TypeError:
+        whole = None
+    if whole is None or not least <= whole <= most:
+        raise error(f"{what} must be a whole number from {least} to {most}, not {shown(number)}")
+    return whole
+
+
+def check_kind(what: str, value: object, kind: type | UnionType) -> None:
+    """Raise `ValidationError` unless `value` is of a class, or of one of several."""
+    if not isinstance(value, kind):
+        kinds = get_args(kind) or (kind,)
+        wanted = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
+        raise ValidationError(f"{what} must be {wanted}, not {type(value).__name__}")
+
+
+class Metadata(dict[str, str]):
+    """Metadata that was checked, and so cannot be changed any more."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_arguments: object, **_named: object) -> NoReturn:
+        raise TypeError("metadata cannot be changed: make another mapping, as with dict(metadata)")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[Metadata], tuple[dict[str, str]]]:
+        return Metadata, (dict(self),)
+
+
+NO_METADATA: Final = Metadata()
+
+
+def check_metadata(
+    metadata: object,
+    *,
+    of: str = "",
+    most: int = MAX_METADATA_BYTES,
+    error: type[ValidationError] = ValidationError,
+) -> Metadata:
+    """A copy of `metadata` that cannot be changed, or `error`: text by text without NUL, up to `most` bytes in all."""
+    if not isinstance(metadata, Mapping):
+        raise error(f"metadata{of} must be a mapping, not {type(metadata).__name__}")
+    # The copy is checked: a mapping of the caller's may be another one the next time.
+    copied = Metadata(metadata)
+    try:
+        texts = "".join([*copied, *copied.values()])
+        size = len(texts.encode())
+    except (TypeError, UnicodeEncodeError):
+        texts, size = "\x00", 0
+    if "\x00" in texts:
+        # One of them cannot be stored: say which.
+        for name, text in copied.items():
+            check_text(f"a metadata name{of}", name, error=error)
+            check_text(f"metadata {shown(name)}{of}", text, error=error)
+    if size > most:
+        raise error(f"metadata{of} has {size} bytes; {most} are allowed")
+    return copied
 
 
 def encode_json(what: str, data: Mapping[str, Any]) -> str:

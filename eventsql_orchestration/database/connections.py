@@ -45,6 +45,11 @@ def joinable_connection(connection: Connection | sqlalchemy.Connection) -> Conne
             "the connection is in pipeline mode, where a statement's outcome is not known when it is needed: leave the "
             "block of `connection.pipeline()` first"
         )
+    if driver.info.transaction_status is TransactionStatus.INERROR:
+        raise ValidationError(
+            "the connection's transaction was aborted by an earlier error: roll it back, and do all of it again. "
+            "Nothing was written"
+        )
     if (
         isinstance(connection, sqlalchemy.Connection)
         and driver.autocommit

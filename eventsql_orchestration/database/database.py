@@ -8,6 +8,7 @@ import re
 import select
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,7 @@ from psycopg.rows import tuple_row
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import QueuePool
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import migrations
 from eventsql_orchestration.database.connections import (
     UTF8,
@@ -36,14 +38,16 @@ from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseError,
     DatabaseFullError,
+    DatabasePermissionError,
     DatabaseUnavailableError,
     EventSQLError,
     SchemaOutdatedError,
     TopicNotFoundError,
+    ValidationError,
 )
 from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.qualification import qualified
-from eventsql_orchestration.rules import DEFAULT_SCHEMA
+from eventsql_orchestration.rules import DEFAULT_SCHEMA, check_kind
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +154,9 @@ _SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "5330
 _DAMAGED: Final = ("58", "XX001", "XX002")
 """Of files that are gone or cannot be used, and of data and indexes that are damaged."""
 
+_CONFLICT: Final = "40"
+"""The class of SQLSTATEs of transactions that were rolled back for another one's sake."""
+
 _CONNECTION: Final = "08"
 """The class of SQLSTATEs about connections; a pooler whose server does not answer says 08P01."""
 
@@ -194,6 +201,41 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
         case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT:
             meaning = DatabaseUnavailableError, f"closed the connection ({detail}): is the server running?"
     return None if meaning is None else meaning[0](f"{where} {meaning[1]}")
+
+
+def translate_own(error: psycopg.Error, where: str, role: str) -> EventSQLError:
+    """The error of ours for any other error of a statement that this package ran; `role` is the one that ran it."""
+    detail = describe(error)
+    match error:
+        case psycopg.errors.InsufficientPrivilege():
+            return DatabasePermissionError(
+                f"{where} refuses role {role!r} a statement ({detail}): let the owner of the object GRANT the role the "
+                "missing privilege"
+            )
+        case psycopg.errors.InFailedSqlTransaction():
+            return DatabaseError(f"{where}: the transaction was aborted by an earlier error: roll it back, begin anew")
+        case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_CONFLICT):
+            return DatabaseBusyError(f"{where} refused a transaction that conflicts with another ({detail}): try again")
+        case psycopg.DataError(sqlstate=None) | psycopg.ProgrammingError(sqlstate=None):
+            # Of the driver itself: nothing was sent.
+            return ValidationError(f"a value cannot be sent to {where}: {detail}")
+    return DatabaseError(f"{where} refused a statement: {detail}")
+
+
+_DRIVERS: Final = ("psycopg", "sqlalchemy", "contextlib")
+
+
+def ran_by_us(error: BaseException) -> bool:
+    """Whether the statement that failed is one of this package, and not one of a caller's function or block.
+
+    The innermost frame outside of the driver ran it. This module runs none itself but COMMIT, for what others wrote.
+    """
+    ran_by = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in _DRIVERS:
+            ran_by = module
+    return ran_by != __name__ and ran_by.partition(".")[0] == __name__.partition(".")[0]
 
 
 def describe(error: psycopg.Error) -> str:
@@ -273,6 +315,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+@checked
 class Database:
     """A pool of connections to one database and the schema in it that holds the platform's tables.
 
@@ -348,10 +391,12 @@ class Database:
         with self._pooled() as connection:
             yield connection
 
+    @checks_itself
     def joined(self, connection: Connection | sqlalchemy.Connection | None) -> AbstractContextManager[Connection]:
         """The `callers(connection)`, whose transaction the block joins, or a `connection()` where there is none."""
         return self.connection() if connection is None else self.callers(connection)
 
+    @checks_itself
     @contextmanager
     def callers(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Connection]:
         """A caller's connection of psycopg or SQLAlchemy, in whose transaction the block takes part.
@@ -430,22 +475,36 @@ class Database:
                 raise
             return connection
 
+    @checks_itself
     @contextmanager
     def errors(self, connection: Connection | None = None) -> Iterator[None]:
-        """Turns the driver's errors of the block into errors of ours, where it is known what they mean.
+        """Turns the driver's errors of the block into errors of ours.
+
+        Those of statements of the caller's own stay as they are, unless it is known what they mean.
 
         Where code of a caller runs in the block, name the `connection` that it is about: a database that is gone while
         this connection stands is another one.
         """
+        if connection is not None:
+            check_kind("connection", connection, psycopg.Connection)
         try:
             yield
         except (psycopg.Error, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
             known = translate(error, str(self), self.schema)
             if known is None:
-                raise
+                cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
+                if not isinstance(cause, psycopg.Error) or not ran_by_us(error):
+                    raise
+                known = self.meaning(cause, connection)
             if isinstance(known, DatabaseUnavailableError) and connection is not None and not connection.closed:
                 raise
             raise known from error
+
+    @checks_itself
+    def meaning(self, error: psycopg.Error, connection: Connection | None = None) -> EventSQLError:
+        """The error of ours for a driver's error of a statement of this package, that `connection` has run."""
+        role = self.url.username if connection is None or connection.closed else connection.info.user
+        return translate(error, str(self), self.schema) or translate_own(error, str(self), role or "")
 
     def ensure_schema(self) -> None:
         """Check once that the tables are there and not older than this package; migrate if that was asked for."""

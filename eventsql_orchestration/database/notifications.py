@@ -21,6 +21,7 @@ from typing import Final, TypeAlias
 import psycopg
 from psycopg import sql
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database, is_pooled
 from eventsql_orchestration.database.queries import Queries
@@ -71,6 +72,7 @@ def _retry_delay(failures: int) -> float:
     return float(min(_FIRST_RETRY_DELAY * 2 ** min(failures - 1, 30), MAX_RETRY_DELAY))
 
 
+@checked
 class Listener:
     """Hears what other processes, and this one, notify.
 
@@ -229,6 +231,7 @@ class Listener:
         return payloads
 
 
+@checked
 class Notifier:
     """Notifies other processes, outside of any transaction of a publisher or a transfer.
 

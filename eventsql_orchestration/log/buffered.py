@@ -19,6 +19,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypedDict, TypeVar, Un
 
 import psycopg
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database.database import describe
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
@@ -30,15 +31,18 @@ from eventsql_orchestration.errors import (
     WrongShardError,
 )
 from eventsql_orchestration.log import encoding
-from eventsql_orchestration.log.publisher import Publisher
+from eventsql_orchestration.log.publisher import Publisher, check_publication
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import NOT_PARTITIONED, Publication, Topic
-from eventsql_orchestration.rules import check_whole
+from eventsql_orchestration.rules import check_seconds, check_whole
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT: Final = 30.0
 """Seconds that closing waits for commits that are under way or still to come."""
+
+MAX_FLUSHES: Final = 1_000
+"""Each has a thread, and a connection while it commits."""
 
 _OF_AN_EVENT: Final = frozenset({"22", "23", "44", "54", "P0"})
 """SQLSTATE classes that tell of what was written: data, constraints, views' checks, limits of a row, triggers."""
@@ -88,11 +92,10 @@ class Bounds:
     max_pending_bytes: int = 64 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        for name in ("max_events", "max_bytes", "flushes", "max_pending_events", "max_pending_bytes"):
+        for name in ("max_events", "max_bytes", "max_pending_events", "max_pending_bytes"):
             check_whole(name, getattr(self, name), least=1)
-        age: object = self.max_age
-        if isinstance(age, bool) or not isinstance(age, int | float) or not 0 <= age <= threading.TIMEOUT_MAX:
-            raise ValidationError(f"max_age must be a number of seconds, not {age!r}")
+        check_whole("flushes", self.flushes, least=1, most=MAX_FLUSHES)
+        check_seconds("max_age", self.max_age, zero=True)
 
 
 class _Lane(Generic[Acknowledged]):
@@ -163,7 +166,7 @@ class Lanes(Generic[Acknowledged]):
         if topic.partitioned and key is not None:
             place = hash(key)
         lane = (hash(topic.name) + place) % len(self._lanes)
-        return Placed(_copy(publication), encoding.size(publication), lane)
+        return Placed(publication, encoding.size(publication), lane)
 
     def put(self, event: Placed, acknowledged: Acknowledged, *, timeout: float | None = None) -> None:
         """Hand an event to its lane, when there is room.
@@ -356,6 +359,7 @@ class Lanes(Generic[Acknowledged]):
         self._settle([entry[1] for entry in entries], failure)
 
 
+@checked
 class BufferedPublisher:
     """Publishes events of any number of threads together, a commit for many, and acknowledges each after its commit.
 
@@ -372,6 +376,7 @@ class BufferedPublisher:
         self._registry = registry
         self._lanes: Lanes[Acknowledgement] = Lanes(publisher, registry, Bounds(**bounds), _settle)
 
+    @checks_itself
     def publish(self, publication: Publication, *, timeout: float | None = None) -> Acknowledgement:
         """Give one event; its acknowledgement is done when the event is committed, or cannot be.
 
@@ -389,6 +394,9 @@ class BufferedPublisher:
         Callbacks of the acknowledgement run in the thread that commits: they should be short, and must not wait for
         other events.
         """
+        check_publication(publication)
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
         event = self._lanes.place(publication, self._registry.cached_topic(publication.topic))
         acknowledgement = Acknowledgement()
         self._lanes.put(event, acknowledgement, timeout=timeout)
@@ -453,6 +461,8 @@ class Acknowledgement:
 
         Raises `TimeoutError` after `timeout` seconds; the event is on its way still.
         """
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
         if not self._done:
             self._wait(timeout)
         return self._error
@@ -462,6 +472,8 @@ class Acknowledgement:
 
         What it raises is logged.
         """
+        if not callable(callback):
+            raise ValidationError(f"callback must be a function, not {type(callback).__name__}")
         with _watching:
             if not self._done:
                 self._callbacks = (*self._callbacks, callback)
@@ -511,22 +523,6 @@ def _settle(acknowledgements: Sequence[Acknowledgement], failure: Callable[[], E
         watched = [each for each, error in zip(acknowledgements, errors, strict=False) if each.finish(error)]
     for each in watched:
         each.tell()
-
-
-_new = object.__new__
-_set = object.__setattr__
-
-
-def _copy(publication: Publication) -> Publication:
-    """The same event with its metadata as it is now: a caller may go on using that."""
-    # Its rules were checked when it was made: to make it as usual would take three times as long.
-    placed = _new(Publication)
-    _set(placed, "topic", publication.topic)
-    _set(placed, "value", publication.value)
-    _set(placed, "key", publication.key)
-    _set(placed, "metadata", dict(publication.metadata))
-    _set(placed, "partition", publication.partition)
-    return placed
 
 
 def _by_topic(entries: Sequence[Entry[Acknowledged]]) -> list[list[Entry[Acknowledged]]]:

@@ -19,6 +19,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.connections import check_encoding
 from eventsql_orchestration.errors import (
@@ -39,9 +40,11 @@ from eventsql_orchestration.log.consumption import (
     Progress,
 )
 from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.log.handlers import check_handler
 from eventsql_orchestration.log.layouts import HELD_BACK, Layouts
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange, how_often
+from eventsql_orchestration.rules import check_kind, check_name, check_seconds, check_text, check_whole
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,13 @@ class Claim:
     owner: str
     position: int
     shard: str | None = None
+
+    def __post_init__(self) -> None:
+        check_kind("range", self.range, OffsetRange)
+        check_name("consumer name", self.consumer)
+        check_text("owner", self.owner)
+        for name in ("id", "events", "epoch", "position"):
+            check_whole(f"{name} of a claim", getattr(self, name), least=0)
 
     @property
     def key(self) -> ConsumerPartition:
@@ -125,6 +135,7 @@ class Processed:
     failure: Failure | None = None
 
 
+@checked
 class Claims:
     """Makes, renews, commits and releases claims."""
 
@@ -159,10 +170,9 @@ class Claims:
         Gives a `NoClaim` when another transaction has the partition, another owner leases it, it is paused, waits for a
         retry, for other partitions or is blocked, or too few events wait. Raises `ConsumerNotFoundError`.
         """
-        if not 1 <= min_events <= max_events:
+        if min_events > max_events:
             raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
-        if lease <= 0 or timeout <= 0 or max_wait < 0:
-            raise ValidationError("lease and timeout are positive numbers of seconds, max_wait is not negative")
+        check_seconds("timeout", timeout, zero=False)
         attempt = partial(
             self._claim, ConsumerPartition(topic, consumer, partition), owner=owner, min_events=min_events,
             max_events=max_events, max_wait=max_wait, lease=lease, timeout=timeout, isolate=isolate,
@@ -404,7 +414,8 @@ class Claims:
 
         Raises `ClaimLostError`, and `ValidationError` for a connection outside of a transaction.
         """
-        self._locked(connection, claim)
+        with self._database.errors(connection):
+            self._locked(connection, claim)
 
     def _locked(self, connection: Connection, claim: Claim) -> LockedPartition:
         check_encoding(connection)
@@ -447,6 +458,10 @@ class Claims:
         (all that were left up to there by default). Raises `ClaimLostError`; the caller's transaction must then be
         rolled back.
         """
+        with self._database.errors(connection):
+            return self._commit(connection, claim, consumed=consumed, upto=upto)
+
+    def _commit(self, connection: Connection, claim: Claim, *, consumed: int | None, upto: int | None) -> Claim:
         locked = self._locked(connection, claim)
         rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
         row = connection.cursor(row_factory=tuple_row).execute(
@@ -548,8 +563,7 @@ class Claims:
         is committed, the event is noted for a retry or blocks the partition, and the rest is given back. Raises
         `ClaimLostError`.
         """
-        if batch < 1:
-            raise ValidationError(f"batch must be at least 1: {batch}")
+        check_handler(handler, "events", "connection")
         consumed, size, check = 0, batch, False
         while True:
             try:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
@@ -33,7 +34,7 @@ from eventsql_orchestration.log.refusals import Refusals
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.log.running import MAX_WORKERS, Consumption
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
-from eventsql_orchestration.rules import Duration, check_seconds, check_whole
+from eventsql_orchestration.rules import Duration, check_seconds
 
 SINGLE_BATCH: Final = 100
 """How many events a consumer of single events reads at a time; each has a savepoint of its own."""
@@ -65,7 +66,7 @@ class _Plan:
 
 
 def _check(min_events: int, max_events: int) -> None:
-    if not 1 <= min_events <= max_events:
+    if min_events > max_events:
         raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
 
 
@@ -81,6 +82,7 @@ def _came_to(progress: Progress, plan: _Plan, *, full: bool) -> Pass:
     return Pass(progress, due_in=0.0)
 
 
+@checked
 class Consumers:
     """Starts consumers in this process. Any number of processes may run the same one; they share its partitions.
 
@@ -212,7 +214,6 @@ class Consumers:
         polling_delay: float,
         workers: int,
     ) -> Consumption:
-        check_whole("workers", workers, least=1)
         keys = self._keys(topic, consumer)
         partitioned = keys[0].partition != NOT_PARTITIONED
         started = Consumption(

@@ -22,13 +22,14 @@ from typing import Any, Final, TypeAlias
 from psycopg import sql
 from psycopg.rows import tuple_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import EventSQLError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.reader import Reader
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, MAX_PARTITIONS, ConsumerState, Event, Publication, Topic
-from eventsql_orchestration.rules import check_range, check_text, check_whole
+from eventsql_orchestration.rules import NO_METADATA, check_metadata, check_range, check_text, check_whole, shown
 from eventsql_orchestration.sharding import ANYWHERE
 
 CONSUMER: Final = "dlt_consumer"
@@ -161,7 +162,7 @@ class LetterFilter:
     consumer: str | None = None
     exception: str | None = None
     key: str | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
     after: int = 0
     upto: int | None = None
     ids: Collection[int] | None = None
@@ -172,17 +173,13 @@ class LetterFilter:
         for what in ("consumer", "exception", "key"):
             if (text := getattr(self, what)) is not None:
                 check_text(what, text)
-        if not isinstance(self.metadata, Mapping):
-            raise ValidationError(f"metadata must be a mapping, not {type(self.metadata).__name__}")
-        for name, value in self.metadata.items():
-            check_text("a metadata name", name)
-            check_text(f"metadata {name!r}", value)
+        object.__setattr__(self, "metadata", check_metadata(self.metadata))
         check_whole("after", self.after, least=0)
         if self.upto is not None and check_whole("upto", self.upto, least=0) < self.after:
             raise ValidationError(f"no range of offsets: after {self.after} up to {self.upto}")
         if self.ids is not None:
             if isinstance(self.ids, str | bytes) or not isinstance(self.ids, Iterable):
-                raise ValidationError(f"ids must be whole numbers, not {self.ids!r}")
+                raise ValidationError(f"ids must be whole numbers, not {shown(self.ids)}")
             ids = sorted({check_whole("the id of a dead letter", each, least=1) for each in self.ids})
             object.__setattr__(self, "ids", tuple(ids))
         check_range(self.since, self.until)
@@ -223,6 +220,7 @@ class _Window:
 _COUNT: Final = sql.SQL("SELECT pg_catalog.count(*), pg_catalog.count(matching.eql_redriven_at) FROM ({}) matching")
 
 
+@checked
 class DeadLetters:
     """Makes, lists and redrives the dead letters of topics."""
 
@@ -253,9 +251,11 @@ class DeadLetters:
             with self._database.connection() as pooled:
                 return self.topic_of(topic, pooled)
         name = topic + DEAD_LETTER_SUFFIX
-        # The connection may be a handler's, with a row factory of its own.
-        cursor = connection.cursor(row_factory=tuple_row).execute(self._log_queries("topic_exists"), {"topic": name})
-        return name if cursor.fetchone() == (True,) else None
+        with self._database.errors(connection):
+            # The connection may be a handler's, with a row factory of its own.
+            cursor = connection.cursor(row_factory=tuple_row)
+            row = cursor.execute(self._log_queries("topic_exists"), {"topic": name}).fetchone()
+        return name if row == (True,) else None
 
     def accepts(self, topic: str, connection: Connection | None = None) -> bool:
         """Whether there is anything that may take an event of `topic` whose attempts are spent."""
@@ -291,7 +291,6 @@ class DeadLetters:
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> RedrivePlan:
         """What `redrive` would do now. Nothing is written. Raises as `redrive`."""
-        _check_limit(limit)
         wanted = letters or LetterFilter()
         self._registry.topic(topic)
         source = self._source(topic)
@@ -320,7 +319,6 @@ class DeadLetters:
         Raises `TopicNotFoundError` where the topic or its dead letter topic does not exist, `EventSQLError` for ids
         that no dead letter has, before anything is redriven; otherwise as `Publisher.publish_all`.
         """
-        _check_limit(limit)
         wanted = letters or LetterFilter()
         target, source = self._registry.topic(topic), self._source(topic)
         redriven = 0
@@ -386,7 +384,6 @@ class DeadLetters:
 
         Raises `TopicNotFoundError` where it has no dead letter topic, `EventSQLError` for ids that no letter has.
         """
-        _check_limit(limit)
         wanted = letters or LetterFilter()
         source = self._source(topic)
         windows = self._windows(source, wanted)
@@ -441,11 +438,6 @@ class DeadLetters:
             self._queries("letters", topic=source), {"letters": source, "ids": ids}, binary=True, prepare=False
         )
         return [DeadLetter(source, *columns, redriven_at=redriven_at) for *columns, redriven_at in rows]
-
-
-def _check_limit(limit: int | None) -> None:
-    if limit is not None:
-        check_whole("limit", limit, least=0)
 
 
 def _unknown(source: str, ids: Sequence[int]) -> EventSQLError:

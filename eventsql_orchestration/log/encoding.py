@@ -58,7 +58,7 @@ def encode(publication: Publication, partition: int) -> bytes:
         key_bytes = key.encode()
         encoded_key = _length(len(key_bytes)) + key_bytes
     if metadata:
-        text = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")).encode()
+        text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode()
         encoded_metadata = _length(len(text)) + text
     else:
         encoded_metadata = _NO_METADATA

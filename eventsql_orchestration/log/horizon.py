@@ -26,11 +26,12 @@ import sqlalchemy
 from psycopg import sql
 from psycopg.rows import tuple_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.database import describe
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.errors import DatabaseError, ValidationError
-from eventsql_orchestration.rules import check_whole
+from eventsql_orchestration.rules import check_name, check_text, check_whole, shown
 
 MAX_TRANSACTION: Final = 2**64 - 1
 """`xid8` has 64 bits without a sign."""
@@ -52,7 +53,7 @@ class Checkpoint:
         transaction: object = self.transaction
         if isinstance(transaction, bool) or not isinstance(transaction, int) or not 0 <= transaction <= MAX_TRANSACTION:
             raise ValidationError(
-                f"a transaction id is a whole number from 0 to {MAX_TRANSACTION}, not {transaction!r}"
+                f"a transaction id is a whole number from 0 to {MAX_TRANSACTION}, not {shown(transaction)}"
             )
         check_whole("a position", self.position)
 
@@ -62,11 +63,19 @@ class Checkpoint:
     @classmethod
     def parse(cls, text: str) -> Checkpoint:
         """The checkpoint that `str()` wrote. Raises `ValidationError` for anything else."""
-        transaction, _, position = text.partition(":")
+        transaction, _, position = check_text("text", text).partition(":")
         try:
             return cls(int(transaction), int(position))
         except ValueError as error:
             raise ValidationError(f"a checkpoint is written as transaction:position, not {text!r}") from error
+
+
+def _conditions(only: Mapping[str, object] | None) -> dict[str, object]:
+    conditions = {check_name("a column of only", column): value for column, value in (only or {}).items()}
+    for column, value in conditions.items():
+        if isinstance(value, str):
+            check_text(f"only[{column!r}]", value)
+    return conditions
 
 
 START: Final = Checkpoint(0, 0)
@@ -81,6 +90,7 @@ class HorizonRow:
     values: tuple[Any, ...]
 
 
+@checked
 class HorizonReader:
     """Reads one table in the second ordering; keeps no connection and no state, so that any thread may use it."""
 
@@ -97,8 +107,10 @@ class HorizonReader:
         """`transaction` and `position` name the columns that order `table`, which lies in the platform's schema unless
         `schema` says otherwise.
         """
-        if isinstance(columns, str):
-            raise ValidationError("columns is a sequence of names, not one text")
+        for name in (table, transaction, position, *columns):
+            check_name("name of a table or column", name)
+        if schema is not None:
+            check_name("schema", schema)
         self._database = database
         self._table = f"{schema or database.schema}.{table}"
         self._names = {
@@ -129,7 +141,7 @@ class HorizonReader:
         server has not had yet, as a dump that was restored has, and for a table or column that is not there.
         """
         check_whole("limit", limit, least=1)
-        conditions = dict(only or {})
+        conditions = _conditions(only)
         values = {
             "transaction": str(after.transaction),
             "position": after.position,
@@ -163,7 +175,7 @@ class HorizonReader:
         self, *, only: Mapping[str, object] | None = None, connection: Connection | sqlalchemy.Connection | None = None
     ) -> int:
         """How many rows are committed and lie beyond the horizon: they wait for a transaction that goes on."""
-        conditions = dict(only or {})
+        conditions = _conditions(only)
         values = {f"only_{number}": value for number, value in enumerate(conditions.values())}
         with self._on(connection) as joined:
             cursor = joined.cursor(row_factory=tuple_row)

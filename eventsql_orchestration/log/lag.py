@@ -9,6 +9,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Final, TypeAlias
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.log.layouts import layouts
 from eventsql_orchestration.log.reader import Reader
@@ -59,6 +60,7 @@ class ConsumerLag:
     shard: str | None = None
 
 
+@checked
 class LagReader:
     """Reads lag. It takes a few statements per consumer partition, all of them served by indexes."""
 

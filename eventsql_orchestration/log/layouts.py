@@ -20,6 +20,7 @@ from typing import Any, Final
 import psycopg
 from psycopg.rows import tuple_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import BACKFILL_MARK
@@ -53,6 +54,7 @@ HELD_BACK: Final = Settled(
 )
 
 
+@checked
 class Layouts:
     """Reads the layouts of topics, and lets consumers come from one to the next."""
 

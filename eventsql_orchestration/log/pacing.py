@@ -13,6 +13,8 @@ import time
 import weakref
 from typing import Final
 
+from eventsql_orchestration.boundary import checked
+
 REST_RATE: Final = 2_000.0
 """Events per second above which partitions rest; from twice as many on, for the whole of their time. Below, each is
 passed over as soon as it has an event: publish to handler took 10 ms then, with rests it takes that and half a rest."""
@@ -60,6 +62,7 @@ class Pace:
         return (now + rest / 2) // rest * rest + rest
 
 
+@checked
 class Paces:
     """The paces of consumers; each is forgotten with the last consumption that keeps it."""
 

@@ -12,7 +12,7 @@ from psycopg.rows import TupleRow, tuple_row
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import MAX_AGE, NOT_PARTITIONED
-from eventsql_orchestration.rules import check_time, check_whole
+from eventsql_orchestration.rules import check_time, check_whole, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Back:
     def __post_init__(self) -> None:
         duration: object = self.duration
         if not isinstance(duration, timedelta) or not timedelta() < duration <= MAX_AGE:
-            raise ValidationError(f"a duration must be above 0 and at most a hundred years, not {duration}")
+            raise ValidationError(f"a duration must be above 0 and at most a hundred years, not {shown(duration)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ def starting_at(start: Start) -> Place:
         case "latest":
             return Latest()
         case int() if not isinstance(start, bool):
-            return AtOffset(start)
+            return AtOffset(check_whole("start", start, least=0))
         case datetime():
-            return AtTime(start)
+            return AtTime(check_time("start", start))
     raise ValidationError(
         "start must be 'earliest', 'latest', an offset, a time with its zone, or one of Earliest(), Latest(), "
-        f"AtOffset(…), AtTime(…) and Back(…), not {start!r}"
+        f"AtOffset(…), AtTime(…) and Back(…), not {shown(start)}"
     )
 
 

@@ -20,6 +20,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import Json
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.log import encoding
@@ -27,6 +28,7 @@ from eventsql_orchestration.log.partitioner import Partitioner, default_partitio
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.log.writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.model import Publication, Topic, check_partition
+from eventsql_orchestration.rules import check_kind
 from eventsql_orchestration.sharding import ANYWHERE, ShardSet
 
 REDEFINITIONS: Final = 5
@@ -47,6 +49,7 @@ Encoded: TypeAlias = tuple[str, bytes]
 """An event's topic and the rest of its row."""
 
 
+@checked
 class Publisher:
     """Publishes events. One instance serves any number of threads."""
 
@@ -83,6 +86,7 @@ class Publisher:
         """
         self._partitioner = partitioner
 
+    @checks_itself
     def publish(
         self,
         publication: Publication,
@@ -102,16 +106,14 @@ class Publisher:
         Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, and `RedefinitionError` when the
         topic does not stop being redefined; in each case nothing was published. `DatabaseUnavailableError` where the
         connection was lost: in the commit, whether the event is published is not known then. A caller's transaction
-        that is not `READ COMMITTED` fails as others of its kind do where the topic has changed since it began.
+        that is not `READ COMMITTED` fails with `DatabaseBusyError` where the topic has changed since it began.
 
         Where the database is a shard, an event whose key belongs to another one raises `WrongShardError`. `placed` is
         the set by which a caller has chosen this shard for it already.
         """
-        try:
-            name = publication.topic
-        except AttributeError:
-            raise _no_publication(publication) from None
-        topic = self._definition(name, placed)
+        check_publication(publication)
+        check_kind("placed", placed, ShardSet | None)
+        topic = self._definition(publication.topic, placed)
         partition = self._partition(publication, topic)
         statement = "publish" if connection is None else "publish_joined"
         with self._connection(connection) as driver:
@@ -205,20 +207,21 @@ class Publisher:
             partitions = (default_partition(each, topic.partitions) for each in publications)
         else:
             partitions = [self._partition(each, topic) for each in publications]
-        rows = map(encoding.encode, publications, partitions)
-        # Any other mapping may be the caller's code, which may fail or take its time.
-        return rows if {type(each.metadata) for each in publications} == {dict} else iter(list(rows))
+        return map(encoding.encode, publications, partitions)
 
     @property
     def hashes_keys(self) -> bool:
         """Whether an event with a key has its partition by `default_partition`, unless it names one."""
         return self._partitioner is default_partition
 
+    @checks_itself
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
         """The partition that a publication goes to; `topic` is its topic where the caller has looked it up.
 
         Raises `TopicNotFoundError`, and `PartitionOutOfRangeError` when its topic has no such partition.
         """
+        check_publication(publication)
+        check_kind("topic", topic, Topic | None)
         return self._partition(publication, topic or self._registry.cached_topic(publication.topic))
 
     def _definition(self, name: str, placed: ShardSet | None) -> Topic:
@@ -244,10 +247,7 @@ class Publisher:
     ) -> Iterator[Encoded]:
         """The rows of publications; the definitions that their partitions are chosen by are added to `topics`."""
         for publication in publications:
-            try:
-                name = publication.topic
-            except AttributeError:
-                raise _no_publication(publication) from None
+            name = check_publication(publication).topic
             topic = topics.get(name)
             if topic is None:
                 topic = topics[name] = self._definition(name, placed)
@@ -264,7 +264,7 @@ class Publisher:
                 "partition": partition,
                 "key": publication.key,
                 "value": publication.value,
-                "metadata": Json(dict(publication.metadata)),
+                "metadata": Json(publication.metadata),
                 "partitions": topic.partitions,
                 "layout": topic.layout,
             },
@@ -313,9 +313,13 @@ def check_many(publications: object) -> None:
         )
 
 
-def _no_publication(given: object) -> ValidationError:
-    return ValidationError(
-        f"a Publication is needed, not {type(given).__name__}: Publication(topic, value, key=…, metadata=…)"
+def check_publication(publication: object) -> Publication:
+    """Return `publication`, or raise `ValidationError` for anything else."""
+    if isinstance(publication, Publication):
+        return publication
+    raise ValidationError(
+        f"publication: a Publication is needed, not {type(publication).__name__}: "
+        "Publication(topic, value, key=…, metadata=…)"
     )
 
 
@@ -330,13 +334,7 @@ def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iter
     source = iter(publications)
     for publication in source:
         first.append(publication)
-        try:
-            size += encoding.size(publication)
-        except AttributeError:
-            if isinstance(publication, Publication):
-                # Its metadata is a mapping of the caller's.
-                raise
-            raise _no_publication(publication) from None
+        size += encoding.size(check_publication(publication))
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None

@@ -9,8 +9,8 @@ from psycopg.rows import tuple_row
 from psycopg.types.numeric import Int8BinaryLoader
 from psycopg.types.string import TextBinaryLoader
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
 
@@ -47,6 +47,7 @@ def fetch(
     return [Event(topic, *row) for row in cursor.fetchall()]
 
 
+@checked
 class Reader:
     """Reads any range of any topic, as often as wanted."""
 
@@ -77,8 +78,6 @@ class Reader:
         limit: int | None = None,
     ) -> list[Event]:
         """At most `limit` events with `after < id <= upto`, of one partition or of all, in order."""
-        if limit is not None and limit < 0:
-            raise ValidationError(f"limit must not be negative: {limit}")
         wanted = self._partition(topic, partition)
         with self._database.connection() as connection:
             return fetch(connection, self._queries, topic, partition=wanted, after=after, upto=upto, limit=limit)
@@ -93,8 +92,6 @@ class Reader:
         batch: int = 5_000,
     ) -> Iterator[list[Event]]:
         """The same in lists of at most `batch` events, each read when it is asked for; ends at the log's end."""
-        if batch < 1:
-            raise ValidationError(f"batch must be at least 1: {batch}")
         while events := self.read(topic, after=after, upto=upto, partition=partition, limit=batch):
             yield events
             after = events[-1].id

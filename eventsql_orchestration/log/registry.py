@@ -14,6 +14,7 @@ from sqlalchemy import Connection, any_, delete, func, null, select, true, updat
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.schema import DropTable
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import Database, Queries, driver_connection, tables
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import (
@@ -28,6 +29,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.log import layouts, segments
 from eventsql_orchestration.log.positions import Earliest, Start, resolve, starting_at
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, EventFilter, Retention, Topic
+from eventsql_orchestration.rules import check_text
 from eventsql_orchestration.sharding import HELD, ShardSet
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ _TOPICS: Final = select(
 )  # fmt: skip
 
 
+@checked
 class Registry:
     """The topics and consumers of one database. Every registration is idempotent."""
 
@@ -140,6 +143,7 @@ class Registry:
             raise _no_topic(name)
         return topic
 
+    @checks_itself
     def cached_topic(self, name: str) -> Topic:
         """The same from memory when it was looked up within the last seconds, for publishers."""
         known = self.known(name)
@@ -151,8 +155,11 @@ class Registry:
             self._cache[name] = (now, topic)
         return topic
 
+    @checks_itself
     def known(self, name: str) -> Topic | None:
         """The same without asking the database; None when it would have to be looked up."""
+        if type(name) is not str:
+            check_text("name", name)
         with self._cache_lock:
             entry = self._cache.get(name)
         return entry[1] if entry is not None and time.monotonic() - entry[0] < CACHE_SECONDS else None
@@ -239,12 +246,7 @@ class Registry:
         Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic that is not, or a start or
         filter that cannot be; `RedefinitionError` for one that has consumed events in the other form.
         """
-        if max_attempts < 1:
-            raise ValidationError(f"max_attempts must be at least 1, not {max_attempts}")
         position = starting_at(start)
-        given: object = filter
-        if given is not None and not isinstance(given, EventFilter):
-            raise ValidationError(f"filter must be an EventFilter, not {type(given).__name__}")
         with self._database.core() as connection:
             lock_registry(connection)
             topic = find_topic(connection, consumer.topic)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import psycopg
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
 from eventsql_orchestration.log import guards, segments
@@ -53,6 +54,7 @@ class Repartitioning:
     consumers: tuple[str, ...]
 
 
+@checked
 class Repartitioner:
     """Changes the number of partitions of topics that have events and consumers."""
 

@@ -14,6 +14,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError
@@ -65,6 +66,7 @@ class _Content:
     newest_at: datetime | None
 
 
+@checked
 class Retainer:
     """Drops what topics need not keep any longer, by the `Retention` of each."""
 

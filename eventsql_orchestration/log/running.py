@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, TypeAlias
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.log.consumption import ConsumerPartition
@@ -58,6 +59,7 @@ class _Turn:
         return 1 if now >= self.enough_at else self.least
 
 
+@checked
 class Consumption:
     """A running consumer of this process. Ends with `stop`, or with the block that it is the context of.
 

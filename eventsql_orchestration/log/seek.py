@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, func, select, text
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, PartitionLeasedError
 from eventsql_orchestration.log import layouts
@@ -46,6 +47,7 @@ class Move:
     shard: str | None = None
 
 
+@checked
 class Seeker:
     """Moves consumers. Who consumes by the old offset meanwhile commits nothing any more."""
 

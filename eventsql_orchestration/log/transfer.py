@@ -11,8 +11,9 @@ from typing import Final
 
 import psycopg
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.database import describe, translate
+from eventsql_orchestration.database.database import describe
 from eventsql_orchestration.errors import DatabaseError, EventSQLError
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.log.writer import LogWriter
@@ -27,6 +28,7 @@ FIRST_DELAY: Final = 0.005
 caller's transaction publishes a little later, by a commit that nobody tells of, is found soon."""
 
 
+@checked
 class Transfer:
     """Moves buffered events into their topics' logs.
 
@@ -140,14 +142,14 @@ class Transfer:
                             failed[topic] = self._fault(topic, error)
                             logger.error("%s", failed[topic])
         except psycopg.Error as error:
-            raise DatabaseError(f"{self._database} refused to transfer: {describe(error)}") from error
+            raise self._database.meaning(error) from error
         moved = {topic: count for topic, count in counts.items() if count}
         if moved:
             self._announce(moved)
         return newest, moved
 
     def _fault(self, topic: str, error: psycopg.Error) -> EventSQLError:
-        kind = type(translate(error, str(self._database), self._database.schema) or DatabaseError())
+        kind = type(self._database.meaning(error))
         fault = kind(f"the events of topic {topic!r} stay in the buffer of {self._database}: {describe(error)}")
         fault.__cause__ = error
         return fault

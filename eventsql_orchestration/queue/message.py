@@ -9,7 +9,7 @@ from uuid import UUID
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
-from eventsql_orchestration.rules import MAX_VALUE_BYTES, check_text
+from eventsql_orchestration.rules import MAX_VALUE_BYTES, check_text, check_whole
 
 MAX_MESSAGES: Final = 10_000
 """In one receive. More would sit in memory longer than their visibility timeout lasts."""
@@ -56,17 +56,6 @@ def check_key(key: str | None) -> str | None:
     return None if key is None else check_text("key", key, most=MAX_KEY_BYTES)
 
 
-def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a message's metadata, or raise `ValidationError` unless it maps text to text without NUL."""
-    if not isinstance(metadata, Mapping):
-        raise ValidationError(f"metadata must be a mapping, not {type(metadata).__name__}")
-    return {
-        check_text("a metadata name", name): check_text(f"metadata {name!r}", value) for name, value in metadata.items()
-    }
-
-
 def check_max_messages(max_messages: object) -> int:
     """Return `max_messages`, or raise `ValidationError`: 1 to 10,000."""
-    if isinstance(max_messages, bool) or not isinstance(max_messages, int) or not 1 <= max_messages <= MAX_MESSAGES:
-        raise ValidationError(f"max_messages must be a whole number from 1 to {MAX_MESSAGES}, not {max_messages!r}")
-    return max_messages
+    return check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final
 
 import sqlalchemy
 from psycopg.rows import class_row, scalar_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import MessageNotFoundError
 from eventsql_orchestration.queue.message import (
@@ -18,13 +17,11 @@ from eventsql_orchestration.queue.message import (
     check_body,
     check_key,
     check_max_messages,
-    check_metadata,
 )
-from eventsql_orchestration.rules import Duration, check_name, check_seconds
-
-_NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
+from eventsql_orchestration.rules import NO_METADATA, Duration, check_metadata, check_name, check_seconds
 
 
+@checked
 class Queue:
     """The queue called `name`; it exists as soon as a message is sent to it.
 
@@ -46,7 +43,7 @@ class Queue:
         body: bytes,
         *,
         key: str | None = None,
-        metadata: Mapping[str, str] = _NO_METADATA,
+        metadata: Mapping[str, str] = NO_METADATA,
         delay: Duration = 0.0,
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> int:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterable
 from typing import Unpack
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import PublisherClosedError, WrongShardError
 from eventsql_orchestration.log.asynchronous import AsyncPublisher
 from eventsql_orchestration.log.buffered import CLOSE_TIMEOUT, Acknowledgement, BoundOptions, Bounds, BufferedPublisher
-from eventsql_orchestration.log.publisher import Publisher
+from eventsql_orchestration.log.publisher import Publisher, check_publication
 from eventsql_orchestration.model import Publication, Topic
 from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
@@ -50,6 +51,7 @@ class _LanePublisher(Publisher):
             raise
 
 
+@checked
 class ShardedBufferedPublisher(BufferedPublisher):
     """A `BufferedPublisher` over shards: the bounds are those of each shard.
 
@@ -66,9 +68,10 @@ class ShardedBufferedPublisher(BufferedPublisher):
         self._closed = False
         self._of: dict[Member, BufferedPublisher] = {}
 
+    @checks_itself
     def publish(self, publication: Publication, *, timeout: float | None = None) -> Acknowledgement:
         """As on one database. Raises also `ShardUnavailableError`, `ShardPendingError`."""
-        self._sharded.check_same(publication.topic)
+        self._sharded.check_same(check_publication(publication).topic)
         if publication.key is None:
             return self._on(self._members.any()).publish(publication, timeout=timeout)
         deadline = time.monotonic() + self._members.timeout
@@ -107,6 +110,7 @@ class ShardedBufferedPublisher(BufferedPublisher):
             each.close(_left(deadline))
 
 
+@checked
 class ShardedAsyncPublisher(AsyncPublisher):
     """An `AsyncPublisher` over shards, as `ShardedBufferedPublisher` is a `BufferedPublisher`."""
 
@@ -119,9 +123,10 @@ class ShardedAsyncPublisher(AsyncPublisher):
         self._of: dict[Member, AsyncPublisher] = {}
         self._compared: set[str] = set()
 
+    @checks_itself
     async def enqueue(self, publication: Publication) -> asyncio.Future[None]:
         """As on one database. Raises also `ShardUnavailableError`, `ShardPendingError`."""
-        if publication.topic not in self._compared:
+        if check_publication(publication).topic not in self._compared:
             await asyncio.to_thread(self._sharded.check_same, publication.topic)
             self._compared.add(publication.topic)
         if publication.key is None:

@@ -7,8 +7,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.errors import (
     DatabaseError,
     DatabaseUnavailableError,
@@ -29,10 +29,8 @@ from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
 from eventsql_orchestration.sharded.registry import ShardedRegistry
 
-if TYPE_CHECKING:
-    from eventsql_orchestration.platform import EventSQL
 
-
+@checked
 class ShardedConsumption(Consumption):
     """A running consumer of this process, on all shards. Shards that are down, or join later, are taken up then."""
 
@@ -90,6 +88,7 @@ class ShardedConsumption(Consumption):
         self.stop()
 
 
+@checked
 class ShardedConsumers(Consumers):
     """`Consumers` over shards. `workers` is per shard, and so are the offsets of events.
 
@@ -103,12 +102,12 @@ class ShardedConsumers(Consumers):
         self._gates = gates
         self.paces = Paces()
         for platform in members.platforms:
-            self.join(platform)
+            self.join(platform.consumers)
         self._started: weakref.WeakSet[ShardedConsumption] = weakref.WeakSet()
 
-    def join(self, platform: EventSQL) -> None:
+    def join(self, consumers: Consumers) -> None:
         """Have the consumers of a shard keep pace with those of the others."""
-        platform.consumers.paces = self.paces
+        consumers.paces = self.paces
 
     def start(
         self,
@@ -210,6 +209,7 @@ class ShardedConsumers(Consumers):
         return all(ended)
 
 
+@checked
 class ShardedTransfer(Transfer):
     """A `Transfer` over shards. Finishes what was published over several at once, too."""
 
@@ -282,6 +282,7 @@ class ShardedTransfer(Transfer):
             platform.transfer.close()
 
 
+@checked
 class ShardedRetainer(Retainer):
     """A `Retainer` over shards: each keeps of a topic what its retention says."""
 

@@ -24,6 +24,7 @@ from typing import Final
 
 import psycopg
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.log.parts import Announcement, Part, Parts
 from eventsql_orchestration.platform import EventSQL
@@ -57,6 +58,7 @@ class Unfinished:
         return f"batch {self.batch} of writer {self.writer!r} is not finished: {self.reason}"
 
 
+@checked
 class Decisions:
     """Finishes publications over several shards, for whoever comes."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.log.dead_letters import (
@@ -36,6 +37,7 @@ ABANDONED_SECONDS: Final = 5.0
 which such a one of that topic could not outlive in any case."""
 
 
+@checked
 class ShardedSeeker(Seeker):
     """A `Seeker` over shards: a consumer moves on all of them, one after the other."""
 
@@ -95,6 +97,7 @@ def _check_position(position: Position) -> None:
         )
 
 
+@checked
 class ShardedDeadLetters(DeadLetters):
     """`DeadLetters` over shards: a letter lies on the shard of its event, and is redriven there."""
 
@@ -183,6 +186,7 @@ def _check_ids(letters: LetterFilter | None) -> None:
         )
 
 
+@checked
 class ShardedRepartitioner(Repartitioner):
     """A `Repartitioner` over shards: keys stay on their shard, and in order there, so one after the other will do."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Unpack
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.errors import ShardError
 from eventsql_orchestration.log.asynchronous import AsyncPublisher
 from eventsql_orchestration.log.buffered import BoundOptions, BufferedPublisher
@@ -51,6 +52,7 @@ class Standing:
     state: Literal["takes events", "down", "joining", "prepared"]
 
 
+@checked
 class ShardedEventSQL(EventSQL):
     """Events over several PostgreSQL databases; `EventSQL(url, url, …)` makes one. See docs/shards.md."""
 
@@ -125,7 +127,7 @@ class ShardedEventSQL(EventSQL):
         # Before anything is published to it or consumed from it.
         platform.publisher.configure_partitioner(self._publisher.chosen)
         platform.dead_letters.configure(self._dead_letters.made_by)
-        self.consumers.join(platform)
+        self.consumers.join(platform.consumers)
         self._members.add(platform)
 
     def standing(self) -> list[Standing]:

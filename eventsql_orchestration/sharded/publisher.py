@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import sqlalchemy
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import Connection, driver_connection
 from eventsql_orchestration.errors import (
     PartlyPublishedError,
@@ -23,8 +24,15 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log import encoding
 from eventsql_orchestration.log.partitioner import Partitioner, default_partition
-from eventsql_orchestration.log.publisher import STRAIGHT_BYTES, STRAIGHT_MOST, Publisher
+from eventsql_orchestration.log.publisher import (
+    STRAIGHT_BYTES,
+    STRAIGHT_MOST,
+    Publisher,
+    check_many,
+    check_publication,
+)
 from eventsql_orchestration.model import Publication, Topic
+from eventsql_orchestration.rules import check_kind
 from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
 from eventsql_orchestration.sharded.placing import Placing
@@ -33,6 +41,7 @@ from eventsql_orchestration.sharded.streaming import Stream
 from eventsql_orchestration.sharding import ShardSet
 
 
+@checked
 class ShardedPublisher(Publisher):
     """A `Publisher` over shards."""
 
@@ -66,7 +75,9 @@ class ShardedPublisher(Publisher):
         """Whether partitions within a shard are those of the keys' hash."""
         return self._chosen is default_partition
 
+    @checks_itself
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
+        check_publication(publication)
         if publication.key is None:
             return self._members.any().platform.publisher.partition_of(publication, topic)
         return self._members.keyed(
@@ -75,12 +86,13 @@ class ShardedPublisher(Publisher):
             topic=publication.topic,
         )
 
+    @checks_itself
     def publish(
         self,
         publication: Publication,
         *,
         connection: Connection | sqlalchemy.Connection | None = None,
-        placed: ShardSet | None = None,  # noqa: ARG002 - of one shard
+        placed: ShardSet | None = None,
     ) -> None:
         """Publish one event on the shard of its key; without a key, on one that can be reached.
 
@@ -91,7 +103,8 @@ class ShardedPublisher(Publisher):
         waits for such; `ShardPendingError` where it is being added for longer than that. Nothing was published then.
         Otherwise as on one database.
         """
-        self._sharded.check_same(publication.topic)
+        check_kind("placed", placed, ShardSet | None)
+        self._sharded.check_same(check_publication(publication).topic)
         if connection is not None:
             with self._joined(connection) as publisher:
                 publisher.publish(publication, connection=connection)
@@ -118,10 +131,11 @@ class ShardedPublisher(Publisher):
         if connection is not None:
             with self._joined(connection) as publisher:
                 return publisher.publish_all(publications, connection=connection)
+        check_many(publications)
         first, rest = _begin(publications)
         if rest is None:
             return _Batch(self._members, self._sharded, self._submit).publish(first)
-        return Stream(self._members, self._sharded).publish(chain(first, rest))
+        return Stream(self._members, self._sharded).publish(chain(first, map(check_publication, rest)))
 
     @contextmanager
     def _joined(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Publisher]:
@@ -154,7 +168,7 @@ def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iter
     size, source = 0, iter(publications)
     for publication in source:
         first.append(publication)
-        size += encoding.size(publication)
+        size += encoding.size(check_publication(publication))
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseUnavailableError,
@@ -21,6 +22,7 @@ from eventsql_orchestration.sharded.member import Member
 from eventsql_orchestration.sharded.members import Members
 
 
+@checked
 class ShardedRegistry(Registry):
     """A `Registry` over shards.
 
@@ -81,12 +83,14 @@ class ShardedRegistry(Registry):
             raise ShardsDifferError(_difference(name, found))
         self._compared.add(name)
 
+    @checks_itself
     def cached_topic(self, name: str) -> Topic:
         for member in self._members.up():
             with self._members.using(member):
                 return member.platform.registry.cached_topic(name)
         raise AssertionError("some shard is up, or the members raise")
 
+    @checks_itself
     def known(self, name: str) -> Topic | None:
         return next((found for each in self._members.platforms if (found := each.registry.known(name))), None)
 
@@ -139,7 +143,9 @@ class ShardedRegistry(Registry):
         others until then, so that it too is handed the events of a key in order.
         """
         if isinstance(starting_at(start), AtOffset):
-            raise ValidationError("an offset means another place on each shard: begin at a time, earliest or latest")
+            raise ValidationError(
+                "start: an offset means another place on each shard: begin at a time, earliest or latest"
+            )
 
         def register(member: Member) -> None:
             member.platform.registry.register_consumer(

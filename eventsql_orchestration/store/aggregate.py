@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.store.change import Change, RecordedChange
 
 
+@checked
 class Aggregate(ABC):
     """An entity whose state is the outcome of its changes.
 
@@ -44,6 +46,7 @@ class Aggregate(ABC):
         self._new_changes: list[Change] = []
 
     @abstractmethod
+    @checks_itself
     def apply(self, kind: str, data: Mapping[str, Any]) -> None:
         """Alter the state as a change of this kind does."""
 
@@ -83,6 +86,7 @@ class Aggregate(ABC):
         self._new_changes.clear()
 
 
+@checked
 class SnapshottingAggregate(Aggregate):
     """An aggregate with so many changes that its state is kept too, so that loading it replays the last few alone.
 
@@ -96,6 +100,7 @@ class SnapshottingAggregate(Aggregate):
         """The whole state as JSON gives it back: lists, and objects with text as keys."""
 
     @abstractmethod
+    @checks_itself
     def restore(self, state: Mapping[str, Any]) -> None:
         """Become what `state()` described."""
 

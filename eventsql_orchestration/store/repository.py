@@ -9,17 +9,20 @@ from typing import Generic, TypeVar
 import sqlalchemy
 from psycopg.pq import TransactionStatus
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.publisher import Publisher
+from eventsql_orchestration.log.publisher import Publisher, check_many
 from eventsql_orchestration.model import Publication
-from eventsql_orchestration.rules import check_name, check_whole
+from eventsql_orchestration.rules import check_kind, check_name, check_whole
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.store import Store
 
 A = TypeVar("A", bound=Aggregate)
 
 
+@checked
 class Repository(Generic[A]):
     """The aggregates of one class.
 
@@ -78,6 +81,10 @@ class Repository(Generic[A]):
         nothing happened for. Raises `ConcurrentAppendError` when another writer saved the aggregate first, and what
         the publisher raises. After any error the aggregate still has its new changes.
         """
+        check_kind("aggregate", aggregate, self._class)
+        if connection is not None:
+            joinable_connection(connection)
+        check_many(publications)
         publications = tuple(publications)
         before, changes = aggregate.stored_version, aggregate.new_changes
         if not changes:

@@ -9,12 +9,14 @@ import sqlalchemy
 from psycopg.errors import SerializationFailure
 from psycopg.rows import class_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ConcurrentAppendError, ValidationError
 from eventsql_orchestration.rules import check_name, check_whole
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, encode
 
 
+@checked
 class Store:
     """Changes and snapshots of every aggregate in one database.
 

@@ -9,6 +9,7 @@ from datetime import datetime
 import sqlalchemy
 from psycopg.rows import class_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.rules import check_name, check_range, check_text, check_time, check_whole
@@ -24,6 +25,7 @@ class LogLine:
     written_at: datetime
 
 
+@checked
 class Logs:
     """The logs of one database; each exists as soon as a line is written to it.
 

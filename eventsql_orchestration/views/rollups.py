@@ -10,6 +10,7 @@ from typing import Final
 import sqlalchemy
 from psycopg.rows import class_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.rules import check_name, check_range, check_text, check_time, check_whole
@@ -30,6 +31,7 @@ class RollupBucket:
     sum: int
 
 
+@checked
 class Rollups:
     """The rollups of one database; each exists as soon as something is added to it.
 

@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy
 from psycopg.rows import class_row
 
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.rules import check_name, check_time, check_whole, encode_json
 
@@ -27,6 +28,7 @@ class TimelineEntry:
     occurred_at: datetime
 
 
+@checked
 class Timelines:
     """The timelines of one database; each exists as soon as something is appended to it.
 

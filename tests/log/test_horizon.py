@@ -423,5 +423,5 @@ def test_what_cannot_be_read_is_refused_before_anything_is_asked() -> None:
         reader = HorizonReader(nowhere, "change", ["eql_value"])
         with pytest.raises(ValidationError, match="limit"):
             reader.read(limit=0)
-        with pytest.raises(ValidationError, match="not one text"):
+        with pytest.raises(ValidationError, match="columns"):
             HorizonReader(nowhere, "change", "eql_value")

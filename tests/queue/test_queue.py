@@ -306,7 +306,7 @@ def test_a_callers_connection_may_have_a_row_factory_of_its_own(database: Databa
 
 @pytest.mark.parametrize("name", ["", " ", " commands", "commands ", "a\nb", "a\x00b", "\ud800", "q" * 201, None, 7])
 def test_a_name_that_cannot_be_used_is_refused(nowhere: Database, name: Any) -> None:
-    with pytest.raises(InvalidNameError, match="queue name"):
+    with pytest.raises(InvalidNameError, match="name"):
         Queue(nowhere, name)
 
 

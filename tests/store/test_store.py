@@ -331,9 +331,9 @@ def test_names_that_cannot_be_used_are_refused(nowhere: Database, name: Any) -> 
     store = Store(nowhere)
     with pytest.raises(InvalidNameError, match="kind of change"):
         Change(name, {})
-    with pytest.raises(InvalidNameError, match="aggregate type"):
+    with pytest.raises(InvalidNameError, match=r"aggregate.type"):
         store.load(name, "1")
-    with pytest.raises(InvalidNameError, match="aggregate id"):
+    with pytest.raises(InvalidNameError, match=r"aggregate.id"):
         store.load("order", name)
 
 

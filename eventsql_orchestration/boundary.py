@@ -1,0 +1,288 @@
+"""The arguments of public methods, checked before a method runs: by their annotations, and by their names.
+
+`checked` decorates a class. An argument that its annotation does not allow raises `ValidationError`, which names the
+argument. A new method or argument is checked without another line. The rules themselves are in `rules`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+import threading
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import datetime
+from itertools import chain, repeat
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+
+import sqlalchemy
+
+from eventsql_orchestration.errors import InvalidNameError, ValidationError
+from eventsql_orchestration.model import MAX_KEY_BYTES, MAX_PARTITIONS, NOT_PARTITIONED, Publication, check_topic_name
+from eventsql_orchestration.rules import Duration, check_kind, check_seconds, check_text, check_time, check_whole, shown
+
+Rule: TypeAlias = Callable[[Any], object]
+"""Gives an argument as the method takes it, or raises `ValidationError`."""
+
+AnyClass = TypeVar("AnyClass", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_INTEGER: Final = 2**31 - 1
+_BIGINT: Final = 2**63 - 1
+
+WHOLE: Final[Mapping[str, tuple[int, int]]] = {
+    "batch": (1, _INTEGER),
+    "claim_id": (1, _BIGINT),
+    "consumed": (0, _BIGINT),
+    "limit": (0, _BIGINT),
+    "max_attempts": (1, _INTEGER),
+    "max_events": (1, _INTEGER),
+    "max_overflow": (-1, 10_000),
+    "min_events": (1, _INTEGER),
+    "partition": (NOT_PARTITIONED, MAX_PARTITIONS),
+    "pool_size": (0, 10_000),
+    "workers": (1, 10_000),
+}
+"""The bounds of arguments that are whole numbers. Any other one is a bigint."""
+
+POSITIVE: Final = frozenset({"every", "lease", "polling_delay", "visibility_timeout"})
+"""Durations that cannot be 0 seconds."""
+
+NAMES: Final = frozenset(
+    {"aggregate_id", "aggregate_type", "consumer", "log", "name", "resource", "rollup", "schema", "timeline"}
+)
+"""Texts that are names, whose errors are `InvalidNameError`."""
+
+
+def checked(decorated: AnyClass) -> AnyClass:
+    """Check the arguments of the constructor and of the public methods that a class defines, at each call."""
+    for name, member in list(vars(decorated).items()):
+        if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
+            setattr(decorated, name, _checking(member))
+    return decorated
+
+
+_CHECK_THEMSELVES: Final[set[Callable[..., Any]]] = set()
+
+
+def checks_itself(function: Function) -> Function:
+    """Leave a method of a `checked` class as it is: it runs for each event, and checks its arguments in less time."""
+    _CHECK_THEMSELVES.add(function)
+    return function
+
+
+def _checking(function: Callable[..., Any]) -> Callable[..., Any]:
+    arguments = _Arguments(function)
+    if function in _CHECK_THEMSELVES or not arguments.parameters:
+        return function
+    check = arguments.check
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(self: object, /, *given: Any, **named: Any) -> Any:
+            return await function(self, *check(given, named), **named)
+
+        return awaited
+
+    @functools.wraps(function)
+    def call(self: object, /, *given: Any, **named: Any) -> Any:
+        return function(self, *check(given, named), **named)
+
+    return call
+
+
+class _Arguments:
+    """The arguments of one method, without `self`, and their rules."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.parameters = list(inspect.signature(function).parameters.values())[1:]
+
+    @functools.cached_property
+    def _rules(self) -> tuple[dict[str, Rule], list[Rule], Rule]:
+        """By name, by position, and of what follows by position; made at the first call."""
+        hints = typing.get_type_hints(self._function)
+        rules = {each.name: rule(each.name, hints.get(each.name, Any)) for each in self.parameters}
+        by_kind = {
+            kind: [rules[each.name] for each in self.parameters if each.kind is kind]
+            for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        }
+        more = by_kind[inspect.Parameter.VAR_POSITIONAL]
+        return rules, by_kind[inspect.Parameter.POSITIONAL_OR_KEYWORD], more[0] if more else _anything
+
+    def check(self, given: tuple[Any, ...], named: dict[str, Any]) -> Iterable[Any]:
+        """The arguments by position as the method takes them; those by name are replaced in `named`."""
+        by_name, in_order, more = self._rules
+        for name, value in named.items():
+            if name in by_name:
+                named[name] = by_name[name](value)
+        return [check(value) for check, value in zip(chain(in_order, repeat(more)), given, strict=False)]
+
+
+def _anything(value: object) -> object:
+    return value
+
+
+def rule(name: str, hint: Any) -> Rule:
+    """The rule of an argument of this name and type."""
+    if isinstance(hint, TypeVar):
+        hint = hint.__bound__
+    if hint == Duration:
+        return _duration(name)
+    kind, of = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return _union(name, of)
+    if (make := _RULES.get(kind)) is not None:
+        return make(name, of)
+    if not isinstance(kind, type) or kind is object:
+        return _anything
+    if of and issubclass(kind, Iterable) and not issubclass(kind, Mapping):
+        return _items(name, kind, of[0])
+    return _instance(name, kind)
+
+
+def _whole(name: str) -> Rule:
+    least, most = WHOLE.get(name, (-_BIGINT - 1, _BIGINT))
+    return lambda value: check_whole(name, value, least=least, most=most)
+
+
+def _text(name: str) -> Rule:
+    if name == "topic":
+        # A name that no topic can have is not looked up: its table's name would be cut.
+        return check_topic_name
+    error = InvalidNameError if name in NAMES else ValidationError
+    return lambda value: check_text(name, value, most=MAX_KEY_BYTES, error=error)
+
+
+def _instance(name: str, kind: type | UnionType) -> Rule:
+    def check(value: object) -> object:
+        check_kind(name, value, kind)
+        return value
+
+    return check
+
+
+def _function(name: str) -> Rule:
+    def check(value: object) -> object:
+        if not callable(value):
+            raise ValidationError(f"{name} must be a function, not {type(value).__name__}")
+        return value
+
+    return check
+
+
+def _class(name: str, of: Any) -> Rule:
+    bound: Any = of.__bound__ if isinstance(of, TypeVar) else of
+
+    def check(value: object) -> object:
+        if not isinstance(value, type) or not issubclass(value, bound):
+            raise ValidationError(f"{name} must be a class derived from {bound.__name__}, not {shown(value)}")
+        return value
+
+    return check
+
+
+def _event(name: str) -> Rule:
+    def check(value: object) -> object:
+        # Those of multiprocessing are no subclass.
+        if not all(callable(getattr(value, method, None)) for method in ("is_set", "set", "wait")):
+            raise ValidationError(f"{name} must be a threading.Event, not {type(value).__name__}")
+        return value
+
+    return check
+
+
+def _choice(name: str, choices: tuple[object, ...]) -> Rule:
+    def check(value: object) -> object:
+        if not any(type(value) is type(each) and value == each for each in choices):
+            raise ValidationError(f"{name} must be {' or '.join(map(repr, choices))}, not {shown(value)}")
+        return value
+
+    return check
+
+
+def _duration(name: str) -> Rule:
+    def check(value: Any) -> object:
+        if name == "deadline" and isinstance(value, int | float) and not isinstance(value, bool):
+            # A moment of `time.monotonic`.
+            if not math.isfinite(value):
+                raise ValidationError(f"{name} must be a moment, not {value}")
+            return value
+        return check_seconds(name, value, zero=name not in POSITIVE)
+
+    return check
+
+
+def _items(name: str, kind: type, of: Any) -> Rule:
+    """Of a collection, each item is checked now; of any other iterable, when the method comes to it."""
+    if of is Publication:
+        # A publisher looks at them and at each of them, in words of its own.
+        return _anything
+    each = _row(f"an item of {name}", of)
+
+    def check(value: Any) -> object:
+        if isinstance(value, str | bytes) or not isinstance(value, kind):
+            raise ValidationError(f"{name} must be several values, as in a list, not {type(value).__name__}")
+        return [each(item) for item in value] if isinstance(value, Collection) else _lazily(each, value)
+
+    return check
+
+
+def _lazily(each: Rule, values: Any) -> Iterator[object]:
+    return map(each, values)
+
+
+def _row(name: str, hint: Any) -> Rule:
+    if get_origin(hint) is not tuple:
+        return rule(name, hint)
+    length = len(get_args(hint))
+
+    def check(value: object) -> object:
+        if not isinstance(value, list | tuple) or len(value) != length:
+            raise ValidationError(f"{name} must be a tuple of {length}, not {shown(value)}")
+        return value
+
+    return check
+
+
+def _union(name: str, options: tuple[Any, ...]) -> Rule:
+    if sqlalchemy.Connection in options or any(get_origin(each) is Literal for each in options):
+        # The database looks at connections, and `starting_at` at the forms of a start.
+        return _anything
+    others = [each for each in options if each is not NoneType]
+    if all(isinstance(each, type) and each not in (int, str, bytes, float, datetime) for each in others):
+        check = _instance(name, functools.reduce(operator.or_, others)) if len(others) > 1 else rule(name, others[0])
+    else:
+        check = _first_of([rule(name, each) for each in others])
+    return check if NoneType not in options else lambda value: None if value is None else check(value)
+
+
+def _first_of(rules: list[Rule]) -> Rule:
+    """What any of the rules takes; the error is that of the first."""
+
+    def check(value: object) -> object:
+        for each in rules[1:]:
+            try:
+                return each(value)
+            except ValidationError:
+                continue
+        return rules[0](value)
+
+    return check
+
+
+_RULES: Final[dict[Any, Callable[[str, tuple[Any, ...]], Rule]]] = {
+    Callable: lambda name, _: _function(name),
+    Literal: _choice,
+    bytes: lambda name, _: _instance(name, bytes | bytearray | memoryview),
+    datetime: lambda name, _: lambda value: check_time(name, value),
+    float: lambda name, _: _duration(name),
+    int: lambda name, _: _whole(name),
+    str: lambda name, _: _text(name),
+    threading.Event: lambda name, _: _event(name),
+    type: lambda name, of: _class(name, of[0]),
+}
+"""The rules of types that are more than a class."""

@@ -1,0 +1,401 @@
+"""Whatever a public method is given: a success that its types allow, or an error of ours before anything is written.
+
+Each method and argument is found by looking at the package, so a new one is tested as it is. `EVENTSQL_FUZZ_EXAMPLES`
+says how many values each argument is given; the values are the same in each run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import psycopg
+import pytest
+import sqlalchemy
+from psycopg import sql
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.consumer import Consumers
+from eventsql_orchestration.log.dead_letters import DeadLetterCause, DeadLetters
+from eventsql_orchestration.log.horizon import HorizonReader
+from eventsql_orchestration.log.lag import LagReader
+from eventsql_orchestration.log.positions import Earliest
+from eventsql_orchestration.log.publisher import Publisher
+from eventsql_orchestration.log.reader import Reader
+from eventsql_orchestration.log.registry import Registry
+from eventsql_orchestration.log.running import Consumption
+from eventsql_orchestration.model import ConsumerState, OffsetRange
+from eventsql_orchestration.queue import Message, Queue
+from eventsql_orchestration.store import Aggregate, Change, RecordedChange, Repository, SnapshottingAggregate, Store
+from tests.boundary import face
+from tests.boundary.face import Argument, Method
+from tests.shards.conftest import database_of
+
+EXAMPLES = int(os.environ.get("EVENTSQL_FUZZ_EXAMPLES", "6"))
+
+NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
+
+RESULTS = {
+    "Acknowledgement", "ConsumerLag", "ConsumerState", "Event", "LogLine", "Message", "QueueDepth", "RecordedChange",
+    "RollupBucket", "Snapshot", "TimelineEntry",
+}  # fmt: skip
+"""What the platform makes of what it reads; nobody else makes them, and making one checks nothing."""
+
+EXEMPT = {
+    "Database.meaning": "takes the errors of the driver alone",
+    "Acknowledgement.finish": "only the publisher calls it, for each event",
+    "Aggregate.apply": "the code of users",
+}
+
+WORDS: Mapping[str, str] = {
+    "dsn": "database URL",
+    "more": "database URL",
+    "table": "name of a table or column",
+    "columns": "name of a table or column",
+    "transaction": "name of a table or column",
+    "position": "name of a table or column",
+    "conditions": "filter",
+    "seconds": "retention",
+    "times_in": "time zone",
+}
+"""What an error calls an argument, where that is not its name."""
+
+
+TABLE = """
+CREATE TABLE eventsql.change (
+    eql_id bigint GENERATED ALWAYS AS IDENTITY, eql_transaction xid8 NOT NULL DEFAULT pg_current_xact_id()
+)
+"""
+
+
+class Order(SnapshottingAggregate):
+    aggregate_type: ClassVar[str] = "order"
+
+    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
+        pass
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Face:
+    """A platform with a topic, a consumer and a few events, and valid values for arguments of every type."""
+
+    def __init__(self, *dsns: str) -> None:
+        self.dsns = dsns
+        self.platform = EventSQL(*dsns, transfer=False)
+        self.one = self.platform.shards[0]
+        self.stack = ExitStack()
+        self.spy = [psycopg.connect(dsn, autocommit=True) for dsn in dsns]
+        self.seen: tuple[list[object], list[object]] = ([], [])
+        self.spy[0].execute(TABLE)
+        self.prepare()
+        event = self.one.reader.read("orders", limit=1)[0]
+        state = self.one.registry.consumer("orders", "audit")[0]
+        claim = Claim(1, "audit", OffsetRange("orders", -1, 0, 1), 1, 1, "test", 0)
+        self.pool: dict[Any, Callable[[], object]] = {
+            "name": lambda: "orders",
+            "topic": lambda: "orders",
+            "consumer": lambda: "audit",
+            "dsn": lambda: dsns[0],
+            "more": lambda: dsns[0],
+            "partitions": lambda: 1,
+            "deadline": lambda: 0.0,
+            "times_in": lambda: "UTC",
+            "columns": lambda: ["eql_id"],
+            "text": lambda: "1:1",
+            "changes": lambda: [Change("placed", {})],
+            str: lambda: "orders",
+            int: lambda: 1,
+            bool: lambda: True,
+            float: lambda: 0.1,
+            bytes: lambda: b"{}",
+            object: lambda: None,
+            Any: lambda: None,
+            datetime: lambda: NOON,
+            timedelta: lambda: timedelta(1),
+            Exception: lambda: ValueError("broken"),
+            BaseException: lambda: ValueError("broken"),
+            threading.Event: _set,
+            Topic: lambda: Topic("orders", 1),
+            Consumer: lambda: Consumer("orders", "audit"),
+            Publication: lambda: Publication("orders", b"{}"),
+            Retention: Retention,
+            Event: lambda: event,
+            ConsumerState: lambda: state,
+            Claim: lambda: claim,
+            Earliest: Earliest,
+            DeadLetterCause: lambda: DeadLetterCause.of("audit", ValueError("broken"), 1),
+            OffsetRange: lambda: OffsetRange("orders", -1, 0, 1),
+            Message: lambda: self.queue.receive()[0] if self.queue.send(b"{}") else None,
+            Change: lambda: Change("placed", {}),
+            RecordedChange: lambda: RecordedChange(1, "placed", {}, NOON),
+            Aggregate: lambda: Order("7"),
+            type: lambda: Order,
+            Database: lambda: self.one.database,
+            Registry: lambda: self.one.registry,
+            Publisher: lambda: self.one.publisher,
+            Reader: lambda: self.one.reader,
+            DeadLetters: lambda: self.one.dead_letters,
+            Store: lambda: Store(self.one.database),
+            Consumers: lambda: self.one.consumers,
+            psycopg.Connection: self.connection,
+            collections.abc.Callable: lambda: lambda *_: None,
+            collections.abc.Sequence: lambda: ["orders"],
+            collections.abc.Iterable: list,
+            collections.abc.Mapping: dict,
+        }
+
+    @property
+    def queue(self) -> Queue:
+        return Queue(self.one.database, "commands")
+
+    def connection(self) -> psycopg.Connection[Any]:
+        return self.stack.enter_context(psycopg.connect(self.dsns[0]))
+
+    def prepare(self) -> None:
+        """Bring back what a call that succeeded may have changed."""
+        self.stack.close()
+        self.platform.publisher.configure_partitioner(_first)
+        self.platform.dead_letters.configure(None)
+        for topic in (Topic("orders", 1), Topic("orders_dlt")):
+            self.platform.registry.register_topic(topic)
+        self.platform.registry.register_consumer(Consumer("orders", "audit"))
+        for shard in self.platform.shards:
+            if not shard.reader.read("orders", limit=1):
+                shard.publisher.publish_all([Publication("orders", b"{}")], placed=_anywhere())
+        self.platform.transfer.run_once()
+
+    def services(self) -> dict[type, Callable[[], object]]:
+        """How to get an object of each class that has methods; new objects, because a call may close one."""
+        known = {type(value): (lambda value=value: value) for value in face.reachable(self.platform).values()}
+        platform, database = self.platform, self.one.database
+        made: list[Callable[[], object]] = [
+            lambda: platform,
+            lambda: self.stack.enter_context(platform.buffered_publisher()),
+            platform.async_publisher,
+            self.consumption,
+            self.acknowledged,
+        ]
+        if len(self.dsns) == 1:
+            made += [
+                lambda: self.queue,
+                lambda: HorizonReader(database, "change", ["eql_id"]),
+                lambda: LagReader(database, platform.registry, platform.reader),
+                lambda: Store(database),
+                lambda: Repository(Store(database), Order, platform.publisher),
+                lambda: Order("7"),
+            ]
+        return {**known, **{type(make()): make for make in made}}
+
+    def consumption(self) -> Consumption:
+        started = self.platform.consumers.start("orders", "audit", lambda _event, _connection: None)
+        started.stop()
+        return started
+
+    def acknowledged(self) -> object:
+        acknowledgement = self.stack.enter_context(self.platform.buffered_publisher()).publish(
+            Publication("orders", b"{}")
+        )
+        acknowledgement.result()
+        return acknowledgement
+
+    def digest(self) -> list[object]:
+        """What all tables hold; looked at anew where any transaction has written."""
+        if (newest := self.newest()) != self.seen[0]:
+            self.seen = newest, [_digest(connection) for connection in self.spy]
+        return self.seen[1]
+
+    def newest(self) -> list[object]:
+        """What changes when any transaction writes."""
+        return [
+            connection.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text").fetchone()
+            for connection in self.spy
+        ]
+
+    def close(self) -> None:
+        self.stack.close()
+        self.platform.close()
+        for connection in self.spy:
+            connection.close()
+
+
+def _digest(connection: psycopg.Connection[Any]) -> list[object]:
+    tables = connection.execute(
+        "SELECT relname FROM pg_class WHERE relnamespace = 'eventsql'::regnamespace AND relkind = 'r' ORDER BY 1"
+    ).fetchall()
+    rows = sql.SQL(" UNION ALL ").join(
+        sql.SQL("SELECT {}, md5(coalesce(string_agg(t::text, ',' ORDER BY t::text), '')) FROM eventsql.{} t").format(
+            sql.Literal(table), sql.Identifier(table)
+        )
+        for (table,) in tables
+    )
+    return connection.execute(rows).fetchall()
+
+
+def _first(_publication: Publication, _partitions: int) -> int:
+    return 0
+
+
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def _anywhere() -> Any:
+    from eventsql_orchestration.sharding import ANYWHERE
+
+    return ANYWHERE
+
+
+@contextmanager
+def opened(server: EmbeddedPostgres, shards: int) -> Iterator[Face]:
+    with ExitStack() as stack:
+        dsns = [stack.enter_context(database_of(server)) for _ in range(shards)]
+        made = Face(*dsns)
+        stack.callback(made.close)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def single(server: EmbeddedPostgres) -> Iterator[Face]:
+    with opened(server, 1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def sharded(server: EmbeddedPostgres) -> Iterator[Face]:
+    with opened(server, 2) as made:
+        yield made
+
+
+def call(function: Callable[..., Any], method: Method, given: Mapping[str, object]) -> None:
+    """Call a method and use what it gives, as far as errors may come from there."""
+    positional, named = [], {}
+    for argument in method.arguments:
+        if argument.name in given and argument.kind is inspect.Parameter.VAR_POSITIONAL:
+            positional.append(given[argument.name])
+        elif argument.name in given:
+            named[argument.name] = given[argument.name]
+    if positional:
+        # What follows by position comes after what precedes it.
+        positional = [
+            named.pop(each.name)
+            for each in method.arguments
+            if each.kind.name == "POSITIONAL_OR_KEYWORD" and each.name in named
+        ] + positional
+    if inspect.iscoroutinefunction(function):
+        asyncio.run(asyncio.wait_for(function(*positional, **named), 30))
+        return
+    result = function(*positional, **named)
+    if isinstance(result, Consumption):
+        result.stop()
+    elif isinstance(result, AbstractContextManager) and not isinstance(result, sqlalchemy.Connection):
+        with result:
+            pass
+    elif inspect.isgenerator(result):
+        next(result, None)
+
+
+def _method_of(make: Callable[[], object], name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(make(), name)
+    return found
+
+
+def _itself(owner: type) -> Callable[..., Any]:
+    return owner
+
+
+def names(error: ValidationError, argument: Argument) -> bool:
+    said = error.message.lower().replace("_", " ")
+    words = {argument.name, *WORDS.get(argument.name, argument.name).split("|")}
+    return any(word.lower().replace("_", " ").removesuffix("s") in said for word in words)
+
+
+def faults(made: Face, method: Method, get: Callable[[], Callable[..., Any]], examples: int) -> Iterator[str]:
+    """What is wrong about a method: foreign errors, errors after something was written, wrong values that it takes."""
+    for argument in method.arguments:
+        for make in face.drawn(method, argument, examples):
+            given = {each.name: face.valid(each, made.pool) for each in method.arguments if each.required}
+            given[argument.name] = value = make()
+            function = get()
+            before = made.digest()
+            shown = f"{method}({argument.name}={type(value).__name__} {ascii_of(value)})"
+            try:
+                call(function, method, given)
+            except EventSQLError as error:
+                if made.digest() != before:
+                    yield f"{shown} has written and raised {error!r}"
+                allowed = method.arguments if face.conforms(value, argument.hint) else (argument,)
+                if isinstance(error, ValidationError) and not any(names(error, each) for each in allowed):
+                    yield f"{shown} does not name the argument: {error}"
+            except Exception as error:  # noqa: BLE001 - that is the fault
+                yield f"{shown} raises {type(error).__module__}.{type(error).__name__}: {error}"[:400]
+            else:
+                if not face.conforms(value, argument.hint):
+                    yield f"{shown} is taken"
+                made.prepare()
+            made.stack.close()
+
+
+def ascii_of(value: object) -> str:
+    try:
+        return ascii(value)[:60]
+    except Exception:  # noqa: BLE001 - some have no text
+        return "…"
+
+
+def of_services(made: Face, examples: int) -> list[str]:
+    found: list[str] = []
+    seen: set[object] = set()
+    for owner, make in made.services().items():
+        for method in face.methods(owner):
+            function = inspect.getattr_static(owner, method.name)
+            if function not in seen and str(method) not in EXEMPT:
+                seen.add(function)
+                found += faults(made, method, partial(_method_of, make, method.name), examples)
+    return found
+
+
+def test_no_method_of_a_platform_on_one_database_takes_what_it_cannot_use(single: Face) -> None:
+    found = of_services(single, EXAMPLES)
+    assert not found, "\n".join(found)
+
+
+def test_no_method_of_a_platform_on_shards_takes_what_it_cannot_use(sharded: Face) -> None:
+    found = of_services(sharded, max(1, EXAMPLES // 2))
+    assert not found, "\n".join(found)
+
+
+def test_no_class_that_users_import_takes_what_it_cannot_use(single: Face) -> None:
+    found: list[str] = []
+    for name, owner in face.exported().items():
+        if name in RESULTS or inspect.isabstract(owner):
+            continue
+        found += faults(single, face.constructor(owner), partial(_itself, owner), EXAMPLES)
+    assert not found, "\n".join(found)
+
+
+def test_no_method_of_a_value_takes_what_it_cannot_use(single: Face) -> None:
+    found: list[str] = []
+    for owner in face.exported().values():
+        for method in face.methods(owner):
+            if owner in single.pool and str(method) not in EXEMPT:
+                found += faults(single, method, partial(_method_of, single.pool[owner], method.name), EXAMPLES)
+    assert not found, "\n".join(found)
