@@ -24,7 +24,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.log import layouts, segments
+from eventsql_orchestration.log import layouts, segments, sequences
 from eventsql_orchestration.log.positions import Earliest, Start, resolve, starting_at
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, EventFilter, Retention, Topic
 from eventsql_orchestration.sharding import HELD, ShardSet
@@ -93,11 +93,13 @@ class Registry:
             lock_registry(connection)
             _refuse_capitals(connection, topic.name)
             # EventSQL's Java library registers topics too, and knows nothing of our lock.
-            connection.execute(
+            created = connection.execute(
                 insert(tables.topic)
                 .values(eql_name=topic.name, eql_partitions=topic.partitions)
                 .on_conflict_do_nothing()
             )
+            if created.rowcount:
+                _forget_redrives(connection, topic.name)
             connection.execute(insert(tables.event_buffer_lock).values(eql_topic=topic.name).on_conflict_do_nothing())
             existing = find_topic(connection, topic.name)
             if existing is not None and existing.partitions != topic.partitions:
@@ -124,6 +126,7 @@ class Registry:
             )
         # The ids of its log begin anew.
         connection.execute(delete(tables.topic_layout).where(tables.topic_layout.c.eql_topic == topic.name))
+        _forget_redrives(connection, topic.name)
         connection.execute(
             update(tables.topic)
             .where(_t.eql_name == topic.name)
@@ -208,6 +211,7 @@ class Registry:
             connection.execute(delete(tables.event_buffer).where(tables.event_buffer.c.eql_topic == name))
             connection.execute(delete(tables.event_buffer_lock).where(tables.event_buffer_lock.c.eql_topic == name))
             connection.execute(delete(tables.topic_layout).where(tables.topic_layout.c.eql_topic == name))
+            _forget_redrives(connection, name)
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             connection.execute(DropTable(tables.event_log(name, partitioned=topic.partitioned), if_exists=True))
         self.forget(name)
@@ -461,6 +465,12 @@ def _keep(connection: Connection, existing: Topic, retention: Retention) -> None
         )
 
 
+def _forget_redrives(connection: Connection, name: str) -> None:
+    """Which dead letters were redriven is known by their ids, which begin anew with the log."""
+    redriven = tables.redriven_dead_letter
+    connection.execute(delete(redriven).where(redriven.c.eql_topic == name))
+
+
 def _create_log(connection: Connection, topic: Topic) -> None:
     log = tables.event_log(topic.name, partitioned=topic.partitioned)
     log.create(connection, checkfirst=True)
@@ -468,8 +478,11 @@ def _create_log(connection: Connection, topic: Topic) -> None:
         # A table of EventSQL's Java library has no index for partitions. While it is built, the topic's transfers wait.
         if connection.scalar(text(_HAS_INDEX), {"log": log.name, "columns": f"%({', '.join(index.columns.keys())})"}):
             continue
+        # A large table takes long, and this cannot be done in parts.
+        connection.execute(text("SET LOCAL statement_timeout TO 0"))
         index.create(connection)
     driver, schema = driver_connection(connection), str(connection.scalar(text("SELECT current_schema()")))
+    sequences.settle(driver, schema, log.name)
     if segments.segments(driver, schema, topic.name) == []:
         segments.ensure_ahead(driver, schema, topic.name)
 
