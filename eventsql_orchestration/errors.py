@@ -6,7 +6,8 @@ of a class is the message that it carries when none is given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 
 class EventSQLError(Exception):
@@ -67,6 +68,38 @@ class DatabasePermissionError(DatabaseError):
 
 class SchemaOutdatedError(DatabaseError):
     """The tables of the events platform are missing or older than this package: run `eventsql migrate`."""
+
+
+class SequenceError(DatabaseError):
+    """A sequence does not give ids out one by one and upwards, so events would be lost or stay behind.
+
+    `sequence` is its quoted name, `finding` says what is wrong with it, `remedy` is the SQL statement that mends it.
+    """
+
+    def __init__(self, finding: str | None = None, *, sequence: str = "", remedy: str = "") -> None:
+        super().__init__(f"{finding}. Run: {remedy}" if finding and remedy else finding)
+        self.sequence = sequence
+        self.finding = finding or self.message
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[Callable[[], SequenceError], tuple[()]]:
+        return partial(type(self), self.finding, sequence=self.sequence, remedy=self.remedy), ()
+
+
+class StuckEventError(DatabaseError):
+    """One event cannot be moved from the buffer to its log, so it and the later events of its topic wait there.
+
+    `topic` and `buffer_id` name the event, or the block of events; `size` is its size in bytes, None where it is not
+    known.
+    """
+
+    def __init__(
+        self, message: str | None = None, *, topic: str = "", buffer_id: int = 0, size: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.topic = topic
+        self.buffer_id = buffer_id
+        self.size = size
 
 
 # What callers hand in

@@ -16,6 +16,7 @@ from eventsql_orchestration.cli.output import counted, redact, show_table, write
 from eventsql_orchestration.cli.parameters import json_option
 from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.errors import EventSQLError, ShardsDifferError
+from eventsql_orchestration.log import sequences
 from eventsql_orchestration.log.dead_letters import refused
 from eventsql_orchestration.log.guards import order, stranded
 from eventsql_orchestration.log.leftovers import Leftovers
@@ -143,6 +144,7 @@ def _database(context: CliContext, platform: EventSQL, stalled_after: float) -> 
     yield schema
     if schema.status is Status.OK and database.revision() is not None:
         yield from _transfer(platform, stalled_after)
+        yield from _sequences(platform)
         yield from _stranded(platform)
         yield from _order(platform)
         yield from _leftovers(platform)
@@ -196,6 +198,16 @@ def _transfer(platform: EventSQL, stalled_after: float) -> Iterator[Finding]:
         yield Finding(
             "transfer", Status.OK, f"{counted(events, 'event')} in the buffer, none older than {stalled_after:g} s"
         )
+
+
+def _sequences(platform: EventSQL) -> Iterator[Finding]:
+    database, topics = platform.database, [topic.name for topic in platform.registry.topics()]
+    with database.connection() as connection:
+        faults = sequences.faults(connection, database.schema, topics)
+    for fault in faults:
+        yield Finding("sequences", Status.PROBLEM, fault.finding, fault.remedy)
+    if not faults:
+        yield Finding("sequences", Status.OK, "ids are given out one by one and upwards")
 
 
 def _stranded(platform: EventSQL) -> Iterator[Finding]:

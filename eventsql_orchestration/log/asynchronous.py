@@ -26,9 +26,12 @@ class AsyncPublisher:
     The options are those of `log.buffered.Bounds`. Memory is bounded by them: while as many events wait as may, tasks
     wait for room, in the order in which they came.
 
-    Events of a partition, and so of a key, are committed in the order in which they were given. It belongs to the event
-    loop in which it is used first. Close it, or use it with `async with`: events that are not acknowledged when the
-    process ends may be lost.
+    Events of a key are committed in the order in which they were given. Without a key, events that name the same
+    partition are, and in a topic without partitions all events are. Events of different keys have no order, even in one
+    partition. An event that fails does not keep those after it from being committed.
+
+    It belongs to the event loop in which it is used first. Close it, or use it with `async with`: events that are not
+    acknowledged when the process ends may be lost.
 
     Cancelling a task that waits for an acknowledgement, or the future of one, does not take its event back.
     """

@@ -1,8 +1,8 @@
 """Publishing at high rates: events of many callers share a commit, and each is acknowledged after it.
 
 Events wait in lanes. A lane takes the events of certain keys and has one flush under way at most, so those of a key are
-committed in the order in which they were given, also when its topic is repartitioned meanwhile; lanes flush side by
-side.
+committed in the order in which they were given, also when its topic is repartitioned meanwhile. Lanes flush side by
+side, so keys of one partition may be in different lanes and have no order among each other.
 """
 
 from __future__ import annotations
@@ -365,8 +365,9 @@ class BufferedPublisher:
 
     The options are those of `Bounds`. Memory is bounded by them: while as many events wait as may, `publish` waits.
 
-    Events of a key are committed in the order in which they were given; without a key, those of a partition are, and of
-    a topic without partitions all. An event that fails does not keep those after it from being committed: who gives it
+    Events of a key are committed in the order in which they were given. Without a key, events that name the same
+    partition are, and in a topic without partitions all events are. Events of different keys have no order, even in one
+    partition. An event that fails does not keep those after it from being committed: who gives it
     again gives it after them, so where the order of a key matters more than its pace, wait for its last event before
     giving the next. Close it, or use it as a context manager: events that are not acknowledged when the process ends
     may be lost.

@@ -26,6 +26,7 @@ from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
     DatabaseBusyError,
+    DatabaseError,
     EventSQLError,
     ValidationError,
 )
@@ -42,6 +43,7 @@ from eventsql_orchestration.log.consumption import (
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.handlers import check_handler
 from eventsql_orchestration.log.layouts import HELD_BACK, Layouts
+from eventsql_orchestration.log.load import too_much
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange, how_often
 from eventsql_orchestration.rules import check_kind, check_name, check_seconds, check_text, check_whole
@@ -439,14 +441,27 @@ class Claims:
 
     def read(self, claim: Claim) -> list[Event]:
         """The events of the rest of a claim that match the consumer's filter. Raises `ClaimLostError`."""
-        with self._database.transaction() as connection:
-            locked = self._locked(connection, claim)
-            events = fetch(
-                connection, self._queries, claim.range.topic,
-                partition=claim.range.partition, after=claim.position, upto=claim.range.upto,
-            )  # fmt: skip
-        conditions = locked.state.filter
-        return events if conditions is None else [event for event in events if conditions.matches(event)]
+        chosen: list[Event] = []
+        # One more than there are, so that the first attempt is the last where the server can read all of them at once.
+        after, size = claim.position, claim.events + 1
+        while True:
+            try:
+                with self._database.transaction() as connection:
+                    locked = self._locked(connection, claim)
+                    events = fetch(
+                        connection, self._queries, claim.range.topic,
+                        partition=claim.range.partition, after=after, upto=claim.range.upto, limit=size,
+                    )  # fmt: skip
+            except (DatabaseError, MemoryError) as error:
+                if size == 1 or not too_much(error):
+                    raise
+                size //= 2
+                continue
+            conditions = locked.state.filter
+            chosen += [event for event in events if conditions is None or conditions.matches(event)]
+            if len(events) < size:
+                return chosen
+            after = events[-1].id
 
     def commit(
         self, connection: Connection, claim: Claim, *, consumed: int | None = None, upto: int | None = None
@@ -577,6 +592,12 @@ class Claims:
                     size, check = 1 if check else size, True
                     continue
                 progress, claim, ended = self._refuse(claim, refused.events[0], refused.error)
+            except (DatabaseError, MemoryError) as error:
+                # A handler's own failures do not come here: its events could not be read.
+                if size == 1 or not too_much(error):
+                    raise
+                size //= 2
+                continue
             size, check = min(batch, size * 2), False
             consumed += progress.consumed
             if ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -11,7 +12,7 @@ from typing import Final
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.notifications import Listener
-from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
+from eventsql_orchestration.errors import DatabaseError, PartitionOutOfRangeError, ValidationError
 from eventsql_orchestration.log import consumption
 from eventsql_orchestration.log.claims import Claims
 from eventsql_orchestration.log.consumption import (
@@ -27,6 +28,7 @@ from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.handlers import check_handler
 from eventsql_orchestration.log.layouts import Layouts
 from eventsql_orchestration.log.leased import LeasedHandler, LeasedPasses
+from eventsql_orchestration.log.load import too_much
 from eventsql_orchestration.log.pacing import Paces
 from eventsql_orchestration.log.passes import Hold, Pass
 from eventsql_orchestration.log.reader import fetch
@@ -35,6 +37,8 @@ from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.log.running import MAX_WORKERS, Consumption
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.rules import Duration, check_seconds
+
+logger = logging.getLogger(__name__)
 
 SINGLE_BATCH: Final = 100
 """How many events a consumer of single events reads at a time; each has a savepoint of its own."""
@@ -309,6 +313,13 @@ class Consumers:
                     # One by one found none to blame.
                     refusals.isolate()
                 handler, each, check = plan.handler, True, True
+            except (DatabaseError, MemoryError) as error:
+                # A handler's own failures do not come here: its events could not be read.
+                if limit == 1 or hold.stopping.is_set() or not too_much(error):
+                    raise
+                refusals = self._refusals.setdefault(key, Refusals())
+                refusals.halve(limit)
+                logger.info("%s reads %d events at once next: %s", key, refusals.limit(limit), error)
             else:
                 if refusals is not None and came_to.progress is not None and refusals.committed(plan.max_events):
                     self._refusals.pop(key, None)

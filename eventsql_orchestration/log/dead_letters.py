@@ -24,7 +24,8 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import EventSQLError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import DatabaseError, EventSQLError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.log.load import too_much
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.reader import Reader
 from eventsql_orchestration.log.registry import Registry
@@ -321,14 +322,23 @@ class DeadLetters:
         """
         wanted = letters or LetterFilter()
         target, source = self._registry.topic(topic), self._source(topic)
-        redriven = 0
+        with self._database.connection() as connection:
+            connection.execute(self._queries("prune_former", topic=source), {"letters": source})
+        redriven, most = 0, BATCH
         for window in self._windows(source, wanted):
             after: int | None = window.after
             while after is not None and (limit is None or redriven < limit):
-                batch = BATCH if limit is None else min(BATCH, limit - redriven)
-                done, after = self._redrive_batch(
-                    target, source, wanted, replace(window, after=after), limit=batch, again=again
-                )
+                batch = most if limit is None else min(most, limit - redriven)
+                try:
+                    done, after = self._redrive_batch(
+                        target, source, wanted, replace(window, after=after), limit=batch, again=again
+                    )
+                except (DatabaseError, MemoryError) as error:
+                    if batch == 1 or not too_much(error):
+                        raise
+                    most = batch // 2
+                    continue
+                most = min(BATCH, most * 2)
                 redriven += done
         return redriven
 
@@ -362,7 +372,8 @@ class DeadLetters:
         with self._database.connection() as connection:
             removed = connection.execute(self._queries("prune_deleted")).rowcount
             for source in sources:
-                removed += connection.execute(self._queries("prune", topic=source), {"letters": source}).rowcount
+                for name in ("prune_former", "prune"):
+                    removed += connection.execute(self._queries(name, topic=source), {"letters": source}).rowcount
         return removed
 
     # Looking

@@ -50,6 +50,10 @@ class Refusals:
         """Events are committed one by one, and more of them again as that goes well."""
         self._most = 1
 
+    def halve(self, most: int) -> None:
+        """A batch of `most` events was too large to be read; more are read again as that goes well."""
+        self._most = max(1, most // 2)
+
     def committed(self, most: int) -> bool:
         """A commit went well; whether that leaves nothing to remember."""
         if self._most is not None:

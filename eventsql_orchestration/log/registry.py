@@ -26,7 +26,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.log import layouts, segments
+from eventsql_orchestration.log import layouts, segments, sequences
 from eventsql_orchestration.log.positions import Earliest, Start, resolve, starting_at
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, EventFilter, Retention, Topic
 from eventsql_orchestration.rules import check_text
@@ -91,11 +91,13 @@ class Registry:
             lock_registry(connection)
             _refuse_capitals(connection, topic.name)
             # EventSQL's Java library registers topics too, and knows nothing of our lock.
-            connection.execute(
+            created = connection.execute(
                 insert(tables.topic)
                 .values(eql_name=topic.name, eql_partitions=topic.partitions)
                 .on_conflict_do_nothing()
             )
+            if created.rowcount:
+                _forget_redrives(connection, topic.name)
             connection.execute(insert(tables.event_buffer_lock).values(eql_topic=topic.name).on_conflict_do_nothing())
             existing = find_topic(connection, topic.name)
             if existing is not None and existing.partitions != topic.partitions:
@@ -121,8 +123,9 @@ class Registry:
                 f"{change}: it has events, whose keys would change their partition; {_repartition(topic)}"
             )
         # The ids of its log begin anew.
-        for kept_by in (tables.topic_layout, tables.shard_fence, tables.redriven_dead_letter):
+        for kept_by in (tables.topic_layout, tables.shard_fence):
             connection.execute(delete(kept_by).where(kept_by.c.eql_topic == topic.name))
+        _forget_redrives(connection, topic.name)
         connection.execute(
             update(tables.topic)
             .where(_t.eql_name == topic.name)
@@ -211,6 +214,7 @@ class Registry:
             connection.execute(delete(tables.event_buffer).where(tables.event_buffer.c.eql_topic == name))
             connection.execute(delete(tables.event_buffer_lock).where(tables.event_buffer_lock.c.eql_topic == name))
             connection.execute(delete(tables.topic_layout).where(tables.topic_layout.c.eql_topic == name))
+            _forget_redrives(connection, name)
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             connection.execute(DropTable(tables.event_log(name, partitioned=topic.partitioned), if_exists=True))
         self.forget(name)
@@ -463,6 +467,12 @@ def _keep(connection: Connection, existing: Topic, retention: Retention) -> None
         )
 
 
+def _forget_redrives(connection: Connection, name: str) -> None:
+    """Which dead letters were redriven is known by their ids, which begin anew with the log."""
+    redriven = tables.redriven_dead_letter
+    connection.execute(delete(redriven).where(redriven.c.eql_topic == name))
+
+
 def _schema(connection: Connection) -> str:
     """The schema of the tables in a transaction of `Database.core`."""
     return str(connection.get_execution_options()["schema_translate_map"][None])
@@ -476,8 +486,12 @@ def _create_log(connection: Connection, topic: Topic) -> None:
     for index in log.indexes:
         # A table of EventSQL's Java library has no index for partitions. While it is built, the topic's transfers wait.
         columns = {"log": name, "columns": index.columns.keys()}
-        if driver.execute(Queries("layouts", schema)("has_index"), columns).fetchone() != (True,):
-            index.create(connection)
+        if driver.execute(Queries("layouts", schema)("has_index"), columns).fetchone() == (True,):
+            continue
+        # A large table takes long, and this cannot be done in parts.
+        driver.execute("SET LOCAL statement_timeout TO 0")
+        index.create(connection)
+    sequences.settle(driver, schema, log.name)
     if segments.segments(driver, schema, topic.name) == []:
         segments.ensure_ahead(driver, schema, topic.name)
 

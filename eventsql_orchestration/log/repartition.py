@@ -11,12 +11,12 @@ import psycopg
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries, driver_connection
+from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
-from eventsql_orchestration.log import guards, segments
+from eventsql_orchestration.log import guards, segments, sequences
 from eventsql_orchestration.log.layouts import layouts
 from eventsql_orchestration.log.parts import OpenPartsError, refuse_open_parts
 from eventsql_orchestration.log.patience import Patience
-from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.log.registry import Registry, consumer_states, find_topic, lock_registry
 from eventsql_orchestration.log.transfer import Transfer
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
@@ -34,6 +34,9 @@ PATIENCE_SECONDS: Final = 30.0
 
 MOST_BUFFERED: Final = 20_000
 """Events that are moved while publishers wait; what is more is moved before."""
+
+PART_BYTES: Final = 8 * 1024 * 1024
+"""The values that one statement moves meanwhile: large events must not take it past a `statement_timeout`."""
 
 
 class TooManyBufferedError(Exception):
@@ -176,12 +179,17 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
         if row[0] > MOST_BUFFERED:
             raise TooManyBufferedError
         if row[0]:
+            sequences.check(connection, schema, event_table(topic))
             segments.ensure_ahead(connection, schema, topic)
-            connection.execute(
-                log("move" if layout == 1 else "move_into_layout", topic=topic),
-                {"topic": topic, "low_water": 0, "upto": MAX_OFFSET, "partitions": partitions},
-                prepare=False,
-            )
+            after = 0
+            parts = {"topic": topic, "bytes": PART_BYTES}
+            for (upto,) in connection.execute(layout_queries("buffered_parts"), parts, prepare=False).fetchall():
+                connection.execute(
+                    log("move" if layout == 1 else "move_into_layout", topic=topic),
+                    {"topic": topic, "low_water": after, "upto": upto, "partitions": partitions},
+                    prepare=False,
+                )
+                after = upto
 
 
 def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:

@@ -20,7 +20,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import RegistryError
-from eventsql_orchestration.log import guards
+from eventsql_orchestration.log import guards, sequences
 
 SEGMENT_EVENTS: Final = 5_000_000
 """Ids of a segment: planning a read takes longer with each one that it may touch. Measured: one is dropped in 30 ms."""
@@ -172,7 +172,8 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
             "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}",
             "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id OPERATOR(pg_catalog.<) {end}) NOT VALID",
         )
-        alter("ALTER TABLE {log} VALIDATE CONSTRAINT {check}")
+        # It reads every row, in one statement that cannot be cut into parts.
+        alter("SET LOCAL statement_timeout TO 0", "ALTER TABLE {log} VALIDATE CONSTRAINT {check}")
         with connection.transaction():
             connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
             cursor.execute(Queries("log", schema)("await_topic"), {"topic": topic})
@@ -187,6 +188,7 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
             )
             if partitions is not None:
                 guards.guard(connection, schema, topic, partitions)
+            sequences.settle(connection, schema, event_table(topic))
             _pass_on_rights(connection, schema, topic, segment_name(topic, 0))
             ensure_ahead(connection, schema, topic)
     except BaseException:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 import psycopg
 
@@ -16,7 +16,7 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.database import describe
 from eventsql_orchestration.errors import DatabaseError, EventSQLError
 from eventsql_orchestration.log.reader import MAX_OFFSET
-from eventsql_orchestration.log.writer import LogWriter
+from eventsql_orchestration.log.writer import LogWriter, SmallerBatchError
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,14 @@ MAX_RETRY_DELAY: Final = 5.0
 FIRST_DELAY: Final = 0.005
 """Seconds until the next look after a wake-up or a move. Doubles with each look that finds nothing, so that what a
 caller's transaction publishes a little later, by a commit that nobody tells of, is found soon."""
+
+
+class _Round(NamedTuple):
+    """The newest buffer id of a round, the events moved per topic, and whether a smaller batch is to be tried."""
+
+    newest: int
+    moved: dict[str, int]
+    again: bool
 
 
 @checked
@@ -55,8 +63,9 @@ class Transfer:
 
         A topic that another transfer holds is left to it. Topics take turns, a batch each, so that one topic's flood
         does not keep the others waiting; one whose events cannot be moved does not either: its error is raised at the
-        end. Of topics that do not exist there is nothing to move. From `deadline` on, a time of `time.monotonic`, no
-        further round begins. Raises `DatabaseUnavailableError` and other kinds of `DatabaseError`.
+        end. A batch that fails is tried again with half as many events; `StuckEventError` names an event that fails
+        alone. Of topics that do not exist there is nothing to move. From `deadline` on, a time of `time.monotonic`, no
+        further round begins. Raises `DatabaseUnavailableError`, `SequenceError` and other kinds of `DatabaseError`.
         """
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
@@ -64,10 +73,10 @@ class Transfer:
         # Publishers that are faster than this must not keep it from ending.
         newest = None
         while deadline is None or time.monotonic() < deadline:
-            newest, counts = self._round(wanted, failed, newest)
-            if not counts:
-                break
+            newest, counts, again = self._round(wanted, failed, newest)
             moved.update(counts)
+            if not counts and not again:
+                break
         if failed:
             raise next(iter(failed.values()))
         return dict(moved)
@@ -93,11 +102,10 @@ class Transfer:
             if time.monotonic() >= retry_failed_at:
                 failed.clear()
                 retry_failed_at = time.monotonic() + MAX_RETRY_DELAY
-            counts: dict[str, int] = {}
             longest = polling_delay() if callable(polling_delay) else polling_delay
             delay = delay or min(FIRST_DELAY, longest)
             try:
-                _, counts = self._round(None, failed, MAX_OFFSET)
+                _, counts, again = self._round(None, failed, MAX_OFFSET)
             except DatabaseError as error:
                 longest = max(longest, MAX_RETRY_DELAY)
                 logger.warning("the transfer waits %.2g s for the database: %s", delay, error)
@@ -105,10 +113,10 @@ class Transfer:
                 stop.wait(delay)
                 delay = min(delay * 2, longest)
                 continue
-            if counts:
+            if counts and on_moved is not None:
+                on_moved(counts)
+            if counts or again:
                 delay = 0.0
-                if on_moved is not None:
-                    on_moved(counts)
             elif not wake.wait(delay):
                 delay = min(delay * 2, longest)
             elif wake is not stop:
@@ -119,36 +127,40 @@ class Transfer:
         """Close the transfer's connection; the next run opens another."""
         self._writer.close()
 
-    def _round(
-        self, wanted: list[str] | None, failed: dict[str, EventSQLError], newest: int | None
-    ) -> tuple[int, dict[str, int]]:
+    def _round(self, wanted: list[str] | None, failed: dict[str, EventSQLError], newest: int | None) -> _Round:
         """Move a batch of each topic that has events in the buffer up to id `newest`, by default the newest there is.
 
-        Gives that id and the events moved per topic that had any. A topic whose events cannot be moved is added to
-        `failed`; the topics in there are left out.
+        A topic whose events cannot be moved is added to `failed`; the topics in there are left out.
         """
         counts: dict[str, int | None] = {}
+        again = False
         try:
             with self._writer.session():
                 last, topics = self._writer.look(wanted)
                 newest = last if newest is None else newest
                 for topic in topics:
-                    if topic not in failed:
-                        try:
-                            counts[topic] = self._writer.move(topic, newest)
-                        except psycopg.Error as error:
-                            if self._writer.broken:
-                                raise
-                            failed[topic] = self._fault(topic, error)
-                            logger.error("%s", failed[topic])
+                    if topic in failed:
+                        continue
+                    try:
+                        counts[topic] = self._writer.move(topic, newest)
+                    except SmallerBatchError as error:
+                        logger.info("the next batch is smaller: %s", error)
+                        again = True
+                    except (psycopg.Error, DatabaseError) as error:
+                        if self._writer.broken:
+                            raise
+                        failed[topic] = self._fault(topic, error)
+                        logger.error("%s", failed[topic])
         except psycopg.Error as error:
             raise self._database.meaning(error) from error
         moved = {topic: count for topic, count in counts.items() if count}
         if moved:
             self._announce(moved)
-        return newest, moved
+        return _Round(newest, moved, again)
 
-    def _fault(self, topic: str, error: psycopg.Error) -> EventSQLError:
+    def _fault(self, topic: str, error: psycopg.Error | DatabaseError) -> EventSQLError:
+        if isinstance(error, DatabaseError):
+            return error
         kind = type(self._database.meaning(error))
         fault = kind(f"the events of topic {topic!r} stay in the buffer of {self._database}: {describe(error)}")
         fault.__cause__ = error

@@ -14,21 +14,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import psycopg
 
-from eventsql_orchestration.database import Connection, Database, Queries, is_pooled
-from eventsql_orchestration.log import encoding, segments
+from eventsql_orchestration.database import Connection, Database, Queries, is_pooled, tables
+from eventsql_orchestration.database.database import describe
+from eventsql_orchestration.errors import StuckEventError
+from eventsql_orchestration.log import encoding, segments, sequences
 from eventsql_orchestration.log.block_moves import BlockMoves
+from eventsql_orchestration.log.load import too_much
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.model import Topic
 
+FIRST_BATCH: Final = 1_000
 LEAST_BATCH: Final = 100
 MOST_BATCH: Final = 20_000
-"""Events that are moved in one transaction. Measured: 3,000 to 30,000 move at the same rate."""
+"""Events that are moved in one transaction. Measured: 3,000 to 30,000 move at the same rate. Only a batch that failed
+makes the next ones smaller than the least."""
 
 BATCH_SECONDS: Final = 0.2
 """How long a transaction should hold its topic: batches shrink where events are large or the server is slow."""
@@ -52,6 +57,17 @@ ROOM_CHECK: Final = 500_000
 """After how many events a writer looks whether there are segments ahead; far fewer than are kept ahead."""
 
 _POSTGRESQL_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
+
+_OF_EVENTS: Final = ("22", "23", "44", "P0", "XX")
+"""SQLSTATE classes of data, constraints, views' checks, triggers and faults of the server: one event may cause them."""
+
+
+class SmallerBatchError(Exception):
+    """Internal: a batch could not be moved, and the next one of its topic has fewer events."""
+
+
+class _BufferStuckError(Exception):
+    """Internal: what lies in the buffer could not be moved by a publisher; the transfer has to."""
 
 
 class _LowWater:
@@ -112,7 +128,9 @@ class LogWriter:
         """
         self._database = database
         self._fixed_batch = batch
-        self._batch = batch or 1_000
+        # Per topic: the events of one must not make the batches of another small.
+        self._batches: dict[str, int] = {}
+        self._tried: tuple[int, int | None] | None = None
         self._lock_timeout = lock_timeout
         self._queries = Queries("log", database.schema)
         self._blocks = BlockMoves(database.schema)
@@ -122,6 +140,7 @@ class LogWriter:
         self._observed_at = 0.0
         self._room: dict[str, int] = {}
         self._zoned: dict[str, bool] = {}
+        self._ids = sequences.Ids(database.schema)
         self._mutex = threading.Lock()
 
     def close(self) -> None:
@@ -161,6 +180,8 @@ class LogWriter:
         self._connection = None
         self._low_water = _LowWater()
         self._looked_at = self._observed_at = 0.0
+        # Another server may answer the next one, with sequences of its own.
+        self._room.clear()
 
     @contextmanager
     def session(self, *, timeout: float = -1) -> Iterator[bool]:
@@ -198,12 +219,14 @@ class LogWriter:
 
     def _look(self, connection: Connection, wanted: list[str] | None) -> tuple[int, list[str]]:
         process, newest, topics = self._marked(connection, wanted)
+        # Through a pooler, a server that crashes and gives ids out again between two transactions goes unnoticed.
+        known_server = not is_pooled(connection)
         if not self._low_water.holds(process, newest):
             self._low_water = _LowWater(process)
             self._observed_at = 0.0
+            if known_server:
+                sequences.advance_buffer(connection, self._database.schema)
             process, newest, topics = self._marked(connection, wanted)
-        # Through a pooler, a server that crashes and gives ids out again between two transactions goes unnoticed.
-        known_server = not is_pooled(connection)
         if topics and known_server and time.monotonic() - self._observed_at >= OBSERVE_SECONDS:
             self._observed_at = time.monotonic()
             # The order matters: whoever drew an id up to `newest` and is not in the list has ended.
@@ -213,18 +236,36 @@ class LogWriter:
         return newest, topics
 
     def _marked(self, connection: Connection, wanted: list[str] | None) -> tuple[str, int, list[str]]:
-        marks = self._low_water.marks
+        schema, marks = self._database.schema, self._low_water.marks
         row = connection.execute(
-            self._queries("look"), {"marked": list(marks), "low_waters": list(marks.values()), "wanted": wanted}
+            self._queries("look"),
+            {
+                "marked": list(marks),
+                "low_waters": list(marks.values()),
+                "wanted": wanted,
+                "sequence": sequences.buffer_sequence(schema),
+            },
         ).fetchone()
         assert row is not None, "a SELECT without FROM gives a row"
-        return row[0], row[1], row[2]
+        process, newest, topics, in_order = row
+        if not in_order:
+            sequences.check(connection, schema, tables.event_buffer.name)
+        return process, newest, topics
 
     def move(self, topic: str, newest: int) -> int | None:
         """Move one batch of `topic`, up to buffer id `newest`, in a transaction of its own.
 
-        Gives the number of its events, None when another transaction holds the topic.
+        Gives the number of its events, None when another transaction holds the topic. Raises `SmallerBatchError` where
+        the batch failed and a smaller one is to be tried, `StuckEventError` where it failed with a single event.
         """
+        self._tried = None
+        try:
+            return self._move_with_room(topic, newest)
+        except psycopg.Error as error:
+            self._shrink(topic, error)
+            raise
+
+    def _move_with_room(self, topic: str, newest: int) -> int | None:
         try:
             return self._move_batch(topic, newest)
         except psycopg.errors.CheckViolation as error:
@@ -235,19 +276,30 @@ class LogWriter:
 
     def _move_batch(self, topic: str, newest: int) -> int | None:
         connection = self._open()
-        limit = self._batch
+        limit = min(self._batches.get(topic, FIRST_BATCH), MOST_BATCH)
+        if self._fixed_batch is not None:
+            limit = min(self._batches.get(topic, self._fixed_batch), self._fixed_batch)
         started = time.monotonic()
         with self._room_for(topic), self._transaction(connection):
             if connection.execute(self._queries("lock_topic"), {"topic": topic}).fetchone() is None:
                 return None
-            self._make_room(connection, topic)
+            self._tried = limit, None
             batch = connection.execute(
                 self._queries("batch_end"),
-                {"topic": topic, "low_water": self._low_water.marks.get(topic, 0), "newest": newest, "limit": limit},
+                {
+                    "topic": topic,
+                    "low_water": self._low_water.marks.get(topic, 0),
+                    "newest": newest,
+                    "limit": limit,
+                    "sequence": self._ids.sequence(topic),
+                },
                 prepare=False,
             ).fetchone()
             assert batch is not None, "an aggregate gives one row"
-            upto, found, definition, block = batch
+            upto, found, definition, block, last_id = batch
+            if found:
+                self._make_room(connection, topic, last_id)
+                self._tried = found, upto
             last = upto if block is None else block - 1
             moved = self._move(connection, topic, last, definition) if found else 0
             if block is not None:
@@ -257,7 +309,7 @@ class LogWriter:
             return moved
         self._low_water.moved(topic, upto if found == limit else newest)
         if found == limit:
-            self._fit_batch(time.monotonic() - started)
+            self._fit_batch(topic, limit, time.monotonic() - started)
         return moved
 
     def _move(self, connection: Connection, topic: str, upto: int, definition: list[int]) -> int:
@@ -273,19 +325,51 @@ class LogWriter:
             },
             prepare=False,
         ).rowcount
-        self._room[topic] -= moved
+        self._drew(topic, moved)
         return moved
 
     def _move_block(self, connection: Connection, topic: str, block: int) -> int:
         moved = self._blocks.move(connection, topic, block, zoned=self._zoned[topic])
-        self._room[topic] -= moved
+        self._drew(topic, moved)
         return moved
 
-    def _fit_batch(self, seconds: float) -> None:
-        """Adapt the size of batches to how long a full one took."""
-        if self._fixed_batch is None:
-            factor = 2 if seconds < BATCH_SECONDS / 2 else 0.5 if seconds > BATCH_SECONDS else 1
-            self._batch = max(LEAST_BATCH, min(MOST_BATCH, int(self._batch * factor)))
+    def _shrink(self, topic: str, error: psycopg.Error) -> None:
+        """Have fewer events in the next batch of a topic, where `error` may come from those in this one.
+
+        Raises as `move`; returns where the error has another cause, or the connection is gone.
+        """
+        lost = self.broken
+        if self._tried is None or not (lost or too_much(error) or (error.sqlstate or "").startswith(_OF_EVENTS)):
+            return
+        events, upto = self._tried
+        # A server that runs out of memory takes the connection with it.
+        self._batches[topic] = max(1, events // 2)
+        if lost:
+            return
+        if events > 1:
+            raise SmallerBatchError(f"{events:,} events of topic {topic!r} at once: {describe(error)}") from error
+        if upto is not None:
+            raise self._stuck(topic, upto, error) from error
+
+    def _stuck(self, topic: str, buffer_id: int, error: psycopg.Error) -> StuckEventError:
+        size, events = None, None
+        with suppress(psycopg.Error):
+            row = self._open().execute(self._queries("buffered_size"), {"id": buffer_id}).fetchone()
+            size, events = row or (None, None)
+        what = f"event {buffer_id}" if events is None else f"block {buffer_id} of {events:,} events"
+        return StuckEventError(
+            f"the events of topic {topic!r} stay in the buffer of {self._database}, from {what} on, which cannot be "
+            f"moved even alone{'' if size is None else f' ({size:,} bytes)'}: {describe(error)}",
+            topic=topic, buffer_id=buffer_id, size=size,
+        )  # fmt: skip
+
+    def _fit_batch(self, topic: str, size: int, seconds: float) -> None:
+        """Adapt the size of a topic's batches to how long a full one took."""
+        if seconds < BATCH_SECONDS / 2:
+            size = min(size * 2, self._fixed_batch or MOST_BATCH)
+        elif seconds > BATCH_SECONDS and self._fixed_batch is None:
+            size = max(min(size, LEAST_BATCH), size // 2)
+        self._batches[topic] = size
 
     def append(self, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
         """Append encoded events to the topic's log, after what lies in its buffer, in a transaction of its own.
@@ -305,7 +389,10 @@ class LogWriter:
         try:
             with self._room_for(topic.name), self._transaction(connection):
                 appended = self._append(connection, topic, events)
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.CheckViolation):
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation):
+            return False
+        except (psycopg.errors.QueryCanceled, _BufferStuckError):
+            # Nothing was appended: the buffer may take the batch yet.
             return False
         if appended:
             self._low_water.moved(topic.name, MAX_OFFSET)
@@ -315,43 +402,63 @@ class LogWriter:
         if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
             return False
         # After the lock: what its last holder did is seen, and the topic cannot be redefined any more.
+        most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
         row = connection.execute(
             self._queries("append_state"),
             {
                 "topic": topic.name,
                 "low_water": self._low_water.marks.get(topic.name, 0),
-                "limit": MOST_BUFFERED + 1,
+                "limit": most + 1,
+                "sequence": self._ids.sequence(topic.name),
             },
             prepare=False,
         ).fetchone()
         assert row is not None, "an aggregate gives one row"
-        definition, now, upto, found = row
-        if definition != [topic.partitions, topic.layout] or found > MOST_BUFFERED:
+        definition, now, upto, found, last_id = row
+        if definition != [topic.partitions, topic.layout] or found > most:
             return False
-        self._make_room(connection, topic.name)
+        self._make_room(connection, topic.name, last_id)
         if not self._zoned[topic.name]:
             return False
         if found:
-            self._move(connection, topic.name, upto, definition)
+            self._move_before(connection, topic.name, upto, definition, found)
         prefix = encoding.log_prefix((now - _POSTGRESQL_EPOCH) // timedelta(microseconds=1))
         with connection.cursor().copy(self._queries("append", topic=topic.name)) as copy:
             copy.write(encoding.HEADER)
             for part in events:
                 copy.write(prefix + prefix.join(part))
-                self._room[topic.name] -= len(part)
+                self._drew(topic.name, len(part))
             copy.write(encoding.TRAILER)
         return True
 
-    def _make_room(self, connection: Connection, topic: str) -> None:
+    def _move_before(self, connection: Connection, topic: str, upto: int, definition: list[int], found: int) -> None:
+        """Move the `found` events that lie in the buffer, before a publisher's own."""
+        try:
+            self._move(connection, topic, upto, definition)
+        except psycopg.Error as error:
+            if self.broken:
+                raise
+            # They are others' events: the publisher's own batch must not fail because of them.
+            self._batches[topic] = found // 2
+            raise _BufferStuckError(describe(error)) from error
+        if topic in self._batches:
+            self._batches[topic] = max(found * 2, self._batches[topic])
+
+    def _make_room(self, connection: Connection, topic: str, last_id: int | None) -> None:
         """See to it that there are segments for the ids to come, in the caller's transaction that holds the topic.
 
-        Now and then, and with it what else does not change while the log is there.
+        Now and then, and with it what else does not change while the log is there. At once where `last_id`, the last id
+        of the log's sequence as it was read with the sequence's settings, is not what it should be.
         """
-        if self._room.get(topic, 0) <= 0:
-            segments.ensure_ahead(connection, self._database.schema, topic)
-            row = connection.execute(self._queries("has_zoned_times", topic=topic), prepare=False).fetchone()
-            self._zoned[topic] = row is not None and bool(row[0])
-            self._room[topic] = ROOM_CHECK
+        if self._room.get(topic, 0) > 0 and self._ids.holds(topic, last_id):
+            return
+        self._zoned[topic] = self._ids.look(connection, topic)
+        segments.ensure_ahead(connection, self._database.schema, topic)
+        self._room[topic] = ROOM_CHECK
+
+    def _drew(self, topic: str, ids: int) -> None:
+        self._room[topic] -= ids
+        self._ids.drew(topic, ids)
 
     @contextmanager
     def _room_for(self, topic: str) -> Iterator[None]:

@@ -226,6 +226,21 @@ def test_events_that_were_written_past_a_repartitioning_are_named(run: Run, cons
 
 
 @pytest.mark.usefixtures("java")
+@pytest.mark.parametrize("table", [f"{TOPIC}_event", "event_buffer", "queue_message"])
+def test_a_sequence_that_is_set_otherwise_is_a_problem_that_its_remedy_mends(
+    run: Run, consumer: str, platform: EventSQL, table: str
+) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(f"ALTER SEQUENCE eventsql.{table}_eql_id_seq CACHE 50")
+        code, findings = diagnose(run)
+        assert code == 1
+        (finding,) = findings["sequences"]
+        assert (finding["status"], f'"eventsql"."{table}_eql_id_seq"' in finding["message"]) == ("problem", True)
+        connection.execute(finding["remedy"])
+    assert diagnose(run)[0] == 0
+
+
+@pytest.mark.usefixtures("java")
 def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.registry.pause(TOPIC, consumer)
     code, findings = diagnose(run)

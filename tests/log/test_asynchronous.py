@@ -165,6 +165,54 @@ def test_events_of_a_key_keep_the_order_in_which_tasks_gave_them(platform: Event
     assert seen == {str(key): list(range(key, 700, 7)) for key in range(7)}
 
 
+def test_events_without_a_key_keep_their_order_in_the_partition_that_they_name(platform: EventSQL) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
+            await asyncio.gather(
+                *(publisher.publish(order(b"%d" % number, partition=number % PARTITIONS)) for number in range(700))
+            )
+
+    asyncio.run(play())
+    platform.transfer.run_once()
+    for partition in range(PARTITIONS):
+        seen = [int(event.value) for event in platform.reader.read("orders", partition=partition)]
+        assert seen == list(range(partition, 700, PARTITIONS))
+
+
+def test_events_of_a_topic_without_partitions_keep_their_order(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("payments"))
+
+    async def play() -> None:
+        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
+            await asyncio.gather(
+                *(
+                    publisher.publish(
+                        Publication("payments", b"%d" % number, key=str(number % 7) if number % 2 else None)
+                    )
+                    for number in range(300)
+                )
+            )
+
+    asyncio.run(play())
+    platform.transfer.run_once()
+    assert [int(event.value) for event in platform.reader.read("payments")] == list(range(300))
+
+
+def test_events_of_a_key_keep_their_order_whichever_partitions_they_name(platform: EventSQL) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
+            await asyncio.gather(
+                *(
+                    publisher.publish(order(b"%d" % number, key="one", partition=number % PARTITIONS))
+                    for number in range(300)
+                )
+            )
+
+    asyncio.run(play())
+    platform.transfer.run_once()
+    assert [int(event.value) for event in platform.reader.read("orders")] == list(range(300))
+
+
 def test_a_task_that_only_gives_events_lets_others_run(platform: EventSQL) -> None:
     async def play() -> None:
         turns = 0

@@ -465,6 +465,58 @@ def test_letters_of_a_topic_that_was_made_anew_were_not_redriven(platform: Event
     assert platform.dead_letters.redrive("orders") == 2
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_letter_is_redriven_once_whatever_the_clock_does(
+    platform: EventSQL, letters: list[DeadLetter], hours: int
+) -> None:
+    platform.dead_letters.redrive("orders", LetterFilter(upto=4))
+    with platform.database.connection() as connection:
+        moved = (hours,)
+        connection.execute("UPDATE eventsql.topic SET eql_created_at = now() + %s * interval '1 hour'", moved)
+        connection.execute(
+            "UPDATE eventsql.redriven_dead_letter SET eql_redriven_at = now() - %s * interval '2 hour'", moved
+        )
+    assert platform.dead_letters.prune() == 0
+    assert ids_of(platform.dead_letters.list("orders", redriven=True)) == [1, 2, 3, 4]
+    assert platform.dead_letters.plan_redrive("orders") == RedrivePlan(7, 4, 3)
+    assert platform.dead_letters.redrive("orders") == 3
+    assert platform.dead_letters.redrive("orders") == 0
+    assert redriven_from(platform) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_letters_of_a_topic_that_was_made_anew_by_a_clock_that_went_back_were_not_redriven(
+    platform: EventSQL, letters: list[DeadLetter]
+) -> None:
+    platform.dead_letters.redrive("orders")
+    redriven(platform)
+    platform.registry.unregister_topic("orders_dlt", force=True)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.topic SET eql_created_at = '2025-01-01'")
+    give_up(platform)
+    assert platform.dead_letters.redrive("orders") == 7
+
+
+def test_letters_of_a_topic_that_was_redefined_were_not_redriven(platform: EventSQL, letters: list[DeadLetter]) -> None:
+    platform.dead_letters.redrive("orders")
+    redriven(platform)
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.orders_dlt_event")
+    platform.registry.register_topic(Topic("orders_dlt", 2))
+    give_up(platform)
+    assert platform.dead_letters.redrive("orders") == 7
+
+
+def test_redrives_of_a_log_that_another_program_deleted_are_forgotten(
+    platform: EventSQL, letters: list[DeadLetter]
+) -> None:
+    platform.dead_letters.redrive("orders")
+    with platform.database.connection() as connection:
+        # As EventSQL's Java library makes a topic anew, whose letters come later.
+        connection.execute("DELETE FROM eventsql.orders_dlt_event WHERE eql_id > 2")
+    assert platform.dead_letters.redrive("orders") == 2
+
+
 def test_redrives_of_letters_that_retention_removed_are_forgotten(
     platform: EventSQL, letters: list[DeadLetter]
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, RegistryError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, RegistryError, StuckEventError
 from eventsql_orchestration.log.lag import LagCause
 from eventsql_orchestration.log.staged import LEAST_BY_BLOCKS, ORPHANED_AFTER_HOURS
 from eventsql_orchestration.spark.encoder import Encoder
@@ -305,3 +305,34 @@ def test_a_server_that_goes_away_while_a_block_is_moved_leaves_it_to_the_next_tr
         assert isinstance(moved.exception(), DatabaseUnavailableError)
     assert platform.transfer.run_once() == {"orders": MANY}
     assert values(platform) == list(range(MANY))
+
+
+def test_a_block_that_cannot_be_moved_is_named_and_what_was_published_before_is_moved(
+    platform: EventSQL, publish_many: PublishMany
+) -> None:
+    platform.publisher.publish_all(Publication("fares", b"%d" % number) for number in range(10))
+    publish_many(topics=["fares"])
+    with platform.database.connection() as connection:
+        connection.execute(
+            """
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN
+                IF (SELECT count(*) > 10 FROM added) THEN
+                    RAISE EXCEPTION 'too much' USING ERRCODE = '57014';
+                END IF;
+                RETURN NULL;
+            END
+            $$;
+            CREATE TRIGGER refuse AFTER INSERT ON eventsql.fares_event
+                REFERENCING NEW TABLE AS added FOR EACH STATEMENT EXECUTE FUNCTION refuse();
+            """
+        )
+        ((first, size),) = connection.execute(
+            "SELECT eql_buffer_id, octet_length(eql_value) FROM eventsql.spark_staged_event ORDER BY 1 LIMIT 1"
+        ).fetchall()
+        with pytest.raises(StuckEventError) as caught:
+            platform.transfer.run_once()
+        assert (caught.value.topic, caught.value.buffer_id, caught.value.size) == ("fares", first, size)
+        assert platform.reader.count("fares") == 10
+        connection.execute("DROP TRIGGER refuse ON eventsql.fares_event")
+    assert platform.transfer.run_once() == {"fares": MANY}

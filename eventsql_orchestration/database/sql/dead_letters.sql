@@ -4,13 +4,12 @@
 SELECT set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true);
 
 -- matching -- The dead letters that a filter means, from the oldest on: id, bytes of the value, time of their redrive.
--- Planned for its values each time, so that a filter's parts that are not given cost nothing. What was redriven of a
--- topic that was deleted and created anew counts for nothing: its ids began anew.
+-- Planned for its values each time, so that a filter's parts that are not given cost nothing. A redrive is known by the
+-- letter's id alone: a clock may go back. Redrives are deleted with the log that the id is of.
 SELECT l.eql_id, octet_length(l.eql_value) AS eql_bytes, r.eql_redriven_at
 FROM {schema}.{event_table} l
 LEFT JOIN {schema}.redriven_dead_letter r
     ON r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id
-    AND r.eql_redriven_at >= (SELECT eql_created_at FROM {schema}.topic WHERE eql_name = %(letters)s)
 WHERE l.eql_id > %(after)s AND l.eql_id <= %(upto)s
   AND (%(ids)s::bigint[] IS NULL OR l.eql_id = ANY (%(ids)s::bigint[]))
   AND (%(consumer)s::text IS NULL OR l.eql_metadata ->> 'dlt_consumer' = %(consumer)s::text)
@@ -32,7 +31,6 @@ SELECT l.eql_id, l.eql_partition, l.eql_key, l.eql_value, l.eql_buffered_at::tim
 FROM {schema}.{event_table} l
 LEFT JOIN {schema}.redriven_dead_letter r
     ON r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id
-    AND r.eql_redriven_at >= (SELECT eql_created_at FROM {schema}.topic WHERE eql_name = %(letters)s)
 WHERE l.eql_id = ANY (%(ids)s::bigint[])
 ORDER BY l.eql_id;
 
@@ -51,7 +49,7 @@ SELECT %(letters)s, wanted.id, clock_timestamp()
 FROM unnest(%(ids)s::bigint[]) AS wanted (id)
 ORDER BY wanted.id
 ON CONFLICT (eql_topic, eql_letter_id) DO UPDATE SET eql_redriven_at = excluded.eql_redriven_at
-WHERE %(again)s OR r.eql_redriven_at < (SELECT eql_created_at FROM {schema}.topic WHERE eql_name = %(letters)s)
+WHERE %(again)s
 RETURNING eql_letter_id;
 
 -- prune -- Forget the redrives of dead letters that are older than the oldest one that is left.
@@ -60,8 +58,13 @@ DELETE FROM {schema}.redriven_dead_letter
 WHERE eql_topic = %(letters)s
   AND eql_letter_id < (SELECT coalesce(min(eql_id), 9223372036854775807) FROM {schema}.{event_table});
 
--- prune_deleted -- Forget the redrives of dead letters of topics that were deleted, or deleted and created anew.
+-- prune_deleted -- Forget the redrives of dead letters of topics that were deleted.
 DELETE FROM {schema}.redriven_dead_letter r
-WHERE NOT EXISTS (
-    SELECT FROM {schema}.topic t WHERE t.eql_name = r.eql_topic AND t.eql_created_at <= r.eql_redriven_at
-);
+WHERE NOT EXISTS (SELECT FROM {schema}.topic t WHERE t.eql_name = r.eql_topic);
+
+-- prune_former -- Forget the redrives of a topic where one of them is of a letter that the log does not have yet: they are
+-- those of a log of this name that EventSQL's Java library deleted.
+DELETE FROM {schema}.redriven_dead_letter
+WHERE eql_topic = %(letters)s
+  AND (SELECT max(eql_letter_id) FROM {schema}.redriven_dead_letter WHERE eql_topic = %(letters)s)
+      > (SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table});

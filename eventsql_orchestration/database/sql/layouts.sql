@@ -92,6 +92,16 @@ SELECT CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END FR
     LIMIT %(limit)s
 ) buffered;
 
+-- buffered_parts -- The last ids of parts that the events of a topic in the buffer are cut into, by their bytes.
+SELECT max(eql_id)
+FROM (
+    SELECT eql_id, sum(octet_length(eql_value)::bigint) OVER (ORDER BY eql_id) / %(bytes)s AS part
+    FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, 0) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
+) buffered
+GROUP BY part
+ORDER BY 1;
+
 -- lock_buffer -- Wait for the publishers' transactions under way, and keep others waiting until this one ends.
 LOCK TABLE {schema}.event_buffer IN SHARE ROW EXCLUSIVE MODE;
 

@@ -40,10 +40,12 @@ FOR SHARE;
 -- topic_exists -- Whether there is a topic of this name.
 SELECT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s);
 
--- look -- The server process that answers, the newest buffer id given out, and the topics with events in the buffer.
+-- look -- The server process that answers, the newest buffer id given out, the topics with events in the buffer, and
+-- whether the buffer's sequence gives ids out one by one and upwards.
 -- Of a topic with a low-water mark, only events beyond it count. A sequence shows what transactions that are still open,
--- or were rolled back, have drawn from it.
-SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time(),
+-- or were rolled back, have drawn from it. It gets another file when it is altered, restarted or truncated with its table.
+SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time()
+           || ', sequence ' || pg_relation_filenode(%(sequence)s::regclass),
        (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {schema}.event_buffer_eql_id_seq),
        ARRAY(
            SELECT l.eql_topic
@@ -58,7 +60,9 @@ SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time(),
            ) waiting
            WHERE %(wanted)s::text[] IS NULL OR l.eql_topic = ANY (%(wanted)s)
            ORDER BY l.eql_topic
-       );
+       ),
+       (SELECT seqcache = 1 AND seqincrement > 0 AND NOT seqcycle
+        FROM pg_sequence WHERE seqrelid = %(sequence)s::regclass);
 
 -- buffer_writers -- The open transactions that may have written to the buffer.
 SELECT l.virtualtransaction
@@ -77,9 +81,12 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
 
 -- append_state -- What a publisher that holds a topic must know of it: its partitions and layout, the time, and of what
--- lies in its buffer, at most so many events: the last id and their number. A block of events counts as that many.
+-- lies in its buffer, at most so many events: the last id and their number. A block of events counts as that many. Then
+-- the last id of the log, as in `batch_end`.
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       statement_timestamp(), max(eql_id), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END
+       statement_timestamp(), max(eql_id), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END,
+       (SELECT pg_sequence_last_value(seqrelid) FROM pg_sequence
+        WHERE seqrelid = %(sequence)s::oid AND seqcache = 1 AND seqincrement > 0 AND NOT seqcycle)
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
@@ -87,20 +94,19 @@ FROM (
     LIMIT %(limit)s
 ) buffered;
 
--- has_zoned_times -- Whether the times of a topic's log are points in time, and not readings of some clock.
-SELECT pg_typeof(eql_buffered_at) = 'pg_catalog.timestamptz'::regtype AND pg_typeof(eql_created_at) = 'pg_catalog.timestamptz'::regtype
-FROM (SELECT) nothing LEFT JOIN {schema}.{event_table} ON false;
-
 -- append -- Any number of encoded events to the end of the topic's log.
 COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
 -- batch_end -- The buffer id at which a batch of at most so many events ends, their number, the topic's partitions, and
--- its layout; and the first id among them that stands for a block of events.
+-- its layout; the first id among them that stands for a block of events; and the last id of the log that was given out,
+-- NULL where its sequence does not give ids out one by one and upwards, or is another one than `sequence`.
 -- Rows are compared, here and wherever a topic's part of the buffer is read: the statistics of a table that fills and
 -- empties all the time are of another time, and by them the server may step over all other topics to find this one.
 SELECT max(eql_id), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       min(eql_id) FILTER (WHERE eql_partition < -1)
+       min(eql_id) FILTER (WHERE eql_partition < -1),
+       (SELECT pg_sequence_last_value(seqrelid) FROM pg_sequence
+        WHERE seqrelid = %(sequence)s::oid AND seqcache = 1 AND seqincrement > 0 AND NOT seqcycle)
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
@@ -137,6 +143,15 @@ SELECT CASE
        eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
+
+-- buffered_size -- The size of an event in the buffer in bytes; or that of a block, and how many events it has.
+SELECT CASE WHEN b.eql_partition < -1 THEN octet_length(block.eql_value)
+            ELSE octet_length(b.eql_value) + coalesce(octet_length(b.eql_key), 0) + octet_length(b.eql_metadata::text)
+       END,
+       (block.eql_metadata->>'events')::bigint
+FROM {schema}.event_buffer b
+LEFT JOIN {schema}.spark_staged_event block ON block.eql_buffer_id = b.eql_id
+WHERE b.eql_id = %(id)s;
 
 -- read -- Events of a range of offsets, all partitions, in order.
 -- A topic that EventSQL's Java library registered after our migrations has times without a time zone.

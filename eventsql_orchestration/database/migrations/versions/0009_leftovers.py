@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alembic import op
+from eventsql_orchestration.database.migrations import run
 
 revision = "0009"
 down_revision = "0008"
@@ -80,4 +80,4 @@ _OLDEST = "ALTER TABLE spark_publication ADD COLUMN eql_oldest boolean NOT NULL 
 
 def upgrade() -> None:
     for statements in (_FORGET_TOPIC, _FORGET_CONSUMER, _REDEFINE, _MEND, _OLDEST):
-        op.get_bind().exec_driver_sql(statements.replace("%", "%%"))
+        run(statements)

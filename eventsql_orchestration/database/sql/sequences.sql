@@ -1,0 +1,43 @@
+-- settings -- The sequences that the column eql_id of tables gets its values from: name, table, settings, the last value.
+SELECT namespace.nspname, sequence.relname, owner.relname, settings.seqcache, settings.seqincrement, settings.seqcycle,
+       settings.seqmax, coalesce(pg_sequence_last_value(sequence.oid), 0)
+FROM pg_class owner
+JOIN pg_attribute id ON id.attrelid = owner.oid AND id.attname = 'eql_id'
+JOIN pg_depend depend ON depend.refobjid = owner.oid AND depend.refobjsubid = id.attnum
+    AND depend.refclassid = 'pg_catalog.pg_class'::regclass AND depend.classid = 'pg_catalog.pg_class'::regclass
+    AND depend.deptype IN ('a', 'i')
+JOIN pg_class sequence ON sequence.oid = depend.objid AND sequence.relkind = 'S'
+JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
+JOIN pg_sequence settings ON settings.seqrelid = sequence.oid
+WHERE owner.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = %(schema)s)
+  AND owner.relname = ANY (%(tables)s)
+ORDER BY owner.relname;
+
+-- highest -- The largest id in a table.
+SELECT max(eql_id) FROM {schema}.{segment};
+
+-- log_state -- Whether the times of a topic's log are points in time, and not readings of some clock; its sequence, the
+-- last id that this has given out, and the largest id that is known of: of an event, an offset or a layout.
+-- An offset without any reason is not counted.
+SELECT (
+           SELECT pg_typeof(eql_buffered_at) = 'pg_catalog.timestamptz'::regtype
+                  AND pg_typeof(eql_created_at) = 'pg_catalog.timestamptz'::regtype
+           FROM (SELECT) nothing LEFT JOIN {schema}.{event_table} ON false
+       ),
+       sequence.oid::bigint, coalesce(pg_sequence_last_value(sequence.oid), 0),
+       greatest(
+           (SELECT max(eql_id) FROM {schema}.{event_table}),
+           (SELECT max(eql_last_event_id) FROM {schema}.consumer
+            WHERE eql_topic = %(topic)s AND eql_last_event_id < 4611686018427387904),
+           (SELECT max(eql_after) FROM {schema}.topic_layout WHERE eql_topic = %(topic)s),
+           0
+       )
+FROM (SELECT pg_get_serial_sequence(%(log)s, 'eql_id')::regclass) AS sequence (oid);
+
+-- advance -- Let a sequence go on after this value.
+SELECT setval(%(sequence)s::oid::regclass, %(value)s);
+
+-- buffer_highest -- The largest id in the buffer, where it is larger than any that its sequence has given out.
+SELECT max(eql_id)
+FROM {schema}.event_buffer
+HAVING max(eql_id) > (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {schema}.event_buffer_eql_id_seq);
