@@ -32,8 +32,8 @@ KEPT_SECONDS: Final = 30 * 86_400.0
 EVERY: Final = 257
 """One of so many claims prunes. A prime, so that each of the partitions that are claimed in turns comes to it."""
 
-BATCH: Final = 1_000
-"""Claims that are looked at each time: more than are made meanwhile, and a few milliseconds."""
+BATCH: Final = 500
+"""Claims that are looked at each time: more than are made meanwhile."""
 
 
 class ClaimPruning:

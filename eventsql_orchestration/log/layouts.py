@@ -170,8 +170,8 @@ def move(connection: Connection, schema: str, topic: str, consumer: str, *, offs
 def complete(connection: psycopg.Connection[Any], schema: str, topic: str, consumer: str) -> None:
     """Give a partitioned consumer the partitions that it lacks, from their first events on.
 
-    It lacks some where it was registered while another program's topic had layouts of a former one. In the caller's
-    transaction that holds the registry.
+    It lacks some where it was registered by layouts of a former topic of this name. In the caller's transaction that
+    holds the registry.
     """
     queries = Queries("leftovers", schema)
     cursor = connection.cursor(row_factory=tuple_row)

@@ -31,7 +31,7 @@ KEPT_SECONDS: Final = 30 * 86_400.0
 """How long records are kept, as Dagster's housekeeping does."""
 
 PRUNED: Final = 1_000
-"""Records that a publication looks at when it prunes: a few milliseconds, and more than it writes."""
+"""Records that a publication looks at when it prunes: more than it writes."""
 
 
 @dataclass(frozen=True, slots=True)
