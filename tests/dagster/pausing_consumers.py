@@ -71,6 +71,6 @@ CONSUMERS = {
         in_range,
         *SHARERS,
         # It is under way until its successor has come, whether or not anything does.
-        consumer(windows.HANDED_OVER, STEADY, drain_seconds=16.0, drain_idle=60.0),
+        consumer(windows.HANDED_OVER, STEADY, drain_seconds=2 * windows.LEAD, drain_idle=60.0),
     )
 }

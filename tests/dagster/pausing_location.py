@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration.dagster import EventSQLResource, batches, consumers, draining, watch
+from eventsql_orchestration.dagster import EventSQLResource, batches, consumers, draining, handover, watch
 from eventsql_orchestration.dagster.steps import drain
 from eventsql_orchestration.dagster.windows import MARK
 from eventsql_orchestration.log.claims import Claim, Claims, NoClaim, Processed
@@ -20,6 +20,7 @@ from tests.dagster.stopping import fork_runs, stop_at
 
 fork_runs(__name__)
 
+handover.LEAD = windows.LEAD  # type: ignore[misc]  # the same for all of the window's second half
 watch.ADOPT_TIMEOUT = 2 * windows.LEASE  # type: ignore[misc]  # a minute is too long for a test
 batches.STALLED_AFTER = windows.LEASE  # type: ignore[misc]  # five minutes are
 

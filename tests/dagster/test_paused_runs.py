@@ -21,13 +21,14 @@ from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE
 from eventsql_orchestration.dagster.reexecution import RETRY_NUMBER_TAG
-from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG, SUCCEEDS_TAG
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG
 from eventsql_orchestration.log.positions import Earliest, Latest
 from tests.dagster import windows
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.pausing_consumers import CONSUMERS, ORDERS, STEADY, replayed, replayed_backfill
 from tests.dagster.stopping import held, stopped
 from tests.dagster.test_crash_windows import Machine
+from tests.dagster.test_daemon import process_of
 
 SLOW = 900.0
 """Seconds that a busy machine may take for a step of many processes at once."""
@@ -61,6 +62,7 @@ class Paused:
     bench: Workbench
     holding: dict[str, ExitStack] = field(default_factory=dict)
     processes: dict[str, int] = field(default_factory=dict)
+    stopped: dict[str, str] = field(default_factory=dict)
 
     def hold(self, point: str) -> None:
         self.holding[point] = ExitStack()
@@ -75,7 +77,9 @@ class Paused:
         pid = stopped(self.bench.platform, window)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        instance = self.bench.instance
         self.processes[window] = pid
+        self.stopped[window] = next(run.run_id for run in self.runs(window) if process_of(instance, run.run_id) == pid)
         self.release(window)
 
     def wake(self, window: str) -> None:
@@ -85,11 +89,8 @@ class Paused:
         await_(lambda: _has_ended(pid), f"the end of the run that was paused {window}", timeout=SLOW)
 
     def run(self, window: str) -> dg.DagsterRun:
-        """The run that was paused: the first of its consumer, or its first successor."""
-        runs = [run for run in self.runs(window) if run.parent_run_id is None]
-        if window == windows.HANDED_OVER:
-            runs = [run for run in runs if SUCCEEDS_TAG in run.tags]
-        return runs[-1]
+        """The run that was paused."""
+        return next(run for run in self.runs(window) if run.run_id == self.stopped[window])
 
     def runs(self, window: str) -> Sequence[dg.DagsterRun]:
         """All runs of a window's consumer, the latest first."""

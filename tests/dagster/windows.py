@@ -28,6 +28,8 @@ CHOSEN: Final = "EVENTSQL_TEST_WINDOWS"
 
 LEASE: Final = 5.0
 BATCH: Final = 5
+LEAD: Final = 25.0
+"""Seconds before the end of a run's window from which it gets a successor: ticks of a busy machine are rare."""
 
 EFFECTS: Final = "CREATE TABLE effect_of (consumer text NOT NULL, id bigint NOT NULL)"
 
