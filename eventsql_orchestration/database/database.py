@@ -183,10 +183,11 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
             meaning = DatabaseError, f"cannot read or write what it has stored ({detail}): look at the server's log"
         case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable() | psycopg.errors.DeadlockDetected():
             meaning = DatabaseBusyError, f"did not get to it in time ({detail}): try again"
-        case psycopg.errors.UndefinedTable() if f'"{schema}.' in detail and detail.endswith('_event" does not exist'):
+        # By the name alone: the words and quotes around it are in the language that the server speaks.
+        case psycopg.errors.UndefinedTable() if re.search(rf"\b{re.escape(schema)}\.\S*_event\W", detail):
             meaning = TopicNotFoundError, f"lacks the log of a topic ({detail}): the topic was deleted"
         case psycopg.errors.UndefinedTable() | psycopg.errors.UndefinedColumn() | psycopg.errors.InvalidSchemaName():
-            if any(name in detail for name in (f'"{schema}.', f'schema "{schema}"', "eql_")):
+            if re.search(rf"\b{re.escape(schema)}\b|eql_", detail):
                 meaning = (
                     SchemaOutdatedError,
                     f"lacks a table of the events platform ({detail}): run `eventsql migrate`",

@@ -11,9 +11,15 @@ from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.database import parse_dsn
+from eventsql_orchestration.database.database import parse_dsn, translate
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    EventSQLError,
+    SchemaOutdatedError,
+    TopicNotFoundError,
+    ValidationError,
+)
 from tests.database import everything
 
 ODD = {
@@ -82,6 +88,22 @@ def test_one_odd_setting_changes_nothing(dsn: str, direct_dsn: str, name: str) -
         platform.registry.register_topic(Topic("orders", 2)).register_topic(Topic("orders", 2))
         everything.register(platform)
         everything.publish(platform, direct_dsn)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("Relation »eventsql.orders_event« existiert nicht", TopicNotFoundError),
+        ("la relation « eventsql.orders_event » n'existe pas", TopicNotFoundError),
+        ("Relation »eventsql.topic« existiert nicht", SchemaOutdatedError),
+    ],
+)
+def test_a_missing_table_is_known_in_any_language_of_the_server(said: str, kind: type[EventSQLError]) -> None:
+    assert type(translate(psycopg.errors.UndefinedTable(said), "here", "eventsql")) is kind
+
+
+def test_a_missing_table_of_the_callers_own_is_not_one_of_the_platform() -> None:
+    assert translate(psycopg.errors.UndefinedTable('relation "accounts" does not exist'), "here", "eventsql") is None
 
 
 # Encodings
