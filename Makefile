@@ -10,6 +10,12 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
 VENV_OLDEST := .venv-oldest
 
+# Of the PostgreSQL that the tests run on: the directory of its programs.
+PG ?=
+ifneq ($(PG),)
+export EVENTSQL_POSTGRES := $(abspath $(PG))
+endif
+
 .PHONY: help setup demo browser jdbc pgbouncer java test pooler pooled oldest bench faults shardfaults lint format types contracts check clean
 
 help: ## List the tasks
@@ -67,7 +73,7 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 		echo "EventSQL's Java library could not be fetched: the tests with it will say that they did not run."; \
 	fi
 
-test: setup browser jdbc pgbouncer java ## Run all tests
+test: setup browser jdbc pgbouncer java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
 	@# Two processes of tests keep two cores busy. What fails beside the other is tried once more alone, and counts then.
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS) || { \
 		echo "Once more, alone: what failed above."; \

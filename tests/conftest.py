@@ -17,6 +17,7 @@ from psycopg import sql
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.embedded.programs import PROGRAMS_VARIABLE
 from tests.poolers import through
 from tests.poolers.pgbouncer import PgBouncer, left_behind, running
 from tests.poolers.through import pytest_addoption, pytest_collection_modifyitems
@@ -24,6 +25,14 @@ from tests.poolers.through import pytest_addoption, pytest_collection_modifyitem
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
 
 TEMPLATE = "eventsql_template"
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is a setting that a test must not inherit.
+
+    `EVENTSQL_POSTGRES` stays: it chooses the PostgreSQL of the whole run.
+    """
+    return name.startswith("EVENTSQL_") and name != PROGRAMS_VARIABLE
 
 
 def pytest_configure() -> None:
@@ -62,6 +71,15 @@ def server() -> Iterator[EmbeddedPostgres]:
         yield embedded
 
 
+def copy_database(connection: psycopg.Connection, name: str, *, template: str = TEMPLATE) -> None:
+    """Create a database as a copy of another one, file by file."""
+    # PostgreSQL 14 knows no other way, and not the word for it.
+    way = sql.SQL("STRATEGY file_copy" if connection.info.server_version >= 150000 else "")
+    connection.execute(
+        sql.SQL("CREATE DATABASE {} TEMPLATE {} {}").format(sql.Identifier(name), sql.Identifier(template), way)
+    )
+
+
 @pytest.fixture
 def direct_dsn(server: EmbeddedPostgres) -> Iterator[str]:
     """A migrated database of the test's own, past any pooler.
@@ -71,11 +89,7 @@ def direct_dsn(server: EmbeddedPostgres) -> Iterator[str]:
     running = server.start()
     name = f"test_{uuid.uuid4().hex}"
     with psycopg.connect(running.dsn, autocommit=True) as connection:
-        connection.execute(
-            sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(
-                sql.Identifier(name), sql.Identifier(TEMPLATE)
-            )
-        )
+        copy_database(connection, name)
     yield running.dsn_for(name)
     server.drop_database(name)
 
