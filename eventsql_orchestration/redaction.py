@@ -104,7 +104,8 @@ def secrets_of(url: str) -> UrlSecrets:
         passwords += [found["password"], unquote(found["password"])]
     options = found["options"] or ""
     for option, value in parse_qsl(options, keep_blank_values=True):
-        if option in _PLACES and is_plain_host(value):
+        shown_as = _ADDRESS.fullmatch if option == "hostaddr" else is_plain_host
+        if option in _PLACES and shown_as(value):
             names |= {value, *value.split(",")}
         elif option in _PASSWORDS or option in _PLACES:
             passwords.append(value)
@@ -137,8 +138,10 @@ def hide(text: str, *urls: str) -> str:
 
 
 def hide_passwords(text: str, *urls: str) -> str:
-    """Any text without the passwords of these URLs."""
-    for url in urls:
+    """Any text without these URLs, and without their passwords."""
+    for url in filter(None, urls):
+        for form in (url, repr(url)[1:-1]):
+            text = text.replace(form, f"{url.partition('://')[0]}://{HIDDEN}" if "://" in url else HIDDEN)
         text = secrets_of(url).hide_passwords(text)
     return text
 

@@ -237,8 +237,8 @@ def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[st
     multiple=True,
     callback=_together,
     metavar="URL",
-    help="The database: postgresql://user@host:5432/database; repeat it for shards. Who lists processes sees it, with a "
-    "password in it: `-` asks for it, and EVENTSQL_DSN and `dsn` in eventsql.toml do the same. With none, the embedded "
+    help="The database: postgresql://user@host:5432/database; repeat it for shards. Who lists processes sees it and "
+    "its password: `-` asks for it, and EVENTSQL_DSN and `dsn` in eventsql.toml do the same. With none, the embedded "
     "server of --home is used.",
 )
 @click.option("--dsn-file", type=FILE, help="A file with the URL, or with those of all shards.")

@@ -67,7 +67,7 @@ def redact(text: str) -> str:
 
 def say(message: str) -> None:
     """One line for the user, on standard error."""
-    click.echo(f"eventsql: {redact(' '.join(message.split()))}", err=True)
+    click.echo(f"eventsql: {' '.join(redact(message).split())}", err=True)
 
 
 def write(text: str) -> None:
