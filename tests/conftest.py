@@ -6,9 +6,10 @@ import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -17,6 +18,7 @@ from psycopg import sql
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.embedded.programs import PROGRAMS_VARIABLE
 from tests.poolers import through
 from tests.poolers.pgbouncer import PgBouncer, left_behind, running
 from tests.poolers.through import pytest_addoption, pytest_collection_modifyitems
@@ -24,6 +26,14 @@ from tests.poolers.through import pytest_addoption, pytest_collection_modifyitem
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
 
 TEMPLATE = "eventsql_template"
+
+
+def is_setting(name: str) -> bool:
+    """Whether an environment variable is a setting that a test must not inherit.
+
+    `EVENTSQL_POSTGRES` stays: it chooses the PostgreSQL of the whole run.
+    """
+    return name.startswith("EVENTSQL_") and name != PROGRAMS_VARIABLE
 
 
 def pytest_configure() -> None:
@@ -62,6 +72,31 @@ def server() -> Iterator[EmbeddedPostgres]:
         yield embedded
 
 
+def copy_database(connection: psycopg.Connection, name: str, *, template: str = TEMPLATE) -> None:
+    """Create a database as a copy of another one, file by file."""
+    # PostgreSQL 14 knows no other way, and not the word for it.
+    way = sql.SQL("STRATEGY file_copy" if connection.info.server_version >= 150000 else "")
+    connection.execute(
+        sql.SQL("CREATE DATABASE {} TEMPLATE {} {}").format(sql.Identifier(name), sql.Identifier(template), way)
+    )
+
+
+def generic_plan(connection: psycopg.Connection, statement: str, values: Sequence[Any]) -> str:
+    """The plan of a statement, with parameters $1 to $n, for any values."""
+    if connection.info.server_version >= 160000:
+        lines = connection.execute(f"EXPLAIN (GENERIC_PLAN) {statement}".encode()).fetchall()
+    else:
+        with connection.transaction(force_rollback=True):
+            connection.execute("SET LOCAL plan_cache_mode TO force_generic_plan")
+            connection.execute(f"PREPARE planned AS {statement}".encode())
+            given = sql.SQL(", ").join(map(sql.Literal, values))
+            lines = connection.execute(
+                sql.SQL("EXPLAIN EXECUTE planned{}").format(sql.SQL("({})").format(given) if values else sql.SQL(""))
+            ).fetchall()
+        connection.execute("DEALLOCATE ALL")
+    return "\n".join(line for (line,) in lines)
+
+
 @pytest.fixture
 def direct_dsn(server: EmbeddedPostgres) -> Iterator[str]:
     """A migrated database of the test's own, past any pooler.
@@ -71,11 +106,7 @@ def direct_dsn(server: EmbeddedPostgres) -> Iterator[str]:
     running = server.start()
     name = f"test_{uuid.uuid4().hex}"
     with psycopg.connect(running.dsn, autocommit=True) as connection:
-        connection.execute(
-            sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(
-                sql.Identifier(name), sql.Identifier(TEMPLATE)
-            )
-        )
+        copy_database(connection, name)
     yield running.dsn_for(name)
     server.drop_database(name)
 

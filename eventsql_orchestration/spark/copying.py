@@ -22,6 +22,7 @@ from psycopg import conninfo
 
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.qualification import qualified
+from eventsql_orchestration.redaction import hiding
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
 """What a record batch should hold; bounds a task's memory, whatever its range. Measured with 200-byte events on two
@@ -105,7 +106,7 @@ class CopyConnection:
     """
 
     def __init__(self, dsn: str) -> None:
-        with ExitStack() as opened:
+        with hiding(dsn), ExitStack() as opened:
             self._connection = opened.enter_context(AdbcConnection(known_database(dsn)))
             self._connection.set_autocommit(False)
             self._statement = opened.enter_context(AdbcStatement(self._connection))

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import main
-from tests.conftest import own_server
+from tests.conftest import is_setting, own_server
 
 PROGRAM = Path(sys.executable).parent / "eventsql"
 
@@ -24,7 +24,7 @@ PROGRAM = Path(sys.executable).parent / "eventsql"
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory without settings, and an environment without any."""
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("EVENTSQL_")]:
+    for name in [name for name in os.environ if is_setting(name)]:
         monkeypatch.delenv(name)
     return tmp_path
 

@@ -18,6 +18,7 @@ import pytest
 
 from eventsql_orchestration.dagster.development import LocalDagster, failure_of, free_port, only_one
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
+from tests.conftest import is_setting
 
 
 def test_an_instance_has_one_owner_at_a_time(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_waiting_for_a_run_ends_with_the_processes_that_would_run_it(
 def test_who_comes_second_touches_nothing(tmp_path: Path) -> None:
     (tmp_path / "definitions.py").touch()
     command = [str(Path(sys.executable).with_name("eventsql")), "--home", str(tmp_path / "home"), "dev"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENTSQL_")}
+    environment = {name: value for name, value in os.environ.items() if not is_setting(name)}
     with only_one(tmp_path / "home" / "dagster"):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -11,8 +11,9 @@ from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.database import parse_dsn, translate
+from eventsql_orchestration.database.database import translate
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import (
     ConfigurationError,
     EventSQLError,

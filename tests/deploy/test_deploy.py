@@ -18,7 +18,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
 from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, instance_config
-from eventsql_orchestration.database.database import parse_dsn
+from eventsql_orchestration.database.urls import parse_dsn
+from tests.conftest import is_setting
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"
@@ -58,7 +59,9 @@ def environment(dsn: str, tmp_path: Path) -> dict[str, str]:
         for name, value in OURS["code"]["environment"].items()
     }
     assert given["PGPASSWORD"] == "${POSTGRES_PASSWORD:?set a password}"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("EVENTSQL_", "DAGSTER_"))}
+    inherited = {
+        name: value for name, value in os.environ.items() if not is_setting(name) and not name.startswith("DAGSTER_")
+    }
     return {**inherited, **given, "PGPASSWORD": str(url.password), "DAGSTER_HOME": str(tmp_path)}
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 import sqlalchemy
-from psycopg import conninfo, sql
+from psycopg import conninfo
 from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ValidationError
-from tests.conftest import TEMPLATE
+from tests.conftest import TEMPLATE, copy_database
 
 if TYPE_CHECKING:
     from tests.log.conftest import Said
@@ -34,9 +34,7 @@ def another(server: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterato
     """Another database, which may have the platform's tables too."""
     running = server.start()
     with psycopg.connect(running.dsn, autocommit=True) as connection:
-        connection.execute(
-            sql.SQL("CREATE DATABASE another TEMPLATE {} STRATEGY file_copy").format(sql.Identifier(request.param))
-        )
+        copy_database(connection, "another", template=request.param)
     yield running.dsn_for("another")
     server.drop_database("another")
 

@@ -9,12 +9,11 @@ from typing import TypeAlias
 
 import psycopg
 import pytest
-from psycopg import sql
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.sharded import ShardedEventSQL
-from tests.conftest import TEMPLATE
+from tests.conftest import copy_database
 from tests.log.conftest import Spawn, Until, Worker, until
 
 __all__ = ["Databases", "Open", "Spawn", "Until", "Worker", "until"]
@@ -28,11 +27,7 @@ def database_of(server: EmbeddedPostgres) -> Iterator[str]:
     """A migrated database of its own; gives its URL."""
     running, name = server.start(), f"shard_{uuid.uuid4().hex}"
     with psycopg.connect(running.dsn, autocommit=True) as connection:
-        connection.execute(
-            sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(
-                sql.Identifier(name), sql.Identifier(TEMPLATE)
-            )
-        )
+        copy_database(connection, name)
     try:
         yield running.dsn_for(name)
     finally:

@@ -25,6 +25,7 @@ from selenium.webdriver.common.by import By
 from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
+from tests.conftest import is_setting
 from tests.system.conftest import plotted, screenshot, see, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -44,7 +45,9 @@ def dev() -> Iterator[Dev]:
     root = Path(tempfile.mkdtemp(prefix="eventsql-dev-"))
     root.chmod(0o755)
     home, log = root / "home", root / "dev.log"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVENTSQL_", "DAGSTER_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not is_setting(name) and not name.startswith("DAGSTER_")
+    }
     command = [str(Path(sys.executable).with_name("eventsql")), "--home", str(home), "dev", "--orders", "20"]
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, text=True)

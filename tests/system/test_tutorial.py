@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.conftest import is_setting
 
 REPOSITORY = Path(__file__).parents[2]
 TUTORIAL = REPOSITORY / "docs" / "tutorial.md"
@@ -44,7 +45,9 @@ def test_every_command_of_the_tutorial_works_and_the_table_equals_the_count_over
     setup, *blocks = commands()
     # What `make setup` installs is what this test runs in.
     assert setup.strip() == "make setup"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVENTSQL_", "DAGSTER_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not is_setting(name) and not name.startswith("DAGSTER_")
+    }
     outputs = []
     for block in blocks:
         done = subprocess.run(

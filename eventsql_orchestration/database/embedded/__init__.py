@@ -12,6 +12,9 @@ in the directory:
 | `postgres.log`, `postgres.log.1` | the server's log, and the one before it |
 | `lock` | held while a process starts or stops the server |
 
+`EVENTSQL_POSTGRES` names a directory with the programs of another PostgreSQL, from version 14 on. A data directory
+belongs to the version that made it.
+
 The server belongs to the directory, not to the process that started it: it runs until somebody stops it.
 """
 

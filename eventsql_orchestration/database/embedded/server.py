@@ -28,13 +28,14 @@ from eventsql_orchestration.database.embedded.postmaster import Postmaster, remo
 from eventsql_orchestration.database.embedded.programs import (
     Account,
     chown_tree,
-    find_installation,
+    find_programs,
     is_relocated,
     make_public_directory,
     new_relocated_home,
     reachable_programs,
     run_program,
     server_account,
+    version_of,
 )
 from eventsql_orchestration.errors import EmbeddedServerError
 
@@ -44,6 +45,9 @@ StopMode = Literal["fast", "immediate", "smart"]
 
 _ROLE = "eventsql"
 _DATABASE = "eventsql"
+
+_BUILTIN_LOCALE = ("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8")
+_BUILTIN_SINCE = 17
 
 _PORT_ATTEMPTS = 5
 _LOG_BYTES = 1024 * 1024
@@ -104,18 +108,18 @@ class EmbeddedPostgres:
         `timeout` (seconds) bounds all of it: waiting for other processes, initdb and crash recovery. A recovery that
         takes longer goes on, and the next call waits for it again.
 
-        Raises `MissingExtraError` when the package with the server is not installed, `EmbeddedServerError` when the
-        server cannot be started.
+        Raises `MissingExtraError` when the package with the server is not installed, `ConfigurationError` where
+        `EVENTSQL_POSTGRES` names no programs, `EmbeddedServerError` when the server cannot be started.
         """
         deadline = time.monotonic() + timeout
         running = self.status()
         if running is not None:
             return running
-        installation = find_installation()
+        programs = find_programs()
         with os_errors(f"the embedded server of {self.directory} could not be started"):
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._locked(deadline):
-                return self._start_locked(installation, deadline)
+                return self._start_locked(programs, deadline)
 
     def stop(self, *, timeout: float = 30.0, mode: StopMode = "fast") -> bool:
         """Stop the server; return False if it was not running.
@@ -202,13 +206,13 @@ class EmbeddedPostgres:
 
     # Start
 
-    def _start_locked(self, installation: Path, deadline: float) -> EmbeddedServer:
+    def _start_locked(self, programs: Path, deadline: float) -> EmbeddedServer:
         # One that starts gets ready; one that stops makes room for a new one.
         while (found := Postmaster.of(self._data)) is not None and not found.ready and time.monotonic() < deadline:
             time.sleep(POLL)
         if found is None:
             account = server_account(self._data)
-            programs = reachable_programs(installation, account)
+            programs = reachable_programs(programs, account)
             self._place_data(account)
             for leftover in self._data.parent.glob(".eventsql-initdb-*"):
                 # Of a process that was killed; its initdb may still be at work there, and then stays for the next time.
@@ -250,6 +254,7 @@ class EmbeddedPostgres:
 
     def _initialise(self, programs: Path, account: Account | None, deadline: float) -> None:
         """Run initdb beside the data directory and rename its result, so that a half-made one is never started."""
+        version = version_of(programs)
         password = self._keep_password()
         home = self._data.parent
         work = Path(tempfile.mkdtemp(prefix=".eventsql-initdb-", dir=home))
@@ -263,9 +268,11 @@ class EmbeddedPostgres:
                 [
                     *(str(programs / "initdb"), "--pgdata", str(new), "--username", _ROLE),
                     *("--pwfile", str(password_file), "--auth", "scram-sha-256"),
-                    # The builtin provider sorts the same on every machine; the C library's locales do not.
+                    # Both sort the same on every machine; the C library's other locales do not.
                     *("--encoding", "UTF8", "--locale", "C"),
-                    *("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8"),
+                    *(_BUILTIN_LOCALE if version >= _BUILTIN_SINCE else ()),
+                    # PostgreSQL 18 does so by itself.
+                    "--data-checksums",
                     *("--text-search-config", "english", "--no-instructions"),
                 ],
                 account,
