@@ -12,8 +12,9 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from enum import Enum
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.errors import (
     InvalidNameError,
@@ -271,6 +272,22 @@ class EventFilter:
         if self.key_prefix is not None:
             parts.append(f"key {self.key_prefix}*")
         return ", ".join([*parts, *(f"{name}={text}" for name, text in sorted(self.metadata.items()))])
+
+
+class EveryEvent(Enum):
+    """The type of `EVERY_EVENT`."""
+
+    EVERY_EVENT = "every event"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+EVERY_EVENT: Final = EveryEvent.EVERY_EVENT
+"""Declares that a consumer has no filter. Without a declaration (None), it keeps the filter that it has."""
+
+DeclaredFilter: TypeAlias = EventFilter | EveryEvent | None
+"""A filter as it is declared: one, `EVERY_EVENT` for none, or None where nothing is said."""
 
 
 def _texts(metadata: Mapping[str, Any]) -> set[tuple[str, str]]:

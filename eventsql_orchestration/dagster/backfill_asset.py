@@ -15,6 +15,7 @@ from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.draining import Drained, owner_of_run
 from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.published import add_up
+from eventsql_orchestration.dagster.registering import why_unregistered
 from eventsql_orchestration.dagster.replaying import POLL, WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.reporting import metadata_of
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
@@ -35,7 +36,7 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
 from eventsql_orchestration.dagster.windows import new_id, read_key
-from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Earliest, Latest, Place
 
 SUFFIX: Final = "_backfill"
@@ -154,10 +155,14 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
     def plan(context: dg.OpExecutionContext, config: PlanConfig, eventsql: EventSQLResource) -> None:
         backfills = ShardedBackfills(eventsql.shards)
         window = None if config.window_seconds is None else _seconds(config.window_seconds)
-        planned = backfills.plan(
-            topic, consumer.consumer.name, start=_place(config.start), end=_place(config.end),
-            window_events=config.window_events, window=window,
-        )  # fmt: skip
+        try:
+            planned = backfills.plan(
+                topic, consumer.consumer.name, start=read_place(config.start), end=read_place(config.end),
+                window_events=config.window_events, window=window,
+            )  # fmt: skip
+        except (ConsumerNotFoundError, TopicNotFoundError) as error:
+            why = why_unregistered(eventsql.platform, consumer.topic, consumer.consumer)
+            raise dg.Failure(why or error.message, allow_retries=False) from error
         for remark in planned.remarks:
             context.log.warning(remark)
         backfill_id = new_id()
@@ -192,7 +197,8 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
     return plan_job
 
 
-def _place(text: str) -> Place:
+def read_place(text: str) -> Place:
+    """The place in a log that a config names. Raises `ValidationError`."""
     if text == "earliest":
         return Earliest()
     if text == "latest":
