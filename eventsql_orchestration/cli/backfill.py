@@ -38,7 +38,7 @@ from eventsql_orchestration.dagster.launching import Launcher, RemoteDagster
 from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
 from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedBackfills
 from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.dagster.windows import check_id, new_id, resume_command
+from eventsql_orchestration.dagster.windows import DEFAULT_MAX_FAILURES, check_id, new_id, resume_command
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     PartitionLeasedError,
@@ -106,6 +106,10 @@ def backfill() -> None:
     is_flag=True,
     help="Move CONSUMER's own offset to the end of the range before it runs; without this, it is not touched.",
 )
+@click.option(
+    "--max-failures", type=click.IntRange(min=1), metavar="N",
+    help=f"Stop after N events that were given up and runs that failed  [default: {DEFAULT_MAX_FAILURES}].",
+)  # fmt: skip
 @click.option("--id", "backfill_id", metavar="ID", help="Call the backfill so; by default it gets an id.")
 @click.option("--resume", metavar="ID", help="What is left of backfill ID, instead of a range.")
 @click.option("--execute", is_flag=True, help="Run it; without this, the plan is shown and nothing is changed.")
@@ -130,6 +134,7 @@ def run(
     parallel: int,
     into: str | None,
     take_over: bool,
+    max_failures: int | None,
     backfill_id: str | None,
     resume: str | None,
     execute: bool,
@@ -193,7 +198,7 @@ def run(
         if not as_json:
             show_backfill(summary, runs, executed=True, as_json=False)
         outcome = drive(BackfillDriver(
-            backfills, found, runs, launcher=launcher, target=target, parallel=parallel
+            backfills, found, runs, launcher=launcher, target=target, parallel=parallel, max_failures=max_failures
         ), found, outlives=launcher.outlives)  # fmt: skip
         if as_json:
             show_backfill({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
@@ -280,9 +285,12 @@ def list_backfills(context: CliContext, *, topic: str | None, as_json: bool) -> 
         write_json([standing(each) for each in found])
         return
     show_table(
-        ["topic", "consumer", "id", "from", "to", "replayed", "windows", "done", "under way", "failing", "since"],
+        [
+            "topic", "consumer", "id", "from", "to", "replayed", "windows", "done", "under way", "failing", "given up",
+            "since",
+        ],
         [tuple(value for name, value in standing(each).items() if name != "into") for each in found],
-    )
+    )  # fmt: skip
 
 
 @backfill.command()

@@ -70,9 +70,13 @@ class BackfillDefinition:
 
 
 class ReplayConfig(dg.Config):
-    """How a window is replayed: at most `max_events` are claimed at once, as many as the consumer's runs by default."""
+    """How a window is replayed: at most `max_events` are claimed at once, as many as the consumer's runs by default.
+
+    The run fails once the whole backfill has given up `max_failures` events as dead letters, 10 by default.
+    """
 
     max_events: int | None = None
+    max_failures: int | None = None
 
 
 class PlanConfig(dg.Config):
@@ -232,7 +236,7 @@ def _replay(
     replay = WindowReplay(
         platform, consumer, consumer.computation.consume(context, platform, resources),
         backfill_id=backfill_id, window=window, partition=partition, owner=owner_of_run(context.run.run_id),
-        max_events=config.max_events,
+        log=context.log, max_events=config.max_events, max_failures=config.max_failures,
     )  # fmt: skip
     of = backfill_of(consumer.topic.name, consumer.consumer.name)
     tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of, HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL}
@@ -249,8 +253,6 @@ def _replay(
         # What a run that fails has replayed is committed.
         if replay.drained.events:
             _report_for_others(context, consumer, replay.drained, backfill_id)
-    for letter in replay.drained.dead_letters:
-        context.log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
     context.log.info("%d events were replayed", replay.drained.events)
     finished = Backfills(platform).finish(backfill)
     if finished:

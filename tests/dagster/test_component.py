@@ -27,10 +27,12 @@ from eventsql_orchestration.dagster import (
     range_asset,
     topic_key,
 )
+from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.component import usable_name
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.positions import Earliest, Latest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, slow
 
@@ -58,6 +60,22 @@ def test_the_example_is_a_whole_location_that_consumes(
     assert location.resolve_job_def("consume_ledger").execute_in_process(instance=bench.instance).success
     with bench.platform.database.connection() as connection:
         assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
+
+    # What a backfill hands over again changes nothing, and no event fails.
+    backfills = Backfills(bench.platform)
+    plan = backfills.plan("orders", "ledger", start=Earliest(), end=Latest())
+    backfill = backfills.register(plan, "again")
+    assert any("must bear" in remark for remark in plan.remarks)
+    keys = [run.key(backfill.id) for run in plan.runs]
+    bench.instance.add_dynamic_partitions("ledger_backfill", keys)
+    for key in keys:
+        job = location.resolve_job_def("backfill_ledger")
+        assert job.execute_in_process(instance=bench.instance, partition_key=key).success
+    bench.platform.transfer.run_once()
+    assert bench.platform.dead_letters.of_backfills("orders") == {}
+    with bench.platform.database.connection() as connection:
+        assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
+
     repository = location.get_repository_def()
     assert {sensor.name for sensor in repository.sensor_defs} == {*(f"consume_ledger_{n}" for n in range(4)), "lag"}
     assert {schedule.name for schedule in repository.schedule_defs} == {"transfer", "housekeeping"}
