@@ -157,10 +157,8 @@ class Backfills(BackfillPlanner):
         topic, consumer, backfill_id = key
         parts = []
         for match, row in found:
-            *others, given_up = row
-            (_, name, partition, offset, consumed, paused, failed, attempts, most, failure, owner, lease, _, due) = (
-                others
-            )
+            (_, name, partition, offset, consumed, paused, failed, attempts, most, failure, owner, lease, *others) = row
+            _, due, given_up = others
             window = Window(int(match["after"]), int(match["upto"]), self._platform.shard)
             parts.append(
                 Replayed(
