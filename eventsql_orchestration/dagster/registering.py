@@ -21,6 +21,16 @@ def topic_missing(topic: str) -> str:
     return f"topic {topic!r} is not registered: {LAUNCH_IT}"
 
 
+def require_topic(platform: EventSQL, topic: str) -> None:
+    """Raises `TopicNotFoundError`, which says what Dagster's user does then."""
+    try:
+        platform.registry.topic(topic)
+    except TopicNotFoundError as error:
+        raise TopicNotFoundError(
+            f"{topic_missing(topic)}; it creates the topics of the consumers and those of `topics=`"
+        ) from error
+
+
 def consumer_missing(consumer: Consumer) -> str:
     """What is said of a consumer that an asset declares and that does not exist."""
     return f"consumer {consumer.name!r} of topic {consumer.topic!r} is not registered: {LAUNCH_IT}"

@@ -466,11 +466,15 @@ def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
 ) -> None:
     ids = ledger.publish(20)
     assert running_url(dagster.instance_home) == dagster.url, "a command in this directory finds it"
-    result = run(*LEDGER, "--from", "earliest", "--window-events", "10", "--parallel", "4", "--execute", "--id", "may")
+    result = run(
+        *LEDGER, "--from", "earliest", "--window-events", "10", "--parallel", "4", "--max-failures", "3", "--execute",
+        "--id", "may",
+    )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     assert ledger.effects() == ids
     with dagster.instance() as instance:
         runs = instance.get_runs(dg.RunsFilter(tags={"eventsql/backfill": "may"}))
+        assert runs[0].run_config == {"ops": {"ledger_backfill": {"config": {"max_failures": 3}}}}
         assert {each.status for each in runs} == {dg.DagsterRunStatus.SUCCESS}
         keys = {each.tags["dagster/partition"] for each in runs}
         assert set(instance.get_dynamic_partitions("ledger_backfill")) == keys
