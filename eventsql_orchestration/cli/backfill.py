@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -200,9 +201,20 @@ def run(
         outcome = drive(BackfillDriver(
             backfills, found, runs, launcher=launcher, target=target, parallel=parallel, max_failures=max_failures
         ), found, outlives=launcher.outlives)  # fmt: skip
+        outcome = replace(outcome, given_up=_given_up(platform, found))
         if as_json:
             show_backfill({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
         conclude(found, runs, outcome)
+
+
+def _given_up(platform: EventSQL, found: ShardedBackfill) -> int:
+    """How many dead letters a backfill has left. Its windows, which count them too, may be gone by now."""
+    source = platform.dead_letters.topic_of(found.topic)
+    if source is None:
+        return 0
+    # The last ones may still wait in the buffer.
+    platform.transfer.run_once([source])
+    return platform.dead_letters.of_backfills(found.topic).get(found.id, 0)
 
 
 def _platform(context: CliContext) -> EventSQL:

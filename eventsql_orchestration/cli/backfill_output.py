@@ -67,7 +67,7 @@ def conclude(found: ShardedBackfill, runs: tuple[PlannedRun, ...], outcome: Outc
     """Say that it is done. Raises `RunFailedError` where a run failed."""
     letters = letters_command(found.topic, found.id)
     if outcome.done:
-        given_up = f", of which {outcome.given_up} were given up: `{letters}`" if outcome.given_up else ""
+        given_up = f"; {outcome.given_up} were given up: `{letters}`" if outcome.given_up else ""
         say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}{given_up}")
         return
     key, why = next(iter(outcome.failures.items()), ("", "it is not known why"))

@@ -69,7 +69,8 @@ class WindowReplay:
         self._consumer = consumer.consumer.name
         self._lease = consumer.limits.lease
         self._max_events = check_whole("max_events", max_events or consumer.limits.max_events, least=1)
-        self._max_failures = check_whole("max_failures", max_failures or DEFAULT_MAX_FAILURES, least=1)
+        most = DEFAULT_MAX_FAILURES if max_failures is None else max_failures
+        self._max_failures = check_whole("max_failures", most, least=1)
         self._log = log
         self._told_at = time.monotonic()
         self._consume = consume

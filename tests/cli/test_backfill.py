@@ -266,7 +266,7 @@ def test_a_range_whose_events_all_fail_stops_says_so_and_its_letters_are_left_ou
     assert (listed["replayed"], listed["given_up"]) == (2, 2)
     resumed = run(*command[:3], *command[5:], "--resume", "may")
     assert resumed.exit_code == 0, resumed.stderr
-    assert "3 were given up" in resumed.stderr
+    assert "5 were given up" in resumed.stderr
 
     redriven = run("dlt", "redrive", "orders")
     assert redriven.exit_code == 0
