@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from eventsql_orchestration.model import (
+    EVERY_EVENT,
     NOT_PARTITIONED,
     Consumer,
     ConsumerState,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.platform import EventSQL
 
 __all__ = [
+    "EVERY_EVENT",
     "NOT_PARTITIONED",
     "Acknowledgement",
     "AsyncPublisher",

@@ -11,8 +11,9 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from enum import Enum
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.errors import (
     InvalidNameError,
@@ -51,9 +52,6 @@ MAX_AGE: Final = timedelta(days=36_525)
 """A hundred years: the longest time back, far within PostgreSQL's range of times."""
 
 DEAD_LETTER_SUFFIX: Final = "_dlt"
-
-BACKFILL_MARK: Final = "__backfill_"
-"""What is in the name of a side consumer that is a window of a backfill."""
 
 _TOPIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 
@@ -284,6 +282,22 @@ class EventFilter:
         if self.key_prefix is not None:
             parts.append(f"key {self.key_prefix}*")
         return ", ".join([*parts, *(f"{name}={text}" for name, text in sorted(self.metadata.items()))])
+
+
+class EveryEvent(Enum):
+    """The type of `EVERY_EVENT`."""
+
+    EVERY_EVENT = "every event"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+EVERY_EVENT: Final = EveryEvent.EVERY_EVENT
+"""Declares that a consumer has no filter. Without a declaration (None), it keeps the filter that it has."""
+
+DeclaredFilter: TypeAlias = EventFilter | EveryEvent | None
+"""A filter as it is declared: one, `EVERY_EVENT` for none, or None where nothing is said."""
 
 
 def _texts(metadata: Mapping[str, Any]) -> set[tuple[str, str]]:

@@ -24,6 +24,7 @@ VALUES
 ON CONFLICT (order_id) DO UPDATE
 SET version = excluded.version, status = excluded.status, driver = excluded.driver,
     price_cents = excluded.price_cents, updated_at = excluded.updated_at
+WHERE order_status.version <= excluded.version
 """
 
 

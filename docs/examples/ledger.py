@@ -8,7 +8,11 @@ from eventsql_orchestration.database import Connection
 @consumer_asset(topic=Topic("orders", partitions=4), consumer="ledger", partitioned=True)
 def ledger(events: list[Event], connection: Connection) -> None:
     with connection.cursor() as cursor:
-        cursor.executemany("INSERT INTO ledger VALUES (%s, %s)", [(event.id, event.value) for event in events])
+        # A backfill hands an event over again: the second time changes nothing.
+        cursor.executemany(
+            "INSERT INTO ledger VALUES (%s, %s) ON CONFLICT (id) DO UPDATE SET value = excluded.value",
+            [(event.id, event.value) for event in events],
+        )
 
 
 def create_tables(platform: EventSQL) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -38,7 +39,7 @@ from eventsql_orchestration.dagster.launching import Launcher, RemoteDagster
 from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
 from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedBackfills
 from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.dagster.windows import check_id, new_id, resume_command
+from eventsql_orchestration.dagster.windows import DEFAULT_MAX_FAILURES, check_id, new_id, resume_command
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     PartitionLeasedError,
@@ -106,6 +107,10 @@ def backfill() -> None:
     is_flag=True,
     help="Move CONSUMER's own offset to the end of the range before it runs; without this, it is not touched.",
 )
+@click.option(
+    "--max-failures", type=click.IntRange(min=1), metavar="N",
+    help=f"Stop after N events that were given up and runs that failed  [default: {DEFAULT_MAX_FAILURES}].",
+)  # fmt: skip
 @click.option("--id", "backfill_id", metavar="ID", help="Call the backfill so; by default it gets an id.")
 @click.option("--resume", metavar="ID", help="What is left of backfill ID, instead of a range.")
 @click.option("--execute", is_flag=True, help="Run it; without this, the plan is shown and nothing is changed.")
@@ -130,6 +135,7 @@ def run(
     parallel: int,
     into: str | None,
     take_over: bool,
+    max_failures: int | None,
     backfill_id: str | None,
     resume: str | None,
     execute: bool,
@@ -193,11 +199,22 @@ def run(
         if not as_json:
             show_backfill(summary, runs, executed=True, as_json=False)
         outcome = drive(BackfillDriver(
-            backfills, found, runs, launcher=launcher, target=target, parallel=parallel
+            backfills, found, runs, launcher=launcher, target=target, parallel=parallel, max_failures=max_failures
         ), found, outlives=launcher.outlives)  # fmt: skip
+        outcome = replace(outcome, given_up=_given_up(platform, found))
         if as_json:
             show_backfill({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
         conclude(found, runs, outcome)
+
+
+def _given_up(platform: EventSQL, found: ShardedBackfill) -> int:
+    """How many dead letters a backfill has left. Its windows, which count them too, may be gone by now."""
+    source = platform.dead_letters.topic_of(found.topic)
+    if source is None:
+        return 0
+    # The last ones may still wait in the buffer.
+    platform.transfer.run_once([source])
+    return platform.dead_letters.of_backfills(found.topic).get(found.id, 0)
 
 
 def _platform(context: CliContext) -> EventSQL:
@@ -280,9 +297,12 @@ def list_backfills(context: CliContext, *, topic: str | None, as_json: bool) -> 
         write_json([standing(each) for each in found])
         return
     show_table(
-        ["topic", "consumer", "id", "from", "to", "replayed", "windows", "done", "under way", "failing", "since"],
+        [
+            "topic", "consumer", "id", "from", "to", "replayed", "windows", "done", "under way", "failing", "given up",
+            "since",
+        ],
         [tuple(value for name, value in standing(each).items() if name != "into") for each in found],
-    )
+    )  # fmt: skip
 
 
 @backfill.command()

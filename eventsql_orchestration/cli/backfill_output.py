@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final
 
 from rich.console import Console
@@ -20,10 +21,13 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Outcome, Standing
 from eventsql_orchestration.dagster.launching import Target
 from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedPlan
-from eventsql_orchestration.dagster.windows import PlannedRun, resume_command
+from eventsql_orchestration.dagster.windows import PlannedRun, letters_command, resume_command
 from eventsql_orchestration.errors import RunFailedError
 
 RUNS_SHOWN: Final = 50
+
+PROGRESS_SECONDS: Final = 10.0
+"""Seconds between two lines of progress, where there is no terminal for a bar."""
 
 
 def drive(driver: BackfillDriver, found: ShardedBackfill, *, outlives: bool) -> Outcome:
@@ -34,17 +38,23 @@ def drive(driver: BackfillDriver, found: ShardedBackfill, *, outlives: bool) -> 
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("events"), TimeElapsedColumn(),
         console=Console(stderr=True), disable=not stderr_is_terminal(),
     )  # fmt: skip
+    told, told_at = "", time.monotonic()
     try:
         with progress:
             task = progress.add_task("Replaying", total=None)
 
             def show(standing: Standing) -> None:
+                nonlocal told, told_at
                 failed = f", {standing.failed} failed" if standing.failed else ""
-                progress.update(
-                    task, total=standing.events, completed=standing.done_events,
-                    description=f"{standing.done_runs} of {counted(standing.runs, 'run')}, "
-                    f"{standing.running} under way{failed}",
-                )  # fmt: skip
+                given_up = f", {counted(standing.given_up, 'event')} given up" if standing.given_up else ""
+                runs = f"{standing.done_runs} of {counted(standing.runs, 'run')}, {standing.running} under way"
+                how = f"{runs}{failed}{given_up}"
+                progress.update(task, total=standing.events, completed=standing.done_events, description=how)
+                failing = f"; {standing.failing}" if standing.failing else ""
+                line = f"{standing.done_events} of {counted(standing.events, 'event')} replayed, {how}{failing}"
+                if progress.disable and line != told and time.monotonic() >= told_at + PROGRESS_SECONDS:
+                    told, told_at = line, time.monotonic()
+                    say(line)
 
             return driver.run(show)
     except KeyboardInterrupt:
@@ -55,13 +65,21 @@ def drive(driver: BackfillDriver, found: ShardedBackfill, *, outlives: bool) -> 
 
 def conclude(found: ShardedBackfill, runs: tuple[PlannedRun, ...], outcome: Outcome) -> None:
     """Say that it is done. Raises `RunFailedError` where a run failed."""
+    letters = letters_command(found.topic, found.id)
     if outcome.done:
-        say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}")
+        given_up = f"; {outcome.given_up} were given up: `{letters}`" if outcome.given_up else ""
+        say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}{given_up}")
         return
     key, why = next(iter(outcome.failures.items()), ("", "it is not known why"))
+    resume = f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
+    if outcome.stopped:
+        raise RunFailedError(
+            f"backfill {found.id} stopped after too many failures (--max-failures): {outcome.given_up} events were "
+            f"given up (`{letters}`) and {counted(len(outcome.failures), 'run')} failed, {key} for example: {why}; "
+            f"mend the consumer's function, then {resume}"
+        )
     raise RunFailedError(
-        f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed, {key} for example: {why}; "
-        f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
+        f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed, {key} for example: {why}; {resume}"
     )
 
 
@@ -115,7 +133,7 @@ def show_backfill(
     """The summary and the runs of a backfill, with `outcome` what became of each."""
     if as_json:
         listed = [_object(run, summary["id"], outcome) for run in runs]
-        result = {} if outcome is None else {"done": outcome.done}
+        result = {} if outcome is None else {"done": outcome.done, "given_up": outcome.given_up}
         write_json({**summary, "executed": executed, **result, "runs": listed})
         return
     texts = {name: ", ".join(value) if isinstance(value, list) else value for name, value in summary.items()}
@@ -169,6 +187,7 @@ def standing(each: ShardedBackfill) -> dict[str, Any]:
         "done": sum(part.done for part in each.parts),
         "under_way": sum(part.owner is not None and not part.done for part in each.parts),
         "failing": sum(part.failed_event is not None and not part.done for part in each.parts),
+        "given_up": sum(part.given_up for part in each.parts),
         "since": each.created_at,
         "into": each.into,
     }

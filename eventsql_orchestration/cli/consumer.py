@@ -17,10 +17,10 @@ from eventsql_orchestration.cli.parameters import (
     optional_topic_argument,
     topic_argument,
 )
-from eventsql_orchestration.errors import ConsumerNotFoundError
 from eventsql_orchestration.log.lag import LagCause
-from eventsql_orchestration.log.positions import Place
-from eventsql_orchestration.model import Consumer, ConsumerState, EventFilter
+from eventsql_orchestration.log.positions import Earliest, Place
+from eventsql_orchestration.log.registration import register_consumer
+from eventsql_orchestration.model import EVERY_EVENT, Consumer, ConsumerState, EventFilter
 
 
 @click.group()
@@ -43,11 +43,9 @@ def consumer() -> None:
     "--from",
     "start",
     type=LogPlace(),
-    default="earliest",
-    show_default=True,
     metavar="PLACE",
     help="Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or "
-    "how long ago that was (15m, 2h, 7d).",
+    "how long ago that was (15m, 2h, 7d)  [default: earliest].",
 )
 @click.option("--key", "keys", multiple=True, metavar="K", help="Only events with this key; of several, any of them.")
 @click.option("--key-prefix", metavar="P", help="Only events whose key begins so.")
@@ -67,33 +65,33 @@ def create(
     consumer: str,
     partitioned: bool,
     max_attempts: int | None,
-    start: Place,
+    start: Place | None,
     keys: tuple[str, ...],
     key_prefix: str | None,
     metadata: tuple[tuple[str, str], ...],
     no_filter: bool,
 ) -> None:
-    """Create CONSUMER of TOPIC, or find it as it is, its offsets untouched.
+    """Create CONSUMER of TOPIC, or find it as it is. The offsets of one that exists stay: `eventsql seek` moves them.
 
-    Its attempts and its filter change to those that are given; without any it keeps what it has.
+    Its attempts and its filter change to those that are given; without any it keeps what it has. One that exists with
+    --partitioned is not changed into one without it, nor the other way round.
     """
     conditions = _filter(keys, key_prefix, metadata)
     if conditions is not None and no_filter:
         raise click.UsageError("--no-filter contradicts --key, --key-prefix and --metadata")
     with context.definitions() as platform:
         platform.registry.topic(topic)
-        try:
-            before = platform.registry.consumer(topic, consumer)
-        except ConsumerNotFoundError:
-            before = []
-        if max_attempts is None:
-            max_attempts = before[0].max_attempts if before else 5
-        if conditions is None and not no_filter and before:
-            conditions = before[0].filter
-        platform.registry.register_consumer(
-            Consumer(topic, consumer, partitioned), max_attempts=max_attempts, start=start, filter=conditions
+        registered = register_consumer(
+            platform.registry,
+            Consumer(topic, consumer, partitioned),
+            max_attempts=max_attempts,
+            start=Earliest() if start is None else start,
+            filter=EVERY_EVENT if no_filter else conditions,
         )
-    say(f"consumer {consumer!r} of topic {topic!r} {'exists already' if before else 'created'}{_filtered(conditions)}")
+        conditions = platform.registry.consumer(topic, consumer)[0].filter
+    say(f"{registered}{_filtered(conditions)}")
+    if start is not None and not registered.created:
+        say(f"its offsets stay where they are, whatever --start says: `eventsql seek {topic} {consumer}` moves them")
 
 
 def _filter(keys: tuple[str, ...], key_prefix: str | None, metadata: tuple[tuple[str, str], ...]) -> EventFilter | None:

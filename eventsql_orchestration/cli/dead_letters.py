@@ -22,6 +22,7 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.cli.parameters import ConsumerName, NameValue, Time, json_option, topic_argument
 from eventsql_orchestration.log import dead_letters
 from eventsql_orchestration.log.dead_letters import DeadLetter, LetterFilter
+from eventsql_orchestration.platform import EventSQL
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -29,6 +30,9 @@ _OFFSET: Final = click.IntRange(min=1)
 
 _FILTER: Final = (
     click.option("--consumer", type=ConsumerName(), metavar="NAME", help="Those that this consumer gave up."),
+    click.option(
+        "--backfill", metavar="ID", help="Those of this backfill, which are left out otherwise, but for those of --id."
+    ),
     click.option("--exception", metavar="TYPE", help="Those of this type of exception, such as ValueError."),
     click.option("--key", metavar="KEY", help="Those with this key."),
     click.option(
@@ -87,10 +91,11 @@ def dlt() -> None:
 def list_dead_letters(
     context: CliContext, /, *, topic: str, redriven: bool | None, limit: int, as_json: bool, **conditions: Any
 ) -> None:
-    """List the dead letters of TOPIC."""
+    """List the dead letters of TOPIC. Those of a backfill are listed apart, with --backfill."""
     wanted = _letters(**conditions)
     with context.platform() as platform:
         letters = platform.dead_letters.list(topic, wanted, limit=limit, redriven=redriven)
+        _tell_of_backfills(platform, topic, wanted)
     if as_json:
         write_json([_object(context, letter) for letter in letters])
         return
@@ -117,6 +122,17 @@ def list_dead_letters(
             for letter in letters
         ],
     )  # fmt: skip
+
+
+def _tell_of_backfills(platform: EventSQL, topic: str, wanted: LetterFilter) -> None:
+    """Say which letters are left out because they are of backfills."""
+    if wanted.backfill is not None or wanted.ids is not None:
+        return
+    for backfill, letters in platform.dead_letters.of_backfills(topic).items():
+        say(
+            f"{counted(letters, 'dead letter')} of backfill {backfill} left out: `eventsql dlt list {topic} --backfill "
+            f"{backfill}` lists them"
+        )
 
 
 def _source_partition(letter: DeadLetter) -> str:
@@ -194,12 +210,17 @@ def redrive(
 
     All of them, or those that meet every option that is given. What was redriven before is left out unless --again is
     given, whichever options it was redriven with.
+
+    The letters of a backfill are left out too: every consumer of TOPIC gets what is published again, and other
+    consumers had no fault with these events. --backfill ID or --id publishes them all the same. To hand them to the
+    backfill's consumer alone, replay their offsets: `eventsql backfill TOPIC CONSUMER --from OFFSET --to OFFSET`.
     """
     wanted = _letters(**conditions)
     with context.platform(transfer=not dry_run) as platform:
         if (source := platform.dead_letters.topic_of(topic)) is not None:
             # A letter that was given up a moment ago may still wait in the buffer.
             platform.transfer.run_once([source])
+        _tell_of_backfills(platform, topic, wanted)
         if dry_run:
             plan = platform.dead_letters.plan_redrive(topic, wanted, limit=limit, again=again)
             if as_json:

@@ -14,12 +14,13 @@ from eventsql_orchestration.dagster.definition import ConsumerDefinition, check_
 from eventsql_orchestration.dagster.delivered import build_delivered_check
 from eventsql_orchestration.dagster.housekeeping import build_housekeeping_schedule
 from eventsql_orchestration.dagster.lag_sensor import build_lag_sensor
+from eventsql_orchestration.dagster.registering import REGISTER_JOB
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
+from eventsql_orchestration.log.registration import register_topic
 from eventsql_orchestration.rules import DEFAULT_SCHEMA
 
-REGISTER_JOB: Final = "register"
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
 
 Prepare: TypeAlias = Callable[[EventSQL], object]
@@ -128,7 +129,10 @@ def build_register_job(
     prepare: Prepare | None = None,
     name: str = REGISTER_JOB,
 ) -> dg.JobDefinition:
-    """A job that migrates the schema and creates topics and consumers, or finds them as they are; it can be repeated.
+    """A job that migrates the schema and creates topics and consumers; it can be repeated.
+
+    A consumer that exists keeps its offsets. It takes the settings that its asset declares, and each change is in the
+    run's log and in the metadata of its only step.
 
     With `dead_letters`, also the dead letter topic of each consumer's topic. `prepare(platform)` is called when the
     topics are there and before the consumers are, that is before anything is consumed; it must bear to be repeated.
@@ -140,16 +144,20 @@ def build_register_job(
     @dg.op(name=f"{name}_topics_and_consumers")
     def register(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
         platform = eventsql.platform
-        for topic in topics:
-            platform.registry.register_topic(topic)
-        for topic in letters:
-            platform.registry.register_topic(topic)
+        done = [register_topic(platform.registry, topic) for topic in (*topics, *letters)]
         if prepare is not None:
             for shard in eventsql.shards:
                 prepare(shard)
-        for consumer in consumers:
-            consumer.register(platform)
+        done += [consumer.register(platform) for consumer in consumers]
+        for each in done:
+            (context.log.warning if each.changes else context.log.info)(str(each))
         context.log.info("%d topics and %d consumers are registered", len(topics), len(consumers))
+        context.add_output_metadata(
+            {
+                "created": [each.name for each in done if each.created],
+                "changed": {each.name: list(each.changes) for each in done if each.changes},
+            }
+        )
 
     @dg.job(name=name, description="Create topics and consumers, or find them.", executor_def=dg.in_process_executor)
     def registration() -> None:

@@ -15,6 +15,7 @@ from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.draining import Drained, owner_of_run
 from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.published import add_up
+from eventsql_orchestration.dagster.registering import why_unregistered
 from eventsql_orchestration.dagster.replaying import POLL, WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.reporting import metadata_of
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
@@ -35,7 +36,7 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
 from eventsql_orchestration.dagster.windows import new_id, read_key
-from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Earliest, Latest, Place
 
 SUFFIX: Final = "_backfill"
@@ -69,9 +70,13 @@ class BackfillDefinition:
 
 
 class ReplayConfig(dg.Config):
-    """How a window is replayed: at most `max_events` are claimed at once, as many as the consumer's runs by default."""
+    """How a window is replayed: at most `max_events` are claimed at once, as many as the consumer's runs by default.
+
+    The run fails once the whole backfill has given up `max_failures` events as dead letters, 10 by default.
+    """
 
     max_events: int | None = None
+    max_failures: int | None = None
 
 
 class PlanConfig(dg.Config):
@@ -154,10 +159,14 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
     def plan(context: dg.OpExecutionContext, config: PlanConfig, eventsql: EventSQLResource) -> None:
         backfills = ShardedBackfills(eventsql.shards)
         window = None if config.window_seconds is None else _seconds(config.window_seconds)
-        planned = backfills.plan(
-            topic, consumer.consumer.name, start=_place(config.start), end=_place(config.end),
-            window_events=config.window_events, window=window,
-        )  # fmt: skip
+        try:
+            planned = backfills.plan(
+                topic, consumer.consumer.name, start=read_place(config.start), end=read_place(config.end),
+                window_events=config.window_events, window=window,
+            )  # fmt: skip
+        except (ConsumerNotFoundError, TopicNotFoundError) as error:
+            why = why_unregistered(eventsql.platform, consumer.topic, consumer.consumer)
+            raise dg.Failure(why or error.message, allow_retries=False) from error
         for remark in planned.remarks:
             context.log.warning(remark)
         backfill_id = new_id()
@@ -192,7 +201,8 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
     return plan_job
 
 
-def _place(text: str) -> Place:
+def read_place(text: str) -> Place:
+    """The place in a log that a config names. Raises `ValidationError`."""
     if text == "earliest":
         return Earliest()
     if text == "latest":
@@ -226,7 +236,7 @@ def _replay(
     replay = WindowReplay(
         platform, consumer, consumer.computation.consume(context, platform, resources),
         backfill_id=backfill_id, window=window, partition=partition, owner=owner_of_run(context.run.run_id),
-        max_events=config.max_events,
+        log=context.log, max_events=config.max_events, max_failures=config.max_failures,
     )  # fmt: skip
     of = backfill_of(consumer.topic.name, consumer.consumer.name)
     tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of, HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL}
@@ -243,8 +253,6 @@ def _replay(
         # What a run that fails has replayed is committed.
         if replay.drained.events:
             _report_for_others(context, consumer, replay.drained, backfill_id)
-    for letter in replay.drained.dead_letters:
-        context.log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
     context.log.info("%d events were replayed", replay.drained.events)
     finished = Backfills(platform).finish(backfill)
     if finished:

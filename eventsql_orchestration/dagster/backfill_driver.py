@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from eventsql_orchestration.dagster.launching import Launcher, Target
 from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedBackfills
-from eventsql_orchestration.dagster.windows import Backfill, PlannedRun
+from eventsql_orchestration.dagster.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
 
 POLL = 0.5
 """Seconds between two looks; a run takes some to start."""
@@ -24,22 +24,31 @@ class Standing:
     done_runs: int
     running: int
     failed: int
+    given_up: int = 0
+    failing: str | None = None
+    """What the first event failed with that is being retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What driving came to: whether all is replayed, and else why runs failed, by their partition keys."""
+    """What driving came to: whether all is replayed, and else why runs failed, by their partition keys.
+
+    `given_up` counts the events that became dead letters. `stopped` says that there were too many failures to go on.
+    """
 
     done: bool
     failures: dict[str, str]
     done_keys: frozenset[str]
+    given_up: int = 0
+    stopped: bool = False
 
 
 class BackfillDriver:
     """Launches what is left of a backfill, at most `parallel` runs at once, in the order of their windows.
 
-    With one at a time, what comes after a run that failed is not launched: its events would overtake. A window that
-    somebody else replays is waited for, and taken up when that one's lease has ended.
+    With one at a time, what comes after a run that failed is not launched: its events would overtake. Nor is any run
+    launched after `max_failures` events that were given up and runs that failed. A window that somebody else replays is
+    waited for, and taken up when that one's lease has ended.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class BackfillDriver:
         launcher: Launcher,
         target: Target,
         parallel: int,
+        max_failures: int | None = None,
     ) -> None:
         self._backfills = backfills
         self._backfill = backfill
@@ -58,6 +68,10 @@ class BackfillDriver:
         self._launcher = launcher
         self._target = target
         self._parallel = parallel
+        self._asked_failures = max_failures
+        self._max_failures = DEFAULT_MAX_FAILURES if max_failures is None else max_failures
+        self._given_up: dict[str, int] = {}
+        self._failing: str | None = None
         self._running: dict[str, str] = {}
         self._leased: set[str] = set()
         self._failures: dict[str, str] = {}
@@ -94,7 +108,13 @@ class BackfillDriver:
             time.sleep(POLL)
         last = self._backfills.find(self._backfill.topic, self._backfill.id, self._backfill.consumer)
         done = not self._failures and (last is None or self._backfills.finish(last))
-        return Outcome(done, dict(self._failures), frozenset(self._done))
+        stopped = not done and self._too_many()
+        return Outcome(
+            done, dict(self._failures), frozenset(self._done), given_up=sum(self._given_up.values()), stopped=stopped
+        )
+
+    def _too_many(self) -> bool:
+        return sum(self._given_up.values()) + len(self._failures) >= self._max_failures
 
     def _look(self, left: Mapping[str | None, Backfill]) -> tuple[dict[str, int], set[str]]:
         """What each run that is not done has consumed, and which windows somebody leases; notes what is done.
@@ -108,6 +128,7 @@ class BackfillDriver:
             self._failures[key] = "its window is gone: the backfill was deleted, or ended by somebody else"
         self._done |= under_way - self._failures.keys()
         consumed, leased = {}, set()
+        self._failing = None
         for key, run in self._planned.items():
             if key in gone:
                 continue
@@ -116,9 +137,12 @@ class BackfillDriver:
                 if key not in self._done:
                     self._failures[key] = "its window is gone: another backfill has the id by now"
                 continue
+            self._given_up[key] = part.given_up
             if part.done:
                 self._done.add(key)
                 continue
+            if part.failed_event is not None:
+                self._failing = self._failing or f"event {part.failed_event}: {part.failure}"
             consumed[key] = min(part.consumed, run.events)
             if part.owner is not None:
                 leased.add(key)
@@ -128,13 +152,15 @@ class BackfillDriver:
     def _launch(self, leased: set[str]) -> bool:
         """Launch as many as may run; gives whether any are left to be launched."""
         left = [key for key in self._planned if key not in self._done and key not in self._failures]
-        if self._parallel == 1 and self._failures:
+        if self._too_many() or (self._parallel == 1 and self._failures):
             return False
         for key in left:
             if len(self._running.keys() | (leased & set(left))) >= self._parallel:
                 break
             if key not in self._running and key not in leased:
-                self._running[key] = self._launcher.launch(self._target, self._backfill.id, key)
+                self._running[key] = self._launcher.launch(
+                    self._target, self._backfill.id, key, max_failures=self._asked_failures
+                )
         return any(key not in self._running for key in left)
 
     def _standing(self, consumed: dict[str, int]) -> Standing:
@@ -146,4 +172,6 @@ class BackfillDriver:
             done_runs=len(self._done),
             running=len(self._running),
             failed=len(self._failures),
+            given_up=sum(self._given_up.values()),
+            failing=self._failing,
         )

@@ -7,7 +7,6 @@ from datetime import datetime, timedelta
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL
 from eventsql_orchestration.dagster.windows import (
-    MARK,
     MAX_RUNS,
     Backfill,
     Plan,
@@ -21,6 +20,7 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.layouts import Layout
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, Place, resolve
 from eventsql_orchestration.log.registry import choose_partitions
+from eventsql_orchestration.log.side_consumers import MARK
 
 
 class BackfillPlanner:
@@ -65,6 +65,11 @@ class BackfillPlanner:
             wanted = [partition] if partition in then else choose_partitions(states, partition)
         if any(state.paused for state in states):
             remarks.append(f"consumer {consumer!r} is paused, and stays so: a backfill runs all the same")
+        if any(state.last_event_id > after for state in states):
+            remarks.append(
+                f"consumer {consumer!r} has had events of this range: its function is handed them again, and must bear "
+                "that (an upsert does)"
+            )
         if states[0].filter is not None:
             remarks.append(f"of these events those are replayed that match the consumer's filter ({states[0].filter})")
         windows = _split(self._cut(topic, after, upto, window_events, window), [each.after for each in known])

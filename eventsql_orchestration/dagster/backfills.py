@@ -17,8 +17,6 @@ from typing import Any
 from eventsql_orchestration import NOT_PARTITIONED
 from eventsql_orchestration.dagster.backfill_plans import BackfillPlanner
 from eventsql_orchestration.dagster.windows import (
-    MARK,
-    SIDE_CONSUMER,
     Backfill,
     Plan,
     Replayed,
@@ -32,6 +30,7 @@ from eventsql_orchestration.log import layouts
 from eventsql_orchestration.log.positions import AtOffset
 from eventsql_orchestration.log.registry import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.log.seek import Move
+from eventsql_orchestration.log.side_consumers import MARK, SIDE_CONSUMER
 from eventsql_orchestration.model import ConsumerState
 from eventsql_orchestration.rules import check_name
 
@@ -158,7 +157,8 @@ class Backfills(BackfillPlanner):
         topic, consumer, backfill_id = key
         parts = []
         for match, row in found:
-            (_, name, partition, offset, consumed, paused, failed, attempts, most, failure, owner, lease, _, due) = row
+            (_, name, partition, offset, consumed, paused, failed, attempts, most, failure, owner, lease, *others) = row
+            _, due, given_up = others
             window = Window(int(match["after"]), int(match["upto"]), self._platform.shard)
             parts.append(
                 Replayed(
@@ -166,6 +166,7 @@ class Backfills(BackfillPlanner):
                     done=offset >= window.upto, paused=paused, owner=owner, lease_ends_at=lease,
                     failed_event=failed, spent=failed is not None and attempts >= most,
                     failure=failure if failed is not None else None, retry_in=due or 0.0,
+                    given_up=given_up,
                 )
             )  # fmt: skip
         parts = sorted(self._look_further(connection, topic, parts), key=lambda part: (part.window, part.partition))
@@ -199,9 +200,11 @@ class Backfills(BackfillPlanner):
     # Ending
 
     def renew(self, backfill: Backfill) -> None:
-        """Give the windows that an event blocks, or that are paused, a fresh set of attempts."""
+        """Count failures anew, and give the windows that an event blocks, or that are paused, fresh attempts."""
         for name in sorted({part.name for part in backfill.parts if not part.done and (part.spent or part.paused)}):
             self._platform.registry.resume(backfill.topic, name)
+        with self._database.connection() as connection:
+            connection.execute(self._queries("count_anew"), {"topic": backfill.topic, "names": backfill.names})
 
     def finish(self, backfill: Backfill) -> bool:
         """Delete a backfill that is done, and leave the side consumer that it is for, if it has one.

@@ -59,13 +59,16 @@ class BatchConsumer:
         self._function = function
         self._limits = limits
         self._failed: dict[int, str] = {}
+        self.max_dead_letters: int | None = None
+        """After how many dead letters the rest of a claim is given back."""
 
     def __call__(self, claim: Claim) -> Consumed:
         """Process the rest of `claim`. Raises `ClaimLostError`."""
         self._failed.clear()
         processed = self._platform.claims.process(
-            claim, self._watch, batch=self._limits.batch, lease=self._limits.lease
-        )
+            claim, self._watch, batch=self._limits.batch, lease=self._limits.lease,
+            max_dead_letters=self.max_dead_letters,
+        )  # fmt: skip
         failure = processed.failure
         if failure is not None and failure.outcome == Failure.DEAD_LETTER:
             failure = None

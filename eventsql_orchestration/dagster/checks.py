@@ -13,6 +13,7 @@ import dagster as dg
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.lag import AssetLag, read_lag
+from eventsql_orchestration.dagster.registering import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.errors import TopicNotFoundError, ValidationError
 
@@ -188,4 +189,4 @@ def _behind(lag: AssetLag) -> str:
 
 def unregistered(consumer: ConsumerDefinition) -> Verdict:
     """What a check says of a consumer that is not there."""
-    return Verdict(False, f"consumer {consumer.consumer.name!r} is not registered", AssetLag(()).metadata(), "missing")
+    return Verdict(False, consumer_missing(consumer.consumer), AssetLag(()).metadata(), "missing")

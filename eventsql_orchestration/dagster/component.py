@@ -5,20 +5,20 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, Self
 
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes without types
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from eventsql_orchestration import NOT_PARTITIONED, Topic
 from eventsql_orchestration.dagster.assembly import build_definitions
+from eventsql_orchestration.dagster.backfill_asset import read_place
 from eventsql_orchestration.dagster.consumers import consumer_asset
-from eventsql_orchestration.dagster.definition import DEFAULT_MAX_ATTEMPTS
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
-from eventsql_orchestration.model import check_partitions, check_topic_name
+from eventsql_orchestration.model import EVERY_EVENT, DeclaredFilter, EventFilter, check_partitions, check_topic_name
 from eventsql_orchestration.rules import check_name, check_whole
 
 FUNCTION_FILE: Final = "consume.py"
@@ -138,6 +138,24 @@ class ComponentTopic(dg.Model, dg.Resolvable):
         return check_partitions(value)
 
 
+class ComponentFilter(dg.Model, dg.Resolvable):
+    """The events that a consumer is handed, as of `EventFilter`: those that meet every condition that is given."""
+
+    keys: Sequence[str] | None = None
+    key_prefix: str | None = None
+    metadata: Mapping[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _some_event_can_match(self) -> Self:
+        _ = self.event_filter
+        return self
+
+    @property
+    def event_filter(self) -> EventFilter:
+        """Raises `ValidationError`."""
+        return EventFilter(None if self.keys is None else frozenset(self.keys), self.key_prefix, self.metadata or {})
+
+
 @dg.scaffold_with(ConsumerScaffolder)
 class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     """A consumer of a topic with all that it needs: asset, job, sensors, checks, transfer, lag, housekeeping.
@@ -146,6 +164,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     components leaves `platform: true` to one of them, which has the resource `eventsql`, the transfer and
     housekeeping, and gives the others `platform: false`; `dg scaffold` sees to that. `topics` are further ones that the
     job `register` creates, external assets as of `build_definitions`. With `backfills`, ranges can be replayed.
+    `max_attempts`, `filter` and `start` are those of `consumer_asset`; `filter: every event` ends a filter.
     """
 
     name: str
@@ -156,7 +175,9 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     file: str = FUNCTION_FILE
     function: str = "consume"
     max_events: int = 10_000
-    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    max_attempts: int | None = None
+    filter: ComponentFilter | Literal["every event"] | None = None
+    start: str = "earliest"
     max_lag_events: int | None = None
     max_lag_seconds: float | None = 300.0
     lag_grace: float = 60.0
@@ -192,8 +213,14 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
 
     @field_validator("max_events", "max_attempts")
     @classmethod
-    def _is_one_at_least(cls, value: int) -> int:
-        return check_whole("it", value, least=1)
+    def _is_one_at_least(cls, value: int | None) -> int | None:
+        return None if value is None else check_whole("it", value, least=1)
+
+    @field_validator("start")
+    @classmethod
+    def _start_is_a_place(cls, value: str) -> str:
+        read_place(value)
+        return value
 
     @field_validator("max_lag_events", "max_lag_seconds", "lag_grace")
     @classmethod
@@ -219,6 +246,8 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             name=self.name,
             max_events=self.max_events,
             max_attempts=self.max_attempts,
+            filter=self._declared_filter(),
+            start=read_place(self.start),
         )(function)
         return build_definitions(
             [definition],
@@ -230,6 +259,11 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             max_lag_seconds=self.max_lag_seconds,
             lag_grace=self.lag_grace,
         )
+
+    def _declared_filter(self) -> DeclaredFilter:
+        if self.filter is None:
+            return None
+        return self.filter.event_filter if isinstance(self.filter, ComponentFilter) else EVERY_EVENT
 
     def _has_the_platform_alone(self, root: Path) -> None:
         having = with_platform(root)

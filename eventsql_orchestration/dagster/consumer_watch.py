@@ -13,10 +13,11 @@ from typing import Final
 
 import dagster as dg
 
-from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.claim_runs import lease_decides, runs_of
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.handover import drained_by, may_hand_over
+from eventsql_orchestration.dagster.registering import consumer_missing, other_form, why_unregistered
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.dagster.ticks import Budget, NothingYet, beginning_with
 from eventsql_orchestration.dagster.watch import PartitionWatch, Situation
@@ -98,13 +99,14 @@ class ConsumerWatch:
             standings = {standing.partition: standing for standing in platform.claims.standings(self.consumer)}
             live = [standing.claim for standing in standings.values() if standing.claim is not None]
             runs = runs_of(live, self.consumer, platform, instance)
-        except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
+        except TopicNotFoundError as error:
+            return why_unregistered(platform, self.topic, self.consumer) or error.message
+        except (SchemaOutdatedError, DatabaseBusyError) as error:
             return error.message
         if not standings:
-            return (
-                f"consumer {self.consumer.name!r} of topic {self.topic.name!r} does not exist: create it with "
-                "`eventsql consumer create`"
-            )
+            return why_unregistered(platform, self.topic, self.consumer) or consumer_missing(self.consumer)
+        if (NOT_PARTITIONED not in standings) != self.consumer.partitioned:
+            return other_form(self.consumer)
         return Sight(standings, runs)
 
     def evaluate(

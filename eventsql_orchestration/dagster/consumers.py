@@ -12,7 +12,6 @@ import dagster as dg
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.batches import BatchConsumer, Consumed
 from eventsql_orchestration.dagster.definition import (
-    DEFAULT_MAX_ATTEMPTS,
     ClaimConfig,
     Computation,
     ConsumerDefinition,
@@ -23,6 +22,7 @@ from eventsql_orchestration.dagster.functions import UserFunction
 from eventsql_orchestration.dagster.handover import comes_soon
 from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.published import add_up
+from eventsql_orchestration.dagster.registering import why_unregistered
 from eventsql_orchestration.dagster.reporting import metadata_of, report
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.sensors import build_consumer_sensor, build_partition_sensor
@@ -37,9 +37,19 @@ from eventsql_orchestration.dagster.tags import (
     pool_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.errors import ClaimLostError, DatabaseError, ValidationError
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConsumerNotFoundError,
+    DatabaseError,
+    TopicNotFoundError,
+    ValidationError,
+)
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.consumption import Failure
+from eventsql_orchestration.log.positions import Start, starting_at
+from eventsql_orchestration.log.registry import check_filter
+from eventsql_orchestration.model import DeclaredFilter
+from eventsql_orchestration.rules import check_whole
 
 Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
 SPARK_KIND: Final = "pyspark"
@@ -64,7 +74,9 @@ def consumer_asset(
     drain_idle: float = 1.0,
     lease: float = 60.0,
     batch: int = 1_000,
-    max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+    max_attempts: int | None = None,
+    filter: DeclaredFilter = None,  # noqa: A002 - the field's word
+    start: Start = "earliest",
     retry_policy: dg.RetryPolicy | None = None,
     deps: Iterable[Dependency] = (),
     group_name: str = "consumers",
@@ -91,6 +103,11 @@ def consumer_asset(
     itself, or one for the whole `"consumer"`, which looks at all partitions with one statement: Dagster takes some 7
     sensors a second on two cores, so take the latter from some 30 partitions on (docs/dagster.md).
 
+    With a `filter`, the function gets the events that match. `start` is where a new consumer begins, as in
+    `Registry.register_consumer`: it says nothing to a consumer that exists. The job `register` gives a consumer that
+    exists the `max_attempts` and the `filter` that are declared here, and logs each change. One that is None stays as
+    it is in the database, where a new consumer has 5 attempts and no filter; `filter=EVERY_EVENT` ends a filter.
+
     `retry_policy` is Dagster's, for what is no event's fault, such as a database that is away: the run goes on with
     its claim from the offset reached. An event that fails has its `max_attempts`, whatever the policy.
 
@@ -114,7 +131,8 @@ def consumer_asset(
         return _define(
             user, consume,
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
-            limits=limits, max_attempts=max_attempts, retry_policy=retry_policy, publishes=(), deps=deps,
+            limits=limits, max_attempts=max_attempts, filter=filter, start=start,
+            retry_policy=retry_policy, publishes=(), deps=deps,
             group_name=group_name,
             description=description or function.__doc__, owners=owners, tags=tags or {}, pool=pool,
             kinds=KINDS, sensor=sensor, default_status=default_status,
@@ -137,7 +155,9 @@ def range_asset(
     drain_events: int = 10_000_000,
     drain_idle: float = 1.0,
     lease: float = 60.0,
-    max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+    max_attempts: int | None = None,
+    filter: DeclaredFilter = None,  # noqa: A002 - the field's word
+    start: Start = "earliest",
     retry_policy: dg.RetryPolicy | None = None,
     deps: Iterable[Dependency] = (),
     group_name: str = "consumers",
@@ -157,6 +177,8 @@ def range_asset(
     it raises, or ends without a commit, the run fails and its range is tried again after a pause, up to `max_attempts`
     times; then the partition stops there, since no one event is known to be at fault. Where topic `<topic>_dlt` exists
     it does not stop, and is tried once a minute.
+
+    With a `filter`, Spark's option `claim` reads the events that match. Any other reader gets all events of the range.
 
     The topics that it `publishes` to become assets of the same run. One of kind `pyspark` is in the `SPARK_POOL` where
     no other `pool` is named. Otherwise as `consumer_asset`.
@@ -190,7 +212,8 @@ def range_asset(
         return _define(
             user, consume,
             topic=topic, consumer=Consumer(topic.name, consumer, partitioned), name=name or function.__name__,
-            limits=limits, max_attempts=max_attempts, retry_policy=retry_policy, publishes=published, deps=deps,
+            limits=limits, max_attempts=max_attempts, filter=filter, start=start,
+            retry_policy=retry_policy, publishes=published, deps=deps,
             group_name=group_name,
             description=description or function.__doc__, owners=owners, tags=tags or {},
             pool=pool or (SPARK_POOL if SPARK_KIND in kinds else None),
@@ -244,7 +267,9 @@ def _define(
     consumer: Consumer,
     name: str,
     limits: Limits,
-    max_attempts: int,
+    max_attempts: int | None,
+    filter: DeclaredFilter,  # noqa: A002 - the field's word
+    start: Start,
     retry_policy: dg.RetryPolicy | None,
     publishes: Sequence[Topic | str],
     deps: Iterable[Dependency],
@@ -259,6 +284,10 @@ def _define(
 ) -> ConsumerDefinition:
     if sensor not in get_args(SensorPer):
         raise ValidationError(f"sensor is one of {', '.join(map(repr, get_args(SensorPer)))}, not {sensor!r}")
+    if max_attempts is not None:
+        check_whole("max_attempts", max_attempts, least=1)
+    check_filter(filter)
+    starting_at(start)
     key = dg.AssetKey([name])
     partitions = topic.all_partitions if consumer.partitioned else (NOT_PARTITIONED,)
     spec = dg.AssetSpec(
@@ -306,7 +335,12 @@ def _define(
             )  # fmt: skip
 
         try:
-            drain(context, eventsql, on, config, consumer)
+            try:
+                drain(context, eventsql, on, config, consumer)
+            except (ConsumerNotFoundError, TopicNotFoundError) as error:
+                if (why := why_unregistered(eventsql.platform, topic, consumer)) is None:
+                    raise
+                raise dg.Failure(why, allow_retries=False) from error
             report(context, key, consumer, drained, eventsql.platform.dead_letters)
         except BaseException:
             # What a failing run has consumed is committed, and belongs to the history of its assets as any other.
@@ -345,6 +379,6 @@ def _define(
     else:
         sensors = tuple(build_partition_sensor(partition=partition, **watched) for partition in partitions)
     return ConsumerDefinition(
-        topic, consumer, asset, job, sensors, key, limits, max_attempts,
+        topic, consumer, asset, job, sensors, key, limits, max_attempts, filter, start,
         computation=Computation(user, make_consume, tuple(each.key for each in published)),
     )  # fmt: skip

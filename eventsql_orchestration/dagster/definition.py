@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import dagster as dg
 
@@ -12,8 +12,9 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster.functions import UserFunction
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.claims import Claim
-
-DEFAULT_MAX_ATTEMPTS: Final = 5
+from eventsql_orchestration.log.positions import Start
+from eventsql_orchestration.log.registration import Registration, register_consumer
+from eventsql_orchestration.model import DeclaredFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,11 @@ class Computation:
 
 @dataclass(frozen=True)
 class ConsumerDefinition:
-    """A consumer and everything that Dagster needs to run it."""
+    """A consumer and everything that Dagster needs to run it.
+
+    `max_attempts` and `filter` are None where they are not declared. `start` is where the consumer begins when it is
+    new.
+    """
 
     topic: Topic
     consumer: Consumer
@@ -92,7 +97,9 @@ class ConsumerDefinition:
     sensors: tuple[dg.SensorDefinition, ...]
     key: dg.AssetKey
     limits: Limits
-    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    max_attempts: int | None = None
+    filter: DeclaredFilter = None
+    start: Start = "earliest"
     computation: Computation = field(kw_only=True, repr=False)
 
     @property
@@ -100,10 +107,15 @@ class ConsumerDefinition:
         """The consumer's partitions; `(-1,)` when it is not partitioned."""
         return self.topic.all_partitions if self.consumer.partitioned else (NOT_PARTITIONED,)
 
-    def register(self, platform: EventSQL) -> None:
-        """Create the topic and the consumer, or find them as they are. Raises `RedefinitionError`."""
+    def register(self, platform: EventSQL) -> Registration:
+        """Create the topic and the consumer, or give a consumer that exists the settings that are declared.
+
+        Gives what became of the consumer. Raises `RedefinitionError`.
+        """
         platform.registry.register_topic(self.topic)
-        platform.registry.register_consumer(self.consumer, max_attempts=self.max_attempts)
+        return register_consumer(
+            platform.registry, self.consumer, max_attempts=self.max_attempts, start=self.start, filter=self.filter
+        )
 
 
 def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:

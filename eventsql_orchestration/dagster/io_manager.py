@@ -23,6 +23,7 @@ from eventsql_orchestration.dagster.metadata import (
     PUBLISHED_TOPIC,
 )
 from eventsql_orchestration.dagster.publishing import publish
+from eventsql_orchestration.dagster.registering import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
@@ -116,7 +117,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         annotation = context.dagster_type.typing_type
         form = _form(annotation)
         topic = self._topic_of_input(context)
-        self.eventsql.platform.registry.topic(topic)
+        require_topic(self.eventsql.platform, topic)
         parts = self._selections(context, topic)
         selections = [each for part in parts for each in part]
         ranges = [

@@ -15,6 +15,7 @@ from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster.checks import ConsumerCheck, Look
 from eventsql_orchestration.dagster.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.lag import AssetLag, place_of, read_lags
+from eventsql_orchestration.dagster.registering import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
 from eventsql_orchestration.dagster.topics import topic_observations
@@ -173,7 +174,7 @@ def observe_lag(
         look = Look(platform, lags.get(check.consumer.key, AssetLag(())), now)
         events += _evaluations(check, look, materialized.get(check.consumer.key, 0.0), before, after)
     missing = [
-        f"consumer {consumer.consumer.name!r} of topic {consumer.topic.name!r} is not registered"
+        consumer_missing(consumer.consumer)
         for consumer in consumers
         if consumer.key not in lags or not lags[consumer.key].partitions
     ]

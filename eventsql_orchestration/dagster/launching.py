@@ -64,7 +64,7 @@ class Launcher(Protocol):
     def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
         """The runs of a backfill that have not ended, by their partition key."""
 
-    def launch(self, target: Target, backfill_id: str, key: str) -> str:
+    def launch(self, target: Target, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         """Launch the run of a partition key; gives its id. Raises `RunFailedError`."""
 
     def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
@@ -78,6 +78,11 @@ def run_tags(target: Target, backfill_id: str, key: str) -> dict[str, str]:
     """The tags of a run of a backfill."""
     _, window, _ = read_key(key)
     return {DAGSTER_PARTITION_TAG: key, **backfill_tags(target, backfill_id), **shard_tags(window.shard)}
+
+
+def run_config(target: Target, max_failures: int | None) -> dict[str, Any]:
+    """The config of a run of a backfill. Its only op has the name of the asset, as the set of partitions has."""
+    return {} if max_failures is None else {"ops": {target.partitions: {"config": {"max_failures": max_failures}}}}
 
 
 def backfill_tags(target: Target, backfill_id: str) -> dict[str, str]:
@@ -142,14 +147,14 @@ class RemoteDagster:
             tag["value"]: run["runId"] for run in runs for tag in run["tags"] if tag["key"] == DAGSTER_PARTITION_TAG
         }
 
-    def launch(self, target: Target, backfill_id: str, key: str) -> str:
+    def launch(self, target: Target, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         parameters = {
             "selector": {
                 "repositoryLocationName": target.location,
                 "repositoryName": target.repository,
                 "jobName": target.job,
             },
-            "runConfigData": {},
+            "runConfigData": run_config(target, max_failures),
             "executionMetadata": {"tags": _listed(run_tags(target, backfill_id, key))},
         }
         answer = self._webserver.ask(_LAUNCH, parameters=parameters)["launchRun"]

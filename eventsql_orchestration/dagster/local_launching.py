@@ -22,7 +22,7 @@ from dagster.components.definitions import LazyDefinitions
 
 from eventsql_orchestration.dagster.backfill_asset import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.development import failure_of
-from eventsql_orchestration.dagster.launching import DEFINE_IT, Ended, Target, backfill_tags, run_tags
+from eventsql_orchestration.dagster.launching import DEFINE_IT, Ended, Target, backfill_tags, run_config, run_tags
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
 
@@ -145,7 +145,7 @@ class LocalRuns:
         """None: of a process that is not ours nobody knows whether it lives. The lease of its window does."""
         return {}
 
-    def launch(self, target: Target, backfill_id: str, key: str) -> str:
+    def launch(self, target: Target, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         number = uuid.uuid4().hex
         # fmt: off
         command = [
@@ -153,6 +153,10 @@ class LocalRuns:
             "-j", target.job,
             "--tags", json.dumps(run_tags(target, backfill_id, key)),
         ]
+        if config := run_config(target, max_failures):
+            file = Path(self._logs.name, f"{number}.json")
+            file.write_text(json.dumps(config), encoding="utf-8")
+            command += ["-c", str(file)]
         # fmt: on
         try:
             with self._log(number).open("wb") as log:

@@ -20,6 +20,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.lineage import ExecutionContext, Origin, step_of
 from eventsql_orchestration.dagster.published import Published, Span
+from eventsql_orchestration.dagster.registering import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.log.claims import Claim
@@ -92,7 +93,7 @@ def publish(
     """
     from eventsql_orchestration.dagster.frames import is_spark_frame  # noqa: PLC0415 - pyarrow takes 0.2 s to load
 
-    eventsql.platform.registry.topic(topic)
+    require_topic(eventsql.platform, topic)
     if claim is not None:
         origin = replace(origin, shard=claim.shard)
     writer = origin.writer(topic, claim=None if claim is None else claim.id, output=output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,16 +12,27 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.backfills import Backfills
-from eventsql_orchestration.dagster.batches import Consumed
+from eventsql_orchestration.dagster.batches import BatchConsumer, Consumed
 from eventsql_orchestration.dagster.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.draining import Drained, run_of_owner
-from eventsql_orchestration.dagster.windows import Backfill, Replayed, Window, partition_key, resume_command
+from eventsql_orchestration.dagster.windows import (
+    DEFAULT_MAX_FAILURES,
+    Backfill,
+    Replayed,
+    Window,
+    letters_command,
+    partition_key,
+    resume_command,
+)
 from eventsql_orchestration.errors import ClaimLostError, EventSQLError
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.rules import check_whole
 
 POLL: Final = 0.2
 """Seconds between two looks at a window that somebody else leases, or whose failed event is not due yet."""
+
+PROGRESS_SECONDS: Final = 10.0
+"""Seconds between two lines of a run's log that tell how far its window is."""
 
 
 class WindowGoneError(dg.Failure):
@@ -47,7 +59,9 @@ class WindowReplay:
         window: Window,
         partition: int,
         owner: str,
+        log: logging.Logger,
         max_events: int | None = None,
+        max_failures: int | None = None,
     ) -> None:
         self._platform = platform
         self._backfills = Backfills(platform)
@@ -55,6 +69,10 @@ class WindowReplay:
         self._consumer = consumer.consumer.name
         self._lease = consumer.limits.lease
         self._max_events = check_whole("max_events", max_events or consumer.limits.max_events, least=1)
+        most = DEFAULT_MAX_FAILURES if max_failures is None else max_failures
+        self._max_failures = check_whole("max_failures", most, least=1)
+        self._log = log
+        self._told_at = time.monotonic()
         self._consume = consume
         self._backfill_id = backfill_id
         self._window = window
@@ -66,14 +84,16 @@ class WindowReplay:
         """Replay what is left; gives the backfill as it is then. `has_ended` knows runs that have ended.
 
         An event that fails is tried again when it is due, as often as the consumer allows, and becomes a dead letter
-        where the topic has any. Raises `dagster.Failure` where it blocks the window, where another run has the window,
-        and `WindowGoneError` where it is not there.
+        where the topic has any. Raises `dagster.Failure` where it blocks the window, where the backfill has given
+        `max_failures` events up, where another run has the window, and `WindowGoneError` where it is not there.
         """
         lease_ends_at = None
         while True:
             backfill, part = self._look()
             if part.done:
                 return backfill
+            if backfill.given_up >= self._max_failures:
+                raise self._stopped(backfill)
             if part.owner is not None and part.owner != self._owner:
                 run_id = run_of_owner(part.owner)
                 if run_id is not None and has_ended(run_id):
@@ -90,7 +110,7 @@ class WindowReplay:
             elif part.retry_in > 0:
                 time.sleep(min(POLL, part.retry_in))
             else:
-                self._claim_and_consume(part)
+                self._claim_and_consume(part, may_fail=self._max_failures - backfill.given_up)
 
     def _look(self) -> tuple[Backfill, Replayed]:
         backfill = self._backfills.find(self._topic, self._backfill_id, self._consumer)
@@ -100,7 +120,7 @@ class WindowReplay:
             raise WindowGoneError(self._backfill_id, self._consumer, key)
         return backfill, part
 
-    def _claim_and_consume(self, part: Replayed) -> None:
+    def _claim_and_consume(self, part: Replayed, *, may_fail: int) -> None:
         events = self._backfills.left(self._topic, part, self._max_events)
         if not events:
             return
@@ -113,6 +133,8 @@ class WindowReplay:
             time.sleep(POLL)
             return
         claim = replace(claim, shard=self._platform.shard)
+        if isinstance(self._consume, BatchConsumer):
+            self._consume.max_dead_letters = may_fail
         try:
             if claim.range.upto > self._window.upto:
                 # Another run got further between the look and the claim.
@@ -127,6 +149,19 @@ class WindowReplay:
             raise
         # The next look says what becomes of an event that failed.
         self.drained.claims.append((claim, replace(consumed, failure=None)))
+        self._tell(consumed)
+
+    def _tell(self, consumed: Consumed) -> None:
+        """Log what failed, and now and then how far the window is."""
+        failure = consumed.failure
+        if failure is not None:
+            self._log.warning("event %d failed, attempt %d: %s", failure.event.id, failure.attempts, failure.error)
+        for letter in consumed.dead_letters:
+            self._log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
+        if time.monotonic() - self._told_at >= PROGRESS_SECONDS:
+            self._told_at = time.monotonic()
+            letters = len(self.drained.dead_letters)
+            self._log.info("%d events are replayed so far, %d of them were given up", self.drained.events, letters)
 
     def _release(self, claim: Claim) -> None:
         """Let nobody wait for the lease of a run that fails or is interrupted."""
@@ -142,6 +177,24 @@ class WindowReplay:
 
     def _advice(self) -> str:
         return f"`{resume_command(self._topic, self._consumer, self._backfill_id)}`"
+
+    def _stopped(self, backfill: Backfill) -> dg.Failure:
+        """The backfill has given up as many events as it may: its function does not bear what it is handed."""
+        own = self.drained.dead_letters
+        first = f", such as event {own[0].event_id}: {own[0].error}" if own else ""
+        return dg.Failure(
+            f"backfill {self._backfill_id} stops: it gave {backfill.given_up} events up, and {self._max_failures} are "
+            f"allowed (max_failures){first}. `{letters_command(self._topic, self._backfill_id)}` lists them. Mend the "
+            f"consumer's function, and run {self._advice()}: it goes on after them and counts anew",
+            metadata={
+                "topic": self._topic,
+                "consumer": self._consumer,
+                "given up": backfill.given_up,
+                "backfill": self._backfill_id,
+                **({"event": own[0].event_id, "error": own[0].error} if own else {}),
+            },
+            allow_retries=False,
+        )
 
     def _blocking(self, part: Replayed) -> str | None:
         """Why an event whose attempts are spent stays where it is; None where it becomes a dead letter."""

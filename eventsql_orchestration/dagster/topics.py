@@ -20,6 +20,7 @@ from eventsql_orchestration.dagster.metadata import (
     PUBLISHED_TRACE,
     trace_command,
 )
+from eventsql_orchestration.dagster.registering import topic_missing
 from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import DatabaseUnavailableError, TopicNotFoundError
@@ -113,8 +114,8 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
             before = seen.get(key)
             try:
                 end = shard.reader.end(name)
-            except TopicNotFoundError as error:
-                missing.append(error.message)
+            except TopicNotFoundError:
+                missing.append(topic_missing(name))
                 continue
             except DatabaseUnavailableError:
                 if len(platform.shards) == 1:

@@ -17,6 +17,7 @@ from eventsql_orchestration.dagster.claim_times import claim_tags, made_at, run_
 from eventsql_orchestration.dagster.definition import Limits
 from eventsql_orchestration.dagster.draining import run_of_owner
 from eventsql_orchestration.dagster.handover import START_TIMEOUT, decide, drained_by, may_hand_over
+from eventsql_orchestration.dagster.registering import why_unregistered
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
     FINISHED,
@@ -109,9 +110,10 @@ class PartitionWatch:
             run = None if live is None else runs_of([live], self.consumer, platform, instance).get(live.id)
             last = platform.claims.last(self.topic.name, self.consumer.name, self.partition) if live is None else None
             answer = self.attend(Situation(live, run, last), platform, instance, log)
-        except ConsumerNotFoundError as error:
-            return dg.SkipReason(self._why_missing(registered) or error.message)
-        except (TopicNotFoundError, SchemaOutdatedError, DatabaseBusyError) as error:
+        except (ConsumerNotFoundError, TopicNotFoundError) as error:
+            why = self._why_missing(registered) or why_unregistered(platform, self.topic, self.consumer)
+            return dg.SkipReason(why or error.message)
+        except (SchemaOutdatedError, DatabaseBusyError) as error:
             return dg.SkipReason(error.message)
         if isinstance(answer, dg.SkipReason) and self._unwatched(registered):
             raise RedefinitionError(

@@ -11,19 +11,18 @@ from typing import Final
 from eventsql_orchestration import NOT_PARTITIONED
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Place
-from eventsql_orchestration.model import BACKFILL_MARK, MAX_AGE
+from eventsql_orchestration.log.side_consumers import MARK
+from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.rules import check_name, check_whole
 
-MARK: Final = BACKFILL_MARK
+DEFAULT_MAX_FAILURES: Final = 10
+"""An event that keeps failing takes some 15 s until it is given up: a function that fails for every event is noticed
+within minutes."""
 
 MAX_RUNS: Final = 1_000
 """A run takes seconds to start; and its window is a row for each partition, which every look at lag reads."""
 
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,39}", re.ASCII)
-SIDE_CONSUMER: Final = re.compile(
-    r"(?P<consumer>.+)__backfill_(?P<id>[a-z0-9][a-z0-9-]*)_(?P<after>\d+)_(?P<upto>\d+)(?:__into_(?P<into>.+))?",
-    re.ASCII | re.DOTALL,
-)
 _KEY: Final = re.compile(
     r"(?P<id>[a-z0-9][a-z0-9-]*):(?P<after>\d+)-(?P<upto>\d+)(?::(?P<partition>\d+))?(?:@(?P<shard>[^\s@]+))?",
     re.ASCII,
@@ -123,7 +122,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How far a window is in one partition. `owner` leases it now; `failure` is of the event that it is retrying."""
+    """How far a window is in one partition.
+
+    `owner` leases it now. `failure` is of the event that it is retrying. `given_up` counts its dead letters since the
+    backfill was begun or resumed.
+    """
 
     window: Window
     partition: int
@@ -138,6 +141,7 @@ class Replayed:
     spent: bool
     failure: str | None
     retry_in: float
+    given_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,11 @@ class Backfill:
         return all(part.done for part in self.parts)
 
     @property
+    def given_up(self) -> int:
+        """How many events became dead letters since it was begun or resumed."""
+        return sum(part.given_up for part in self.parts)
+
+    @property
     def names(self) -> list[str]:
         """The side consumers of its windows."""
         return sorted({part.name for part in self.parts})
@@ -173,6 +182,11 @@ class Backfill:
 def resume_command(topic: str, consumer: str, backfill_id: str) -> str:
     """What runs the rest of a backfill."""
     return f"eventsql backfill {topic} {consumer} --resume {backfill_id} --execute"
+
+
+def letters_command(topic: str, backfill_id: str) -> str:
+    """What lists the events that a backfill gave up."""
+    return f"eventsql dlt list {topic} --backfill {backfill_id}"
 
 
 def check_cut(window_events: int | None, window: timedelta | None) -> None:

@@ -83,6 +83,7 @@ consumer = Table(
     _time("eql_retry_at"),
     Column("eql_filter", JSON),
     Column("eql_until", BigInteger),
+    Column("eql_given_up", BigInteger, nullable=False, server_default=text("0")),
 )
 
 consumer_claim = Table(

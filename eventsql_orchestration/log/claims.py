@@ -570,16 +570,24 @@ class Claims:
             self._finish(connection, claim, "released")
             return failure
 
-    def process(self, claim: Claim, handler: BatchHandler, *, batch: int = 1_000, lease: float = 60.0) -> Processed:
+    def process(
+        self,
+        claim: Claim,
+        handler: BatchHandler,
+        *,
+        batch: int = 1_000,
+        lease: float = 60.0,
+        max_dead_letters: int | None = None,
+    ) -> Processed:
         """Hand the rest of a claim to `handler(events, connection)`, `batch` events at a time, and commit it.
 
         Each batch's effects through `connection` and its offset are one transaction, which holds the consumer's row:
         for handlers that take seconds at most. A failing event ends the claim, unless it is buried: what went before it
-        is committed, the event is noted for a retry or blocks the partition, and the rest is given back. Raises
-        `ClaimLostError`.
+        is committed, the event is noted for a retry or blocks the partition, and the rest is given back. So is what is
+        left after `max_dead_letters` events that were buried. Raises `ClaimLostError`.
         """
         check_handler(handler, "events", "connection")
-        consumed, size, check = 0, batch, False
+        consumed, size, check, letters = 0, batch, False, 0
         while True:
             try:
                 progress, claim, ended = self._process_batch(claim, handler, batch=size, lease=lease, check=check)
@@ -601,6 +609,11 @@ class Claims:
             size, check = min(batch, size * 2), False
             consumed += progress.consumed
             if ended:
+                return Processed(consumed, progress.failure)
+            # An event that failed and did not end the claim was buried.
+            letters += progress.failure is not None
+            if max_dead_letters is not None and letters >= max_dead_letters:
+                self.release(claim)
                 return Processed(consumed, progress.failure)
 
     def _refuse(self, claim: Claim, event: Event, error: Exception) -> tuple[Progress, Claim, bool]:

@@ -436,6 +436,7 @@ def _record(
         )  # fmt: skip
         return Failure(event, description, attempts, Failure.BLOCKED)
     advance(connection, queries, key, after=after, upto=event.id, first=event.id, consumed=1)
+    connection.execute(queries("count_given_up"), key.parameters())
     logger.error("%s gave event %d up after %d attempts, as a dead letter: %s", key, event.id, attempts, description)
     return Failure(event, description, attempts, Failure.DEAD_LETTER)
 

@@ -29,6 +29,7 @@ from eventsql_orchestration.log.load import too_much
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.log.reader import Reader
 from eventsql_orchestration.log.registry import Registry
+from eventsql_orchestration.log.side_consumers import backfill_of
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, MAX_PARTITIONS, ConsumerState, Event, Publication, Topic
 from eventsql_orchestration.rules import NO_METADATA, check_metadata, check_range, check_text, check_whole, shown
 from eventsql_orchestration.sharding import ANYWHERE
@@ -40,8 +41,12 @@ ATTEMPTS: Final = "dlt_attempts"
 SOURCE_TOPIC: Final = "dlt_topic"
 SOURCE_PARTITION: Final = "dlt_partition"
 SOURCE_OFFSET: Final = "dlt_offset"
+BACKFILL: Final = "dlt_backfill"
+"""The id of the backfill whose side consumer gave the event up."""
 
-_CAUSE: Final = frozenset({CONSUMER, EXCEPTION, MESSAGE, ATTEMPTS, SOURCE_TOPIC, SOURCE_PARTITION, SOURCE_OFFSET})
+_CAUSE: Final = frozenset({
+    CONSUMER, EXCEPTION, MESSAGE, ATTEMPTS, SOURCE_TOPIC, SOURCE_PARTITION, SOURCE_OFFSET, BACKFILL,
+})  # fmt: skip
 
 REDRIVEN_FROM: Final = "redriven_from"
 REDRIVEN_CONSUMER: Final = "redriven_consumer"
@@ -151,7 +156,10 @@ def _text(metadata: Mapping[str, Any], name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetterFilter:
-    """Which dead letters are meant: those that meet all that is given, and without anything all of them.
+    """Which dead letters are meant: those that meet all that is given, and without anything all but those of backfills.
+
+    A backfill hands a consumer events that others have consumed well. So the letters of a backfill are meant only where
+    `backfill` is its id, or `ids` names them.
 
     `consumer` gave them up, for an `exception` of this type's name; they have this `key` and all of this `metadata`.
     `ids` are their offsets in the dead letter topic, of which `after` is exclusive and `upto` inclusive. They were
@@ -161,6 +169,7 @@ class LetterFilter:
     """
 
     consumer: str | None = None
+    backfill: str | None = None
     exception: str | None = None
     key: str | None = None
     metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
@@ -171,7 +180,7 @@ class LetterFilter:
     until: datetime | None = None
 
     def __post_init__(self) -> None:
-        for what in ("consumer", "exception", "key"):
+        for what in ("consumer", "backfill", "exception", "key"):
             if (text := getattr(self, what)) is not None:
                 check_text(what, text)
         object.__setattr__(self, "metadata", check_metadata(self.metadata))
@@ -191,6 +200,7 @@ class LetterFilter:
         """Everything but the ids, as the statements take it."""
         return {
             "consumer": self.consumer,
+            "backfill": self.backfill,
             "exception": self.exception,
             "key": self.key,
             "names": list(self.metadata) or None,
@@ -282,6 +292,8 @@ class DeadLetters:
             return False
         if not isinstance(letter, Publication):
             raise ValidationError(f"a dead letter factory gives a Publication or None, not {type(letter).__name__}")
+        if (backfill := backfill_of(cause.consumer)) is not None:
+            letter = replace(letter, metadata={**letter.metadata, BACKFILL: backfill})
         # On the shard of the event, whichever its key belongs to by now.
         self._publisher.publish(letter, connection=connection, placed=ANYWHERE)
         return True
@@ -404,6 +416,16 @@ class DeadLetters:
                 query, values = self._matching(source, wanted, window, limit=limit - len(ids), redriven=redriven)
                 ids += [row[0] for row in connection.execute(query, values, prepare=False)]
             return list(self._read(connection, source, ids))
+
+    def of_backfills(self, topic: str) -> dict[str, int]:
+        """How many dead letters of `topic` that were not redriven each backfill has left, by its id.
+
+        Raises `TopicNotFoundError` where it has no dead letter topic.
+        """
+        source = self._source(topic)
+        with self._database.connection() as connection:
+            rows = connection.execute(self._queries("of_backfills", topic=source), {"letters": source})
+            return {str(backfill): int(letters) for backfill, letters in rows}
 
     def _source(self, topic: str) -> str:
         source = topic + DEAD_LETTER_SUFFIX

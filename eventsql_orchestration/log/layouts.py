@@ -23,7 +23,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.model import BACKFILL_MARK
+from eventsql_orchestration.log.side_consumers import MARK
 from eventsql_orchestration.sharding import HELD
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def complete(connection: psycopg.Connection[Any], schema: str, topic: str, consu
     """
     queries = Queries("leftovers", schema)
     cursor = connection.cursor(row_factory=tuple_row)
-    for name, _, needed in cursor.execute(queries("lacking"), {"topic": topic, "window": BACKFILL_MARK}).fetchall():
+    for name, _, needed in cursor.execute(queries("lacking"), {"topic": topic, "window": MARK}).fetchall():
         if name == consumer:
             added = {"topic": topic, "consumer": consumer, "partitions": needed, "after": None, "least": 0}
             connection.execute(Queries("layouts", schema)("add_partitions"), added)

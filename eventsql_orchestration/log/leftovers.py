@@ -14,7 +14,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.registry import lock_registry
-from eventsql_orchestration.model import BACKFILL_MARK
+from eventsql_orchestration.log.side_consumers import MARK
 
 BATCH: Final = 1_000
 """Rows that one statement deletes: a few milliseconds, in which nobody waits."""
@@ -117,6 +117,6 @@ class Leftovers:
 
     def lacking(self, topic: str) -> list[Lacking]:
         """The partitioned consumers of a topic that have fewer partitions than they need."""
-        values = {"topic": topic, "window": BACKFILL_MARK}
+        values = {"topic": topic, "window": MARK}
         with self._database.connection() as connection:
             return [Lacking(*row) for row in connection.execute(self._queries("lacking"), values).fetchall()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,16 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log import layouts, segments, sequences
 from eventsql_orchestration.log.positions import Earliest, Start, resolve, starting_at
-from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, EventFilter, Retention, Topic
+from eventsql_orchestration.model import (
+    NOT_PARTITIONED,
+    Consumer,
+    ConsumerState,
+    DeclaredFilter,
+    EventFilter,
+    EveryEvent,
+    Retention,
+    Topic,
+)
 from eventsql_orchestration.rules import check_text
 from eventsql_orchestration.sharding import HELD, ShardSet
 
@@ -115,12 +125,13 @@ class Registry:
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
         if consumers:
             raise RedefinitionError(
-                f"{change}: it has {consumers} consumer(s), whose offsets are per partition; {_repartition(topic)}"
+                f"{change}: it has {consumers} consumer(s), whose offsets are per partition; "
+                f"{_repartition(existing, topic)}"
             )
         _lock_buffer(connection)
         if _has_events(connection, topic.name):
             raise RedefinitionError(
-                f"{change}: it has events, whose keys would change their partition; {_repartition(topic)}"
+                f"{change}: it has events, whose keys would change their partition; {_repartition(existing, topic)}"
             )
         # The ids of its log begin anew.
         for kept_by in (tables.topic_layout, tables.shard_fence):
@@ -225,14 +236,15 @@ class Registry:
         self,
         consumer: Consumer,
         *,
-        max_attempts: int = 5,
+        max_attempts: int | None = None,
         start: Start = "earliest",
-        filter: EventFilter | None = None,  # noqa: A002 - the field's word
+        filter: DeclaredFilter = None,  # noqa: A002 - the field's word
         held: bool = False,
     ) -> Registry:
-        """Create `consumer`, or find it as it is, offsets untouched.
+        """Create `consumer`, or find it as it is. The offsets of one that exists never move: only a seek moves them.
 
-        `max_attempts` (at least 1) is how often an event is tried before it goes to the dead letter topic.
+        `max_attempts` (at least 1, and 5 for a new consumer) is how often an event is tried before it goes to the dead
+        letter topic.
 
         `start` says where a new consumer begins: at the earliest event, after the latest, at the first event from an
         offset on, or at the first that entered the log at a time or later, so long ago for `Back`. Where that lies
@@ -241,14 +253,14 @@ class Registry:
         With a `filter`, the consumer's functions get the events that match; its offset moves past the others, which
         count as lag until then. Who reads the range of a claim for himself gets them all.
 
-        What is registered last holds: a consumer that is registered again has these `max_attempts` and this `filter`
-        from its next batch on, so without the argument it is handed every event. Events that it passed over do not come
-        back. A new one that is `held` gets no events until it is let go (log/shard_store.py).
+        A consumer that exists takes the `max_attempts` and the `filter` that are given, from its next batch on;
+        `EVERY_EVENT` ends a filter. It keeps a setting that is None. Events that it passed over do not come back. A new
+        one that is `held` gets no events until it is let go (log/shard_store.py).
 
         A partitioned consumer that lacks partitions of its topic gets them, from their earliest events on.
 
         Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic that is not, or a start or
-        filter that cannot be; `RedefinitionError` for one that has consumed events in the other form.
+        filter that cannot be; `RedefinitionError` for one that exists in the other form.
         """
         position = starting_at(start)
         with self._database.core() as connection:
@@ -262,25 +274,21 @@ class Registry:
                 )
             own = (_c.eql_topic == topic.name, _c.eql_name == consumer.name)
             existing = consumer_states(connection, topic.name, consumer.name)
-            if existing and (existing[0].partition != NOT_PARTITIONED) != consumer.partitioned:
-                # Wait for a consumption under way: it may be about to commit the first events.
-                existing = consumer_states(connection, topic.name, consumer.name, lock=True)
-                if any(state.consumed_events for state in existing):
-                    raise RedefinitionError(
-                        f"consumer {consumer.name!r} of topic {topic.name!r} stays "
-                        f"{'partitioned' if existing[0].partition >= 0 else 'not partitioned'}: it has consumed events"
-                    )
-                connection.execute(delete(tables.consumer).where(*own))
-                existing = []
-            definition = {
-                "eql_max_attempts": max_attempts,
-                "eql_filter": null() if filter is None else filter.as_json(),
-            }
-            if any((state.max_attempts, state.filter) != (max_attempts, filter) for state in existing):
-                connection.execute(update(tables.consumer).where(*own).values(definition))
+            check_form(consumer, existing)
+            declared: dict[str, Any] = {} if max_attempts is None else {"eql_max_attempts": max_attempts}
+            conditions = filter if isinstance(filter, EventFilter) else None
+            if filter is not None:
+                declared["eql_filter"] = null() if conditions is None else conditions.as_json()
             if existing:
                 if consumer.partitioned:
                     layouts.complete(driver_connection(connection), self._database.schema, topic.name, consumer.name)
+                # An update waits for the consumption under way: one that changes nothing need not.
+                if any(
+                    max_attempts not in {None, state.max_attempts}
+                    or (filter is not None and state.filter != conditions)
+                    for state in existing
+                ):
+                    connection.execute(update(tables.consumer).where(*own).values(declared))
                 return self
             offset = None
             if not isinstance(position, Earliest):
@@ -295,7 +303,7 @@ class Registry:
                 wanted = list(range(topic.partitions if place is None else place.partitions))
                 until = None if place is None else place.until
             connection.execute(
-                insert(tables.consumer).values(eql_consumed_events=0, **definition).on_conflict_do_nothing(),
+                insert(tables.consumer).values(eql_consumed_events=0, **declared).on_conflict_do_nothing(),
                 [
                     {
                         "eql_topic": topic.name,
@@ -373,12 +381,32 @@ def choose_partitions(states: Sequence[ConsumerState], partition: int | None) ->
     return [partition]
 
 
+def check_filter(declared: object) -> None:
+    """Raises `ValidationError` for what declares no filter."""
+    if declared is not None and not isinstance(declared, EventFilter | EveryEvent):
+        raise ValidationError(f"filter must be an EventFilter, EVERY_EVENT or None, not {type(declared).__name__}")
+
+
+def check_form(consumer: Consumer, existing: Sequence[ConsumerState]) -> None:
+    """Raises `RedefinitionError` for a consumer that exists in the other form: its offsets mean nothing in this one."""
+    name, topic = consumer.name, consumer.topic
+    if all((state.partition != NOT_PARTITIONED) == consumer.partitioned for state in existing):
+        return
+    form = "not partitioned" if consumer.partitioned else "partitioned"
+    option = "without `--partitioned`" if consumer.partitioned else "with `--partitioned`"
+    raise RedefinitionError(
+        f"consumer {name!r} of topic {topic!r} exists and is {form}, so nothing was changed: register it {option} "
+        f"(in Python partitioned={not consumer.partitioned}), or delete it and its offsets first with "
+        f"`eventsql consumer delete {shlex.quote(topic)} {shlex.quote(name)}`"
+    )
+
+
 def _partitions(count: int) -> str:
     return "no partitions" if count == NOT_PARTITIONED else f"{count} partition{'s' if count > 1 else ''}"
 
 
-def _repartition(topic: Topic) -> str:
-    if not topic.partitioned:
+def _repartition(existing: Topic, topic: Topic) -> str:
+    if not (existing.partitioned and topic.partitioned):
         return "register another topic"
     return f"`eventsql topic alter {topic.name} --partitions {topic.partitions}` changes them in order"
 

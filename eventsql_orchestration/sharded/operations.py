@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from builtins import list as list_of
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -162,6 +163,12 @@ class ShardedDeadLetters(DeadLetters):
             f"offset {letter_id} of topic {topic!r} means another letter on each shard: name one (--shard NAME, "
             "platform.shards[i].dead_letters)"
         )
+
+    def of_backfills(self, topic: str) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for member in self._members.up():
+            found.update(member.platform.dead_letters.of_backfills(topic))
+        return dict(found)
 
     def list(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int = 100, redriven: bool | None = None

@@ -14,8 +14,8 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.log.positions import AtOffset, Start, starting_at
-from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, EventFilter, Retention, Topic
+from eventsql_orchestration.log.registry import Registry, check_form
+from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, DeclaredFilter, Retention, Topic
 from eventsql_orchestration.sharded.everywhere import everywhere
 from eventsql_orchestration.sharded.gates import Gates
 from eventsql_orchestration.sharded.member import Member
@@ -132,24 +132,32 @@ class ShardedRegistry(Registry):
         self,
         consumer: Consumer,
         *,
-        max_attempts: int = 5,
+        max_attempts: int | None = None,
         start: Start = "earliest",
-        filter: EventFilter | None = None,  # noqa: A002 - the field's word
+        filter: DeclaredFilter = None,  # noqa: A002 - the field's word
         held: bool = False,
     ) -> ShardedRegistry:
         """Create `consumer` on all shards, or find it as it is, as on one.
 
         On a shard that joined the others, a new one gets no events before it has consumed what was published on the
-        others until then, so that it too is handed the events of a key in order.
+        others until then, so that it too is handed the events of a key in order. A shard that lacks the consumer gets
+        the settings that are not given from another shard.
         """
         if isinstance(starting_at(start), AtOffset):
             raise ValidationError(
                 "start: an offset means another place on each shard: begin at a time, earliest or latest"
             )
+        existing = [state for state in self.consumers(consumer.topic) if state.name == consumer.name]
+        check_form(consumer, existing)
+        having = {state.shard for state in existing}
 
         def register(member: Member) -> None:
+            attempts, conditions = max_attempts, filter
+            if existing and member.name not in having:
+                attempts = existing[0].max_attempts if attempts is None else attempts
+                conditions = existing[0].filter if conditions is None else conditions
             member.platform.registry.register_consumer(
-                consumer, max_attempts=max_attempts, start=start, filter=filter,
+                consumer, max_attempts=attempts, start=start, filter=conditions,
                 held=held or self._members.generation_of(member) > 0,
             )  # fmt: skip
 

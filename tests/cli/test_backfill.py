@@ -16,7 +16,7 @@ import pytest
 import requests
 from click.testing import Result
 
-from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Standing
 from eventsql_orchestration.dagster.development import LocalDagster, free_port, running_url
 from eventsql_orchestration.dagster.instance import write_instance
@@ -248,6 +248,34 @@ def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledg
     assert json.loads(run("backfill", "list", "--json").stdout) == []
 
 
+def test_a_range_whose_events_all_fail_stops_says_so_and_its_letters_are_left_out_of_a_redrive(
+    run: Run, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.cli.backfill_output.PROGRESS_SECONDS", 0.0)
+    ledger.platform.registry.register_topic(Topic("orders_dlt"))
+    ledger.platform.registry.register_consumer(location.fragile.consumer, max_attempts=1)
+    ledger.publish(5, location.POISON)
+    command = ("backfill", "orders", "fragile", "--max-failures", "2", *MODULE, "--execute", "--json")
+    failed = run(*command, "--from", "earliest", "--id", "may")
+    assert failed.exit_code == 1
+    last = failed.stderr.splitlines()[-1]
+    for part in ("--max-failures", "it is poison", "--resume may", "`eventsql dlt list orders --backfill may`"):
+        assert part in last
+    assert "of 5 events replayed" in failed.stderr
+    (listed,) = json.loads(run("backfill", "list", "orders", "--json").stdout)
+    assert (listed["replayed"], listed["given_up"]) == (2, 2)
+    resumed = run(*command[:3], *command[5:], "--resume", "may")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert "5 were given up" in resumed.stderr
+
+    redriven = run("dlt", "redrive", "orders")
+    assert redriven.exit_code == 0
+    assert "5 dead letters of backfill may left out" in redriven.stderr
+    assert run("dlt", "list", "orders", "--json").stdout.strip() == "[]"
+    assert len(json.loads(run("dlt", "list", "orders", "--backfill", "may", "--json").stdout)) == 5
+    assert ledger.platform.reader.count("orders") == 5
+
+
 def test_a_deleted_backfill_leaves_nothing_behind(run: Run, ledger: Ledger) -> None:
     ledger.publish(5)
     backfills = ShardedBackfills(ledger.platform.shards)
@@ -328,7 +356,7 @@ class Recorder:
     def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
         return {}
 
-    def launch(self, target: Target, backfill_id: str, key: str) -> str:
+    def launch(self, target: Target, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         self.launched.append(key)
         return key
 
@@ -362,6 +390,20 @@ def test_one_at_a_time_nothing_overtakes_a_run_that_failed(ledger: Ledger, paral
     assert len(launcher.launched) == launched
     assert set(outcome.failures.values()) == {"it broke"}
     assert max(most) <= parallel
+
+
+def test_no_run_is_launched_after_too_many_failures(ledger: Ledger) -> None:
+    ledger.publish(60)
+    backfills, launcher = ShardedBackfills(ledger.platform.shards), Recorder()
+    plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
+    backfill = backfills.register(plan, "one")
+    launcher.results = {run.key("one"): Ended(False, "it broke") for run in plan.runs}
+    outcome = BackfillDriver(
+        backfills, backfill, plan.runs, launcher=launcher, target=TARGET, parallel=2, max_failures=2
+    ).run()
+    assert outcome.stopped
+    assert not outcome.done
+    assert len(launcher.launched) == 2
 
 
 def test_a_backfill_that_somebody_deletes_is_not_taken_for_done(ledger: Ledger) -> None:
@@ -424,11 +466,15 @@ def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
 ) -> None:
     ids = ledger.publish(20)
     assert running_url(dagster.instance_home) == dagster.url, "a command in this directory finds it"
-    result = run(*LEDGER, "--from", "earliest", "--window-events", "10", "--parallel", "4", "--execute", "--id", "may")
+    result = run(
+        *LEDGER, "--from", "earliest", "--window-events", "10", "--parallel", "4", "--max-failures", "3", "--execute",
+        "--id", "may",
+    )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     assert ledger.effects() == ids
     with dagster.instance() as instance:
         runs = instance.get_runs(dg.RunsFilter(tags={"eventsql/backfill": "may"}))
+        assert runs[0].run_config == {"ops": {"ledger_backfill": {"config": {"max_failures": 3}}}}
         assert {each.status for each in runs} == {dg.DagsterRunStatus.SUCCESS}
         keys = {each.tags["dagster/partition"] for each in runs}
         assert set(instance.get_dynamic_partitions("ledger_backfill")) == keys

@@ -285,6 +285,32 @@ def test_a_consumer_is_created_once_and_keeps_its_attempts(run: Run, platform: E
     assert [(s.partition, s.max_attempts) for s in platform.registry.consumer(topic, "mailer")] == [(0, 9), (1, 9)]
 
 
+def test_a_consumer_in_the_other_form_is_refused_and_keeps_its_unread_events(
+    run: Run, platform: EventSQL, topic: str
+) -> None:
+    platform.publisher.publish(Publication(topic, b"1"))
+    platform.transfer.run_once()
+    assert run("consumer", "create", topic, "cli2", "--partitioned").exit_code == 0
+    before = platform.registry.consumer(topic, "cli2")
+    refused = run("consumer", "create", topic, "cli2", "--start", "latest")
+    assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (1, "", 1)
+    assert f"`eventsql consumer delete {topic} cli2`" in refused.stderr
+    assert platform.registry.consumer(topic, "cli2") == before
+
+
+def test_a_consumer_that_exists_keeps_its_offsets_and_its_changes_are_told(
+    run: Run, platform: EventSQL, topic: str
+) -> None:
+    platform.publisher.publish(Publication(topic, b"1"))
+    platform.transfer.run_once()
+    run("consumer", "create", topic, "mailer")
+    changed = run("consumer", "create", topic, "mailer", "--start", "latest", "--max-attempts", 9)
+    assert changed.exit_code == 0
+    assert "max attempts: 9 (was 5)" in changed.stderr
+    assert f"`eventsql seek {topic} mailer`" in changed.stderr
+    assert platform.registry.consumer(topic, "mailer")[0].last_event_id == 0
+
+
 def test_a_consumer_can_begin_at_the_end(run: Run, platform: EventSQL, topic: str) -> None:
     platform.publisher.publish(Publication(topic, b"1"))
     platform.transfer.run_once()

@@ -12,8 +12,8 @@ import dagster as dg
 
 from eventsql_orchestration.dagster import EventSQLResource, batches, consumers, draining, handover, watch
 from eventsql_orchestration.dagster.steps import drain
-from eventsql_orchestration.dagster.windows import MARK
 from eventsql_orchestration.log.claims import Claim, Claims, NoClaim, Processed
+from eventsql_orchestration.log.side_consumers import MARK
 from tests.dagster import windows
 from tests.dagster.pausing_consumers import CONSUMERS, RETRIED, replayed, replayed_backfill
 from tests.dagster.stopping import fork_runs, stop_at

@@ -18,8 +18,8 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
 from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.instance import instance_config
+from eventsql_orchestration.dagster.launching import Target, run_config
 from eventsql_orchestration.dagster.windows import (
-    MARK,
     Backfill,
     Plan,
     Window,
@@ -36,7 +36,9 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
+from eventsql_orchestration.log.dead_letters import BACKFILL, LetterFilter
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest
+from eventsql_orchestration.log.side_consumers import MARK
 from eventsql_orchestration.model import EventFilter
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import Workbench, await_
@@ -64,13 +66,16 @@ def job_of(bench: Workbench, definition: BackfillDefinition, job: str | None = N
     ).resolve_job_def(job or definition.job.name)
 
 
-def replay(bench: Workbench, definition: BackfillDefinition, key: str) -> dg.ExecuteInProcessResult:
+def replay(
+    bench: Workbench, definition: BackfillDefinition, key: str, *, max_failures: int | None = None
+) -> dg.ExecuteInProcessResult:
     """The run of one partition key."""
     assert definition.partitions.name is not None
     bench.instance.add_dynamic_partitions(definition.partitions.name, [key])
     return job_of(bench, definition).execute_in_process(
-        instance=bench.instance, partition_key=key, raise_on_error=False
-    )
+        instance=bench.instance, partition_key=key, raise_on_error=False,
+        run_config=run_config(Target(definition.job.name, definition.partitions.name, (), ""), max_failures),
+    )  # fmt: skip
 
 
 def replay_all(bench: Workbench, definition: BackfillDefinition, plan: Plan, backfill: Backfill) -> None:
@@ -417,9 +422,69 @@ def test_an_event_that_keeps_failing_becomes_a_dead_letter(bench: Workbench, bac
     replay_all(bench, location.fragile_backfill, plan, backfill)
     assert bench.effects() == ids
     bench.platform.transfer.run_once()
-    (letter,) = bench.platform.dead_letters.list("orders")
+    assert bench.platform.dead_letters.list("orders") == [], "those of backfills are listed apart"
+    (letter,) = bench.platform.dead_letters.list("orders", LetterFilter(backfill="one"))
     assert letter.origin is not None
     assert str(poison) in letter.origin
+
+
+def test_letters_of_a_backfill_are_redriven_only_where_they_are_asked_for(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    letters, end = bench.platform.dead_letters, bench.platform.reader.end
+    bench.platform.registry.register_topic(Topic("orders_dlt"))
+    bench.platform.registry.register_consumer(location.fragile.consumer, max_attempts=1)
+    poison = publish_poison(bench)
+    assert bench.run(location.fragile).success, "the live consumer gives it up too"
+    plan = everything(backfills, "fragile")
+    replay_all(bench, location.fragile_backfill, plan, backfills.register(plan, "one"))
+    bench.platform.transfer.run_once()
+
+    assert letters.of_backfills("orders") == {"one": 1}
+    assert letters.redrive("orders") == 1
+    bench.platform.transfer.run_once()
+    (redriven,) = bench.platform.reader.read("orders", after=poison)
+    assert redriven.metadata["redriven_consumer"] == "fragile"
+    assert letters.plan_redrive("orders", again=True).letters == 1
+
+    assert letters.redrive("orders", LetterFilter(backfill="another")) == 0
+    assert letters.redrive("orders", LetterFilter(backfill="one")) == 1
+    bench.platform.transfer.run_once()
+    (again,) = bench.platform.reader.read("orders", after=redriven.id)
+    assert BACKFILL not in again.metadata
+    assert (end("orders"), letters.of_backfills("orders")) == (again.id, {})
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_backfill_stops_after_a_number_of_failures_and_goes_on_when_it_is_resumed(
+    bench: Workbench, backfills: Backfills, attempts: int
+) -> None:
+    bench.platform.registry.register_topic(Topic("orders_dlt"))
+    bench.platform.registry.register_consumer(location.fragile.consumer, max_attempts=attempts)
+    ids = bench.publish("orders", 3)
+    poison = [publish_poison(bench) for _ in range(3)]
+    ids += bench.publish("orders", 2)
+    plan = everything(backfills, "fragile")
+    key = plan.runs[0].key(backfills.register(plan, "one").id)
+
+    def given_up() -> list[str | None]:
+        bench.platform.transfer.run_once()
+        return [letter.origin for letter in bench.platform.dead_letters.list("orders", LetterFilter(backfill="one"))]
+
+    origins = [f"orders:{bench.platform.reader.read('orders', after=each - 1)[0].partition}:{each}" for each in poison]
+    stopped = failure(replay(bench, location.fragile_backfill, key, max_failures=2))
+    assert f"event {poison[0]}: ValueError: it is poison" in stopped
+    assert "--resume one" in stopped
+    assert given_up() == origins[:2]
+    assert bench.effects() == ids[:3]
+    # A run that is started once more has no failures of its own.
+    failure(replay(bench, location.fragile_backfill, key, max_failures=2))
+    assert given_up() == origins[:2]
+
+    backfills.renew(backfills.get("orders", "one"))
+    assert replay(bench, location.fragile_backfill, key, max_failures=2).success
+    assert given_up() == origins
+    assert bench.effects() == ids
 
 
 def publish_poison(bench: Workbench) -> int:

@@ -7,25 +7,32 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 from dagster.components.testing import create_defs_folder_sandbox
 
-from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration import EVERY_EVENT, Consumer, Event, EventFilter, EventSQL, Topic
 from eventsql_orchestration.dagster import (
     CheckAlert,
+    ConsumerDefinition,
     EventSQLConsumerComponent,
     EventSQLResource,
     build_definitions,
+    consumer_asset,
     range_asset,
     topic_key,
 )
+from eventsql_orchestration.dagster.backfills import Backfills
 from eventsql_orchestration.dagster.component import usable_name
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.positions import Earliest, Latest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, slow
 
@@ -53,6 +60,22 @@ def test_the_example_is_a_whole_location_that_consumes(
     assert location.resolve_job_def("consume_ledger").execute_in_process(instance=bench.instance).success
     with bench.platform.database.connection() as connection:
         assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
+
+    # What a backfill hands over again changes nothing, and no event fails.
+    backfills = Backfills(bench.platform)
+    plan = backfills.plan("orders", "ledger", start=Earliest(), end=Latest())
+    backfill = backfills.register(plan, "again")
+    assert any("must bear" in remark for remark in plan.remarks)
+    keys = [run.key(backfill.id) for run in plan.runs]
+    bench.instance.add_dynamic_partitions("ledger_backfill", keys)
+    for key in keys:
+        job = location.resolve_job_def("backfill_ledger")
+        assert job.execute_in_process(instance=bench.instance, partition_key=key).success
+    bench.platform.transfer.run_once()
+    assert bench.platform.dead_letters.of_backfills("orders") == {}
+    with bench.platform.database.connection() as connection:
+        assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
+
     repository = location.get_repository_def()
     assert {sensor.name for sensor in repository.sensor_defs} == {*(f"consume_ledger_{n}" for n in range(4)), "lag"}
     assert {schedule.name for schedule in repository.schedule_defs} == {"transfer", "housekeeping"}
@@ -102,6 +125,75 @@ def test_registering_prepares_tables_before_a_consumer_is_there_and_may_be_repea
     for _ in range(2):
         assert register.execute_in_process(instance=bench.instance).success
     assert (seen[0], len(seen)) == ((2, 0), 2)
+
+
+def registers(bench: Workbench, definition: ConsumerDefinition) -> dict[str, object]:
+    """Run the job `register` of a location with one consumer; gives the metadata that its step has."""
+    location = build_definitions([definition], eventsql=bench.eventsql)
+    done = location.resolve_job_def("register").execute_in_process(instance=bench.instance)
+    (output,) = done.filter_events(lambda event: event.is_successful_output)
+    return {name: value.value for name, value in output.step_output_data.metadata.items()}
+
+
+def handle(events: Sequence[Event], connection: Connection) -> None: ...
+
+
+def test_registering_leaves_settings_that_are_not_declared_and_offsets_as_they_are(bench: Workbench) -> None:
+    by_hand = EventFilter(key_prefix="eu-")
+    bench.platform.registry.register_topic(Topic("orders", 2))
+    bench.publish("orders", 4)
+    bench.platform.registry.register_consumer(
+        Consumer("orders", "mailer", True), max_attempts=9, filter=by_hand, start=3
+    )
+    before = bench.platform.registry.consumer("orders", "mailer")
+    mailer = consumer_asset(topic=Topic("orders", 2), consumer="mailer", partitioned=True, start="latest")(handle)
+    assert registers(bench, mailer) == {"created": ["topic 'orders_dlt'"], "changed": {}}
+    assert bench.platform.registry.consumer("orders", "mailer") == before
+
+
+@pytest.mark.parametrize("decorate", [consumer_asset, range_asset])
+def test_registering_applies_declared_settings_and_shows_each_as_a_change(
+    bench: Workbench, decorate: Callable[..., Any]
+) -> None:
+    def declared(**settings: object) -> ConsumerDefinition:
+        function = handle if decorate is consumer_asset else claim_nothing
+        definition: ConsumerDefinition = decorate(topic=Topic("orders"), consumer="mailer", **settings)(function)
+        return definition
+
+    def state() -> tuple[int, EventFilter | None, int]:
+        (found,) = bench.platform.registry.consumer("orders", "mailer")
+        return found.max_attempts, found.filter, found.last_event_id
+
+    bench.platform.registry.register_topic(Topic("orders"))
+    bench.publish("orders", 4)
+    name, conditions = "consumer 'mailer' of topic 'orders'", EventFilter(key_prefix="eu-")
+    assert name in str(registers(bench, declared(filter=conditions, start=3))["created"])
+    assert state() == (5, conditions, 2)
+    changed = registers(bench, declared(filter=EVERY_EVENT, max_attempts=2))["changed"]
+    assert changed == {name: ["max attempts: 2 (was 5)", "filter: every event (was key eu-*)"]}
+    assert state() == (2, None, 2)
+
+
+def claim_nothing(claim: Claim) -> None: ...
+
+
+@pytest.mark.parametrize("wrong", [{"filter": {"keys": ["a"]}}, {"start": "now"}, {"max_attempts": 0}])
+@pytest.mark.parametrize("decorate", [consumer_asset, range_asset])
+def test_a_declaration_that_cannot_be_is_refused_at_definition(
+    decorate: Callable[..., Any], wrong: dict[str, object]
+) -> None:
+    with pytest.raises(ValidationError):
+        decorate(topic=Topic("orders"), consumer="mailer", **wrong)(
+            handle if decorate is consumer_asset else claim_nothing
+        )
+
+
+def test_a_consumer_that_was_registered_in_another_form_fails_the_job_and_is_left_as_it_is(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(Topic("orders", 2)).register_consumer(Consumer("orders", "mailer"))
+    mailer = consumer_asset(topic=Topic("orders", 2), consumer="mailer", partitioned=True)(handle)
+    with pytest.raises(RedefinitionError):
+        registers(bench, mailer)
+    assert [each.partition for each in bench.platform.registry.consumer("orders", "mailer")] == [-1]
 
 
 def test_an_alert_sensor_is_there_for_who_wants_to_be_told_and_a_lag_check_for_who_sets_a_limit() -> None:
@@ -207,6 +299,27 @@ def test_a_defs_yaml_may_have_further_topics_and_backfills() -> None:
     assert definitions.resolve_job_def("backfill_billing").name == "backfill_billing"
 
 
+@deprecated
+def test_a_defs_yaml_may_declare_filter_start_and_attempts(
+    bench: Workbench, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    bench.platform.registry.register_topic(Topic("rides"))
+    bench.publish("rides", 3)
+
+    def registered(**attributes: object) -> tuple[int, EventFilter | None, int]:
+        job = build(**attributes).resolve_job_def("register")
+        assert job.execute_in_process(instance=bench.instance).success
+        (state,) = bench.platform.registry.consumer("rides", "billing")
+        return state.max_attempts, state.filter, state.last_event_id
+
+    conditions = {"keys": ["a", "ab"], "key_prefix": "a", "metadata": {"source": "web"}}
+    expected = EventFilter(frozenset(["a", "ab"]), "a", {"source": "web"})
+    assert registered(filter=conditions, start="latest", max_attempts=3) == (3, expected, 3)
+    assert registered() == (3, expected, 3)
+    assert registered(filter="every event") == (3, None, 3)
+
+
 def test_a_folder_gives_a_name_that_dagster_takes() -> None:
     names = {text: usable_name(text) for text in ("billing", "my-mailer", "type", "rides and fares", "—")}
     assert names == {
@@ -250,6 +363,10 @@ def test_two_components_with_the_platform_are_refused_by_the_name_of_the_field_a
         ("partitions", 0),
         ("max_events", 0),
         ("max_attempts", 0),
+        ("filter", {}),
+        ("filter", "none"),
+        ("filter", {"keys": []}),
+        ("start", "now"),
         ("max_lag_events", -1),
         ("lag_grace", -0.5),
         ("max_events", "many"),

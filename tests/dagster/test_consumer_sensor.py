@@ -222,9 +222,9 @@ def test_what_is_not_registered_is_told(bench: Workbench, platform: EventSQL) ->
     elsewhere = consumer_asset(
         topic=Topic("elsewhere", 2), consumer="c", partitioned=True, sensor="consumer", name="elsewhere"
     )(record)
-    assert (evaluate(bench, elsewhere).skip_message or "").startswith("topic 'elsewhere' does not exist")
+    assert (evaluate(bench, elsewhere).skip_message or "").startswith("topic 'elsewhere' is not registered")
     platform.registry.register_topic(Topic("elsewhere", 2))
-    assert "does not exist: create it with" in (evaluate(bench, elsewhere).skip_message or "")
+    assert "consumer 'c' of topic 'elsewhere' is not registered" in (evaluate(bench, elsewhere).skip_message or "")
 
 
 def test_the_partitions_are_those_that_the_consumer_has_in_the_database(bench: Workbench, platform: EventSQL) -> None:

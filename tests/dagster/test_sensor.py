@@ -248,11 +248,56 @@ def test_two_evaluations_at_once_make_one_claim(bench: Workbench, dsn: str) -> N
     assert len(bench.claims()) == 1
 
 
-def test_what_is_not_registered_yet_is_a_skip_reason(bench: Workbench, platform: EventSQL) -> None:
-    elsewhere = consumer_asset(topic=Topic("elsewhere"), consumer="c", name="elsewhere")(record)
-    assert bench.tick(elsewhere.sensors[0]).startswith("topic 'elsewhere' does not exist")
+@pytest.mark.parametrize("sensor", ["partition", "consumer"])
+def test_what_is_not_registered_yet_is_a_skip_reason_that_names_the_job(
+    bench: Workbench, platform: EventSQL, sensor: Any
+) -> None:
+    topic = Topic("elsewhere", 2)
+    elsewhere = consumer_asset(topic=topic, consumer="c", partitioned=True, name="elsewhere", sensor=sensor)(record)
+    for create in (lambda: None, lambda: platform.registry.register_topic(topic)):
+        create()
+        reason = bench.tick(elsewhere.sensors[0])
+        assert "`register`" in reason
+        assert "dagster job launch" in reason
+        assert "eventsql consumer create" not in reason
+        assert "eventsql topic create" not in reason
+    elsewhere.register(platform)
+    assert "`register`" not in bench.tick(elsewhere.sensors[0])
+
+
+@pytest.mark.parametrize("sensor", ["partition", "consumer"])
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_consumer_in_another_form_than_its_asset_declares_is_a_skip_reason(
+    bench: Workbench, platform: EventSQL, sensor: Any, partitioned: bool
+) -> None:
+    topic = Topic("elsewhere", 2)
+    elsewhere = consumer_asset(topic=topic, consumer="c", partitioned=partitioned, name="elsewhere", sensor=sensor)(
+        record
+    )
+    platform.registry.register_topic(topic).register_consumer(Consumer("elsewhere", "c", not partitioned))
+    reason = bench.tick(elsewhere.sensors[0])
+    assert "`eventsql consumer delete elsewhere c`" in reason
+    assert "`register`" in reason
+    platform.registry.unregister_consumer("elsewhere", "c")
+    elsewhere.register(platform)
+    assert "`register`" not in bench.tick(elsewhere.sensors[0])
+
+
+def test_a_topic_without_the_partitions_that_an_asset_declares_is_a_skip_reason(
+    bench: Workbench, platform: EventSQL
+) -> None:
+    elsewhere = consumer_asset(topic=Topic("elsewhere", 2), consumer="c", partitioned=True, name="elsewhere")(record)
     platform.registry.register_topic(Topic("elsewhere"))
-    assert "does not exist: create it with" in bench.tick(elsewhere.sensors[0])
+    assert "registered without partitions" in bench.tick(elsewhere.sensors[0])
+    elsewhere.register(platform)
+    assert "`register`" not in bench.tick(elsewhere.sensors[0])
+
+
+def test_a_run_of_a_consumer_that_is_not_registered_fails_and_names_the_job(bench: Workbench) -> None:
+    elsewhere = consumer_asset(topic=Topic("elsewhere", 2), consumer="c", partitioned=True, name="elsewhere")(record)
+    result = bench.run(elsewhere)
+    (failed,) = result.filter_events(lambda event: event.is_step_failure)
+    assert "`register`" in str(failed.step_failure_data.user_failure_data or failed.step_failure_data.error)
 
 
 def test_a_schema_that_is_not_there_is_a_skip_reason_and_stays_so(bench: Workbench, dsn: str) -> None:

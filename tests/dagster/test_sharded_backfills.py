@@ -79,7 +79,7 @@ class InProcess(Launcher):
     def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
         return {}
 
-    def launch(self, target: Target, backfill_id: str, key: str) -> str:
+    def launch(self, target: Target, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         result = self.job.execute_in_process(instance=self.instance, partition_key=key, raise_on_error=False)
         self.results[result.run_id] = Ended(result.success, "it failed")
         return result.run_id

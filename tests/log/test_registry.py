@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eventsql_orchestration import (
+    EVERY_EVENT,
     NOT_PARTITIONED,
     AtOffset,
     AtTime,
@@ -18,6 +19,7 @@ from eventsql_orchestration import (
     Consumer,
     Earliest,
     Event,
+    EventFilter,
     EventSQL,
     Latest,
     Publication,
@@ -35,6 +37,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.positions import Place
+from eventsql_orchestration.log.registration import register_consumer, register_topic
 from eventsql_orchestration.model import Retention
 
 if TYPE_CHECKING:
@@ -364,45 +367,58 @@ def test_a_consumer_of_a_topic_that_is_not_there_or_not_partitioned_is_refused(p
     assert platform.registry.consumers() == []
 
 
-def test_a_consumer_that_has_consumed_nothing_may_change_its_form(platform: EventSQL) -> None:
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_consumer_in_the_other_form_is_refused_and_its_offsets_stay(platform: EventSQL, partitioned: bool) -> None:
     platform.registry.register_topic(Topic("orders", 3))
-    for partitioned in (True, False, True):
-        platform.registry.register_consumer(Consumer("orders", "mailer", partitioned))
-        assert len(platform.registry.consumer("orders", "mailer")) == (3 if partitioned else 1)
-
-
-def test_a_consumer_that_has_consumed_events_keeps_its_form(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 3))
-    platform.registry.register_consumer(Consumer("orders", "mailer"))
-    fill(platform, "orders")
-    platform.consumers.consume_once("orders", "mailer", nothing)
-    with pytest.raises(RedefinitionError, match="stays not partitioned"):
-        platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
-    assert platform.registry.consumer("orders", "mailer")[0].consumed_events == 3
-
-
-def test_a_consumer_that_is_consuming_its_first_events_keeps_its_form(
-    platform: EventSQL, until_blocked: Callable[[], None]
-) -> None:
-    platform.registry.register_topic(Topic("orders", 3))
-    platform.registry.register_consumer(Consumer("orders", "mailer"))
-    fill(platform, "orders")
-    inside, go_on = threading.Event(), threading.Event()
-
-    def handle(events: Sequence[Event], connection: Connection) -> None:
-        inside.set()
-        go_on.wait(60)
-
-    with ThreadPoolExecutor(2) as executor:
-        consumed = executor.submit(platform.consumers.consume_once, "orders", "mailer", handle)
-        assert inside.wait(60)
-        changed = executor.submit(platform.registry.register_consumer, Consumer("orders", "mailer", partitioned=True))
-        until_blocked()
-        go_on.set()
-        assert consumed.result() == 3
+    fill(platform, "orders", 9)
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned), start=5, max_attempts=7)
+    before = platform.registry.consumer("orders", "mailer")
+    starts: list[Place] = [Earliest(), Latest()]
+    for start in starts:
         with pytest.raises(RedefinitionError):
-            changed.result()
-    assert platform.registry.consumer("orders", "mailer")[0].last_event_id == 3
+            platform.registry.register_consumer(
+                Consumer("orders", "mailer", not partitioned), start=start, max_attempts=2
+            )
+    assert platform.registry.consumer("orders", "mailer") == before
+
+
+def test_a_consumer_keeps_the_settings_that_are_not_declared(platform: EventSQL) -> None:
+    def settings() -> tuple[int, EventFilter | None]:
+        (state,) = platform.registry.consumer("orders", "mailer")
+        return state.max_attempts, state.filter
+
+    mailer, conditions = Consumer("orders", "mailer"), EventFilter(key_prefix="a")
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(mailer, max_attempts=7, filter=conditions)
+    platform.registry.register_consumer(mailer)
+    assert settings() == (7, conditions)
+    platform.registry.register_consumer(mailer, max_attempts=2)
+    assert settings() == (2, conditions)
+    platform.registry.register_consumer(mailer, filter=EVERY_EVENT)
+    assert settings() == (2, None)
+
+
+def test_a_registration_tells_what_it_changed(platform: EventSQL) -> None:
+    mailer = Consumer("orders", "mailer")
+    assert register_topic(platform.registry, Topic("orders")).created
+    assert register_consumer(platform.registry, mailer, max_attempts=7).created
+    assert register_topic(platform.registry, Topic("orders")).changes == ()
+    assert register_consumer(platform.registry, mailer, start="latest").changes == ()
+    changed = register_consumer(platform.registry, mailer, max_attempts=2, filter=EventFilter(key_prefix="a"))
+    assert changed.changes == ("max attempts: 2 (was 7)", "filter: key a* (was every event)")
+    kept = register_topic(platform.registry, Topic("orders", retention=Retention(events=10)))
+    assert kept.changes == ("retention: 10 events (was for ever)",)
+
+
+def test_a_registration_that_changes_nothing_does_not_wait_for_a_consumption(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    mailer = Consumer("orders", "mailer")
+    platform.registry.register_topic(Topic("orders")).register_consumer(mailer, max_attempts=7)
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'orders' FOR UPDATE")
+    platform.registry.register_consumer(mailer)
+    platform.registry.register_consumer(mailer, max_attempts=7, filter=EVERY_EVENT)
 
 
 def test_a_deleted_consumer_begins_anew_when_it_is_registered_again(platform: EventSQL) -> None:

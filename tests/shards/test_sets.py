@@ -7,9 +7,9 @@ import threading
 import psycopg
 import pytest
 
-from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import SchemaOutdatedError, ShardsDifferError, ShardSetError
+from eventsql_orchestration.errors import RedefinitionError, SchemaOutdatedError, ShardsDifferError, ShardSetError
 from eventsql_orchestration.log.shard_store import ShardState
 from eventsql_orchestration.sharded.addition import ShardAddition
 from eventsql_orchestration.sharded.founding import judge
@@ -140,6 +140,30 @@ def test_topics_and_consumers_that_differ_are_refused_when_they_are_used(databas
     platform.registry.register_topic(Topic("lonely")).register_consumer(Consumer("orders", "ledger", True))
     platform.publisher.publish(Publication("lonely", b""))
     platform.consumers.start("orders", "ledger", print).stop()
+
+
+def test_a_shard_that_lacks_a_consumer_gets_its_settings_from_the_others(databases: Databases, opened: Open) -> None:
+    platform = opened(*databases(2))
+    platform.registry.register_topic(Topic("orders", 2))
+    mailer, conditions = Consumer("orders", "mailer", True), EventFilter(key_prefix="a")
+    platform.shards[1].registry.register_consumer(mailer, max_attempts=9, filter=conditions)
+    platform.registry.register_consumer(mailer)
+    states = platform.registry.consumer("orders", "mailer")
+    assert {(each.shard, each.max_attempts, each.filter) for each in states} == {
+        ("shard-1", 9, conditions),
+        ("shard-2", 9, conditions),
+    }
+
+
+def test_a_consumer_in_the_other_form_on_any_shard_is_refused_before_one_is_written(
+    databases: Databases, opened: Open
+) -> None:
+    platform = opened(*databases(2))
+    platform.registry.register_topic(Topic("orders", 2))
+    platform.shards[1].registry.register_consumer(Consumer("orders", "mailer", True))
+    with pytest.raises(RedefinitionError):
+        platform.registry.register_consumer(Consumer("orders", "mailer"), start="latest")
+    assert {each.shard for each in platform.registry.consumers("orders")} == {"shard-2"}
 
 
 def test_an_addition_names_what_is_in_its_way(databases: Databases, opened: Open) -> None:

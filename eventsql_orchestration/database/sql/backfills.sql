@@ -55,11 +55,15 @@ SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_c
        eql_attempts, eql_max_attempts, eql_failure,
        CASE WHEN eql_lease_expires_at > clock_timestamp() THEN eql_lease_owner END,
        eql_lease_expires_at, eql_created_at,
-       greatest(0, extract(epoch FROM eql_retry_at - clock_timestamp()))::float8
+       greatest(0, extract(epoch FROM eql_retry_at - clock_timestamp()))::float8, eql_given_up
 FROM {schema}.consumer
 WHERE position(%(mark)s IN eql_name) > 0
   AND (%(topic)s::text IS NULL OR eql_topic = %(topic)s)
 ORDER BY eql_topic, eql_name, eql_partition;
+
+-- count_anew -- Count from 0 what the side consumers of these names give up.
+UPDATE {schema}.consumer SET eql_given_up = 0
+WHERE eql_topic = %(topic)s AND eql_name = ANY (%(names)s) AND eql_given_up > 0;
 
 -- unfinished -- Which of these ranges of offsets, each in a partition, have events.
 SELECT r.number

@@ -13,6 +13,9 @@ LEFT JOIN {schema}.redriven_dead_letter r
 WHERE l.eql_id > %(after)s AND l.eql_id <= %(upto)s
   AND (%(ids)s::bigint[] IS NULL OR l.eql_id = ANY (%(ids)s::bigint[]))
   AND (%(consumer)s::text IS NULL OR l.eql_metadata ->> 'dlt_consumer' = %(consumer)s::text)
+  AND CASE WHEN %(backfill)s::text IS NULL
+          THEN %(ids)s::bigint[] IS NOT NULL OR l.eql_metadata ->> 'dlt_backfill' IS NULL
+          ELSE l.eql_metadata ->> 'dlt_backfill' = %(backfill)s::text END
   AND (%(exception)s::text IS NULL OR l.eql_metadata ->> 'dlt_exception' = %(exception)s::text)
   AND (%(key)s::text IS NULL OR l.eql_key = %(key)s::text)
   AND (%(names)s::text[] IS NULL OR NOT EXISTS (
@@ -33,6 +36,18 @@ LEFT JOIN {schema}.redriven_dead_letter r
     ON r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id
 WHERE l.eql_id = ANY (%(ids)s::bigint[])
 ORDER BY l.eql_id;
+
+-- of_backfills -- The backfills that have dead letters which were not redriven, and how many each has.
+SELECT l.eql_metadata ->> 'dlt_backfill', count(*)
+FROM {schema}.{event_table} l
+WHERE l.eql_metadata ->> 'dlt_backfill' IS NOT NULL
+  AND NOT EXISTS (
+      SELECT FROM {schema}.redriven_dead_letter r
+      WHERE r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id
+        AND r.eql_redriven_at >= (SELECT eql_created_at FROM {schema}.topic WHERE eql_name = %(letters)s)
+  )
+GROUP BY 1
+ORDER BY 1;
 
 -- unknown -- Of some ids, at most so many that no dead letter has.
 SELECT wanted.id

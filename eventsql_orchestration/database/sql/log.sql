@@ -286,6 +286,11 @@ SET eql_failed_event_id = %(event)s,
     eql_retry_at = clock_timestamp() + make_interval(secs => %(backoff)s)
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
 
+-- count_given_up -- Note that a consumer partition gave an event up as a dead letter.
+UPDATE {schema}.consumer
+SET eql_given_up = eql_given_up + 1
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
+
 -- release_live_claim -- End the partition's claim without consuming it.
 UPDATE {schema}.consumer_claim
 SET eql_state = 'released', eql_finished_at = clock_timestamp()
