@@ -65,6 +65,24 @@ class SchemaOutdatedError(DatabaseError):
     """The tables of the events platform are missing or older than this package: run `eventsql migrate`."""
 
 
+class PermissionDeniedError(DatabaseError):
+    """The current role lacks a right: grant it the role that has it, see `eventsql roles list`.
+
+    `role` is the current role and `object` what it may not use, as far as the server names them.
+    """
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        role: str | None = None,
+        object: str | None = None,  # noqa: A002 - the field's word
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.object = object
+
+
 # What callers hand in
 
 

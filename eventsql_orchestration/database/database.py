@@ -23,6 +23,8 @@ from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.database import migrations
 from eventsql_orchestration.database.connections import Connection, Home, begin, identity, joinable_connection
+from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX
+from eventsql_orchestration.database.permissions import permission_error
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
@@ -30,6 +32,7 @@ from eventsql_orchestration.errors import (
     DatabaseFullError,
     DatabaseUnavailableError,
     EventSQLError,
+    PermissionDeniedError,
     SchemaOutdatedError,
     TopicNotFoundError,
 )
@@ -218,6 +221,15 @@ def _is_quiet(connection: Connection) -> bool:
     return not poll.poll(0)
 
 
+_ROLE: Final = """
+SELECT current_user, pg_catalog.pg_get_userbyid(buffer.owner), pg_catalog.has_table_privilege(buffer.oid, 'DELETE')
+FROM (SELECT) one LEFT JOIN (
+    SELECT c.oid, c.relowner AS owner
+    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = :schema AND c.relname = 'event_buffer'
+) buffer ON true
+"""
+
 _USED: Final[weakref.WeakSet[Database]] = weakref.WeakSet()
 
 
@@ -259,6 +271,9 @@ class Database:
         self._migrate = migrate
         self._ready = False
         self._ready_lock = threading.Lock()
+        self._role: str | None = None
+        self._prefix: str | None = None
+        self._may_transfer = False
         options = {"application_name": application_name, "connect_timeout": 10}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self.engine = sqlalchemy.create_engine(
@@ -389,12 +404,19 @@ class Database:
         try:
             yield
         except (psycopg.Error, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
-            known = translate(error, str(self), self.schema)
+            known = self.translate(error)
             if known is None:
                 raise
             if isinstance(known, DatabaseUnavailableError) and connection is not None and not connection.closed:
                 raise
             raise known from error
+
+    def translate(self, error: Exception) -> EventSQLError | None:
+        """The error of ours that says what a driver's error on this database means; None where it is not known."""
+        cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
+        if isinstance(cause, psycopg.errors.InsufficientPrivilege):
+            return permission_error(cause, str(self), self._role or self.url.username, self._prefix)
+        return translate(error, str(self), self.schema)
 
     def ensure_schema(self) -> None:
         """Check once that the tables are there and not older than this package; migrate if that was asked for."""
@@ -414,16 +436,35 @@ class Database:
                     f"{migrations.head()}: run `eventsql migrate`"
                 )
             self.migrate()
+            # What its role may do is known now.
+            self.revision()
         self._ready = True
 
     def revision(self) -> str | None:
         """The schema's revision, or None where it was never migrated."""
         with self.errors(), self.engine.connect() as connection:
+            self._note_role(connection)
             table = f'"{self.schema}".{migrations.VERSION_TABLE}'
             if connection.scalar(text("SELECT to_regclass(:table)"), {"table": table}) is None:
                 return None
             revision = connection.scalar(text(f"SELECT version_num FROM {table}"))  # noqa: S608 - a checked identifier
             return None if revision is None else str(revision)
+
+    def _note_role(self, connection: sqlalchemy.Connection) -> None:
+        """Take note of the current role, what it may do, and how the names of the installation's roles begin."""
+        self._role, owner, may_transfer = connection.execute(text(_ROLE), {"schema": self.schema}).one()
+        admin = f"_{ADMIN}"
+        self._prefix = owner.removesuffix(admin) if owner is not None and owner.endswith(admin) else None
+        self._may_transfer = bool(may_transfer)
+
+    @property
+    def may_transfer(self) -> bool:
+        """Whether the current role may take events out of the buffer, as an owner and a role that transfers may.
+
+        As it was when this object connected first: a GRANT counts for programs that start after it.
+        """
+        self.ensure_schema()
+        return self._may_transfer
 
     def migrate(self, *, times_in: str = "UTC") -> None:
         """Bring the schema up to date; safe from many processes at once.
@@ -440,8 +481,20 @@ class Database:
             except sqlalchemy.exc.DBAPIError as error:
                 if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
                     raise ConfigurationError(f"the server knows no time zone {times_in!r}") from None
+                if isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
+                    raise self._may_not_migrate(error.orig) from error
                 raise
         logger.info("schema %s of %s is at revision %s", self.schema, self, migrations.head())
+
+    def _may_not_migrate(self, error: psycopg.Error) -> PermissionDeniedError:
+        role, admin = self._role or self.url.username, f"{self._prefix or DEFAULT_PREFIX}_{ADMIN}"
+        return PermissionDeniedError(
+            f"schema {self.schema!r} of {self} must be migrated to revision {migrations.head()}, and role {role!r} may "
+            f"not do that ({describe(error)}): run `eventsql migrate` as a member of {admin}, or "
+            f'`GRANT {admin} TO "{role}"`; where there are no tables yet, as a role with CREATE on the database',
+            role=role,
+            object=self.schema,
+        )
 
     def close(self) -> None:
         """Close every pooled connection; the database can be used again afterwards."""

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, any_, delete, func, null, select, text, true,
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.schema import DropTable
 
-from eventsql_orchestration.database import Database, Queries, driver_connection, tables
+from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -90,6 +90,7 @@ class Registry:
         if event_table(topic.name) in tables.metadata.tables:
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
         with self._database.core() as connection:
+            has_roles = roles.act_as_owner(driver_connection(connection), self._database.schema)
             lock_registry(connection)
             _refuse_capitals(connection, topic.name)
             # EventSQL's Java library registers topics too, and knows nothing of our lock.
@@ -105,6 +106,8 @@ class Registry:
             if existing is not None and topic.retention is not None:
                 _keep(connection, existing, topic.retention)
             _create_log(connection, topic)
+            if has_roles:
+                roles.grant(driver_connection(connection), self._database.schema, [topic.name])
         self.forget(topic.name)
         return self
 

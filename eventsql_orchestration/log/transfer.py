@@ -12,8 +12,8 @@ from typing import Final
 import psycopg
 
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.database import describe, translate
-from eventsql_orchestration.errors import DatabaseError, EventSQLError
+from eventsql_orchestration.database.database import describe
+from eventsql_orchestration.errors import DatabaseError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.log.writer import LogWriter
 
@@ -147,7 +147,11 @@ class Transfer:
         return newest, moved
 
     def _fault(self, topic: str, error: psycopg.Error) -> EventSQLError:
-        kind = type(translate(error, str(self._database), self._database.schema) or DatabaseError())
-        fault = kind(f"the events of topic {topic!r} stay in the buffer of {self._database}: {describe(error)}")
+        known = self._database.translate(error)
+        # A right that is missing is named with the role that has it.
+        why = str(known) if isinstance(known, PermissionDeniedError) else describe(error)
+        fault = type(known or DatabaseError())(
+            f"the events of topic {topic!r} stay in the buffer of {self._database}: {why}"
+        )
         fault.__cause__ = error
         return fault

@@ -122,6 +122,7 @@ class LogWriter:
         self._observed_at = 0.0
         self._room: dict[str, int] = {}
         self._zoned: dict[str, bool] = {}
+        self._refused: set[str] = set()
         self._mutex = threading.Lock()
 
     def close(self) -> None:
@@ -179,6 +180,10 @@ class LogWriter:
             raise
         finally:
             self._mutex.release()
+
+    def may_append(self, topic: str) -> bool:
+        """Whether the current role may write to logs, and was not refused that of `topic` before."""
+        return topic not in self._refused and self._database.may_transfer
 
     @property
     def broken(self) -> bool:
@@ -306,6 +311,10 @@ class LogWriter:
             with self._room_for(topic.name), self._transaction(connection):
                 appended = self._append(connection, topic, events)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.CheckViolation):
+            return False
+        except psycopg.errors.InsufficientPrivilege:
+            # The transfer says so, where it may not either.
+            self._refused.add(topic.name)
             return False
         if appended:
             self._low_water.moved(topic.name, MAX_OFFSET)

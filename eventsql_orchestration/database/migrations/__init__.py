@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 VERSION_TABLE: Final = "schema_version"
 
-HEAD: Final = "0007"
+HEAD: Final = "0008"
 """The newest revision in `versions/`."""
 
 # One number for all installations: the lock is taken for the transaction that migrates, in the database at hand.

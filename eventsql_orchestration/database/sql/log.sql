@@ -8,15 +8,14 @@ WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = 
 -- publish_joined -- The same in a transaction of a caller's, whose snapshot may be older than the topic's definition.
 -- Where it is, locking the definition fails as any write to a row that was changed does in such a transaction.
 WITH held AS MATERIALIZED (
-    SELECT eql_partitions, eql_layout FROM {schema}.topic
-    WHERE eql_name = %(topic)s AND current_setting('transaction_isolation') <> 'read committed'
-    FOR SHARE
+    SELECT partitions, layout FROM {schema}.hold_topics(ARRAY[%(topic)s::text])
+    WHERE current_setting('transaction_isolation') <> 'read committed'
 )
 INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
 SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::json
 FROM {schema}.topic
 WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = %(layout)s
-  AND NOT EXISTS (SELECT FROM held WHERE eql_partitions <> %(partitions)s OR eql_layout <> %(layout)s);
+  AND NOT EXISTS (SELECT FROM held WHERE partitions <> %(partitions)s OR layout <> %(layout)s);
 
 -- publish_all -- Any number of events into the buffer, encoded.
 COPY {schema}.event_buffer (eql_topic, eql_key, eql_value, eql_metadata, eql_partition)
@@ -32,10 +31,8 @@ WHERE NOT EXISTS (
 );
 
 -- hold_topics -- Make sure that the definitions in the snapshot of a caller's transaction are those of now.
-SELECT eql_name FROM {schema}.topic
-WHERE eql_name = ANY (%(topics)s) AND current_setting('transaction_isolation') <> 'read committed'
-ORDER BY eql_name
-FOR SHARE;
+SELECT name FROM {schema}.hold_topics(%(topics)s::text[])
+WHERE current_setting('transaction_isolation') <> 'read committed';
 
 -- topic_exists -- Whether there is a topic of this name.
 SELECT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s);
