@@ -25,6 +25,7 @@ from eventsql_orchestration.cli.lag import lag
 from eventsql_orchestration.cli.migrate import migrate
 from eventsql_orchestration.cli.output import OutputClosedError, OutputFailedError, discard_output, redact, say
 from eventsql_orchestration.cli.publish import publish
+from eventsql_orchestration.cli.roles import roles
 from eventsql_orchestration.cli.seek import seek
 from eventsql_orchestration.cli.server import server
 from eventsql_orchestration.cli.shard import shard
@@ -251,6 +252,6 @@ for _command in (
     _LoadedWhenCalled(
         "backfill", f"{_PACKAGE}.cli.backfill", short_help="Replay a range of a topic through a consumer."
     ),
-    shard, server, bench,
+    shard, roles, server, bench,
 ):  # fmt: skip
     main.add_command(_command)

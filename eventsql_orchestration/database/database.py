@@ -415,7 +415,7 @@ class Database:
         """The error of ours that says what a driver's error on this database means; None where it is not known."""
         cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
         if isinstance(cause, psycopg.errors.InsufficientPrivilege):
-            return permission_error(cause, str(self), self._role or self.url.username, self._prefix)
+            return permission_error(describe(cause), str(self), self._role or self.url.username, self._prefix)
         return translate(error, str(self), self.schema)
 
     def ensure_schema(self) -> None:

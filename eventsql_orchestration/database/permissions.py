@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-import psycopg
-
 from eventsql_orchestration.database.grants import DEFAULT_PREFIX, KINDS
 from eventsql_orchestration.errors import PermissionDeniedError
 
@@ -40,13 +38,12 @@ _NEEDED: Final = {
 }
 
 
-def permission_error(error: psycopg.Error, where: str, role: str | None, prefix: str | None) -> PermissionDeniedError:
-    """The error of ours for a right that the current role lacks.
+def permission_error(detail: str, where: str, role: str | None, prefix: str | None) -> PermissionDeniedError:
+    """The error of ours for a right that the current role lacks; `detail` is how the server says it.
 
     `role` is that role, as far as it is known, and `prefix` what the names of this installation's roles begin with;
     None where it has none.
     """
-    detail = error.diag.message_primary or str(error)
     found = _OBJECT.search(detail)
     kind, name = (found["kind"], found["name"]) if found is not None else ("", None)
     needed: tuple[tuple[str, str], ...] = ()

@@ -39,6 +39,7 @@ from eventsql_orchestration.log.consumption import (
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.layouts import HELD_BACK, Layouts
 from eventsql_orchestration.log.reader import fetch
+from eventsql_orchestration.log.registry import check_readable
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange, how_often
 
 logger = logging.getLogger(__name__)
@@ -220,6 +221,7 @@ class Claims:
     def _not_lockable(self, connection: Connection, key: ConsumerPartition) -> NoClaim:
         row = connection.execute(self._queries("consumer_exists"), key.parameters()).fetchone()
         if row is None or not row[0]:
+            check_readable(connection, self._database.schema, key.topic)
             raise ConsumerNotFoundError(f"{key} does not exist: create it with `eventsql consumer create`")
         return NoClaim("another consumption has the partition locked")
 

@@ -317,6 +317,8 @@ class Registry:
         """The partitions of one consumer. Raises `TopicNotFoundError` or `ConsumerNotFoundError`."""
         states = [state for state in self.consumers(topic) if state.name == name]
         if not states:
+            with self._database.connection() as connection:
+                check_readable(connection, self._database.schema, topic)
             raise ConsumerNotFoundError(
                 f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`"
             )
@@ -348,6 +350,13 @@ class Registry:
         with self._database.core() as connection:
             consumer_states(connection, topic, name, lock=True)
             connection.execute(update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values))
+
+
+def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
+    """Fail where the current role may not read a topic's log: its consumers are hidden from a role of other topics."""
+    queries, log = Queries("log", schema), f'"{schema}"."{event_table(topic)}"'
+    if connection.execute(queries("is_refused"), {"log": log}).fetchone() == (True,):
+        connection.execute(queries("check_readable", topic=topic))
 
 
 def choose_partitions(states: Sequence[ConsumerState], partition: int | None) -> list[int]:

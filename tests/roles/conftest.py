@@ -69,8 +69,8 @@ def as_(login: Login) -> Iterator[As]:
     """Opens the platform as a login that is a member of roles."""
     opened: list[EventSQL] = []
 
-    def open_as(*roles: str, **options: bool) -> EventSQL:
-        opened.append(EventSQL(login(*roles), **{"transfer": False, **options}))
+    def open_as(*roles: str, transfer: bool = False) -> EventSQL:
+        opened.append(EventSQL(login(*roles), transfer=transfer))
         return opened[-1]
 
     yield open_as

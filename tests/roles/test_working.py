@@ -10,12 +10,12 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.positions import Latest
+from eventsql_orchestration.log.claims import Claim
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login
@@ -59,7 +59,7 @@ def test_a_publisher_that_may_not_transfer_has_no_background_transfer(owner: Eve
 def test_a_transfer_moves_events_and_comes_to_new_segments(
     owner: EventSQL, as_: As, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
     with owner.database.connection() as connection:
         connection.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 15000000)")
     owner.publisher.publish_all(_orders(45))
@@ -67,7 +67,9 @@ def test_a_transfer_moves_events_and_comes_to_new_segments(
     assert platform.transfer.run_once() == {"orders": 45}
     with owner.database.connection() as connection:
         found = segments.segments(connection, "eventsql", "orders") or []
-        owners = connection.execute("SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'eventsql'").fetchall()
+        owners = connection.execute(
+            "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'eventsql'"
+        ).fetchall()
     assert found[-1].start > 15_000_045
     assert len(owners) == 1
 
@@ -84,7 +86,7 @@ def test_a_consumer_consumes_and_moves_its_offset(owner: EventSQL, as_: As, role
     owner.transfer.run_once()
     platform, seen, done = as_(role), [], threading.Event()
 
-    def handle(event: Event) -> None:
+    def handle(event: Event, _connection: Connection) -> None:
         seen.append(event.id)
         if len(seen) == 20:
             done.set()
@@ -102,7 +104,7 @@ def test_a_consumer_writes_dead_letters(owner: EventSQL, as_: As, role: str) -> 
     owner.transfer.run_once()
     platform, failed = as_(role), threading.Event()
 
-    def handle(_event: Event) -> None:
+    def handle(_event: Event, _connection: Connection) -> None:
         failed.set()
         raise RuntimeError("no")
 
@@ -118,9 +120,9 @@ def test_a_consumer_claims_leases_and_commits(owner: EventSQL, as_: As, role: st
     owner.transfer.run_once()
     platform = as_(role)
     claimed = platform.claims.claim("orders", "mailer", 0, owner="run")
-    assert claimed.claim is not None
+    assert isinstance(claimed, Claim)
     with platform.database.transaction() as connection:
-        platform.claims.commit(connection, claimed.claim)
+        platform.claims.commit(connection, claimed)
     assert [state.consumed_events > 0 for state in owner.registry.consumer("orders", "mailer")] == [True, False]
 
 
@@ -131,7 +133,11 @@ def test_a_consumer_enters_the_next_layout(owner: EventSQL, as_: As, role: str) 
     owner.repartitioner.repartition("orders", 1)
     platform = as_(role)
     assert not platform.layouts.settle("orders", "mailer").entered
-    owner.seeker.execute(owner.seeker.plan("orders", "mailer", Latest()))
+    for partition in range(2):
+        claimed = platform.claims.claim("orders", "mailer", partition, owner="run")
+        assert isinstance(claimed, Claim)
+        with platform.database.transaction() as connection:
+            platform.claims.commit(connection, claimed)
     platform.layouts.settle("orders", "mailer")
     assert len(owner.registry.consumer("orders", "mailer")) == 1
 
@@ -249,9 +255,10 @@ def _grants(owner: EventSQL) -> set[tuple[object, ...]]:
     with owner.database.connection() as connection:
         return set(
             connection.execute(
-                "SELECT relname, acl::text, NULL FROM pg_class, unnest(relacl) acl WHERE relnamespace = 'eventsql'::regnamespace"
+                "SELECT relname, acl::text, NULL FROM pg_class, unnest(relacl) acl"
+                " WHERE relnamespace = 'eventsql'::regnamespace AND acl::text NOT LIKE '%%\\_admin=%%'"
                 " UNION ALL SELECT proname, acl::text, NULL FROM pg_proc, unnest(proacl) acl"
-                " WHERE pronamespace = 'eventsql'::regnamespace"
+                " WHERE pronamespace = 'eventsql'::regnamespace AND acl::text NOT LIKE '%%\\_admin=%%'"
                 " UNION ALL SELECT attrelid::regclass::text, attname, attacl::text FROM pg_attribute"
                 " WHERE attacl IS NOT NULL AND attrelid::regclass::text LIKE 'eventsql.%%'"
                 " UNION ALL SELECT tablename, policyname, roles::text FROM pg_policies WHERE schemaname = 'eventsql'",

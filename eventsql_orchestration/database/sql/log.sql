@@ -152,6 +152,12 @@ WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)
 ORDER BY eql_id
 LIMIT %(limit)s;
 
+-- is_refused -- Whether there is a log that the current role may not read.
+SELECT pg_catalog.has_table_privilege(pg_catalog.to_regclass(%(log)s), 'SELECT') IS FALSE;
+
+-- check_readable -- Nothing of a topic's log, which takes the right to read it.
+SELECT FROM {schema}.{event_table} LIMIT 0;
+
 -- end -- The newest offset of a topic, 0 when it is empty.
 SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table};
 
