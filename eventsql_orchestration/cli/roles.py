@@ -41,9 +41,8 @@ def create(context: CliContext, *, prefix: str, topics: tuple[str, ...], printed
         _print(context, prefix, topics)
         return
     with context.platform() as platform:
-        for shard in platform.shards:
-            made = Roles(shard.database).create(prefix=prefix, topics=topics)
-    say(f"there are roles {', '.join(role.name for role in made)}: grant them to your logins, as in")
+        made = [Roles(shard.database).create(prefix=prefix, topics=topics) for shard in platform.shards]
+    say(f"there are roles {', '.join(role.name for role in made[0])}: grant them to your logins, as in")
     say(f"    CREATE ROLE my_service LOGIN PASSWORD '…'; GRANT {prefix}_publisher TO my_service;")
 
 

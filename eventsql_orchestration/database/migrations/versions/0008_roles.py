@@ -40,18 +40,20 @@ REVOKE EXECUTE ON FUNCTION {schema}.publish_anywhere() FROM PUBLIC;
 
 CREATE FUNCTION {schema}.check_publication() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    IF NEW.eql_partition OPERATOR(pg_catalog.<) -1
-        AND NOT pg_catalog.has_table_privilege('{schema}.spark_staged_event'::pg_catalog.regclass, 'INSERT')
-    THEN
-        RAISE EXCEPTION 'permission denied for table spark_staged_event' USING ERRCODE = 'insufficient_privilege';
+    IF NEW.eql_partition OPERATOR(pg_catalog.<) -1 THEN
+        IF NOT pg_catalog.has_table_privilege('{schema}.spark_staged_event'::pg_catalog.regclass, 'INSERT') THEN
+            RAISE EXCEPTION 'permission denied for table spark_staged_event' USING ERRCODE = 'insufficient_privilege';
+        END IF;
+        IF pg_catalog.has_function_privilege('{schema}.publish_anywhere()'::pg_catalog.regprocedure, 'EXECUTE') THEN
+            RETURN NULL;
+        END IF;
     END IF;
-    IF NOT pg_catalog.has_function_privilege('{schema}.publish_anywhere()'::pg_catalog.regprocedure, 'EXECUTE')
-        AND pg_catalog.has_column_privilege(
-            pg_catalog.to_regclass(pg_catalog.format(
-                '%I.%I_event', TG_TABLE_SCHEMA, pg_catalog.lower(NEW.eql_topic COLLATE pg_catalog."C")
-            ))::pg_catalog.oid, 'eql_id', 'INSERT'
-        ) IS NOT TRUE
-    THEN
+    -- Whoever may publish to every topic does not come here.
+    IF pg_catalog.has_column_privilege(
+        pg_catalog.to_regclass(pg_catalog.format(
+            '%I.%I_event', TG_TABLE_SCHEMA, pg_catalog.lower(NEW.eql_topic COLLATE pg_catalog."C")
+        ))::pg_catalog.oid, 'eql_id', 'INSERT'
+    ) IS NOT TRUE THEN
         RAISE EXCEPTION 'permission denied for topic %', NEW.eql_topic USING ERRCODE = 'insufficient_privilege';
     END IF;
     RETURN NULL;
