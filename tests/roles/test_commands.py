@@ -28,15 +28,15 @@ def _run(dsn: str, *arguments: str) -> Result:
     [
         ("lag",), ("lag", "orders"), ("tail", "orders", "--from", "earliest", "--max", "2"), ("topic", "list"),
         ("topic", "describe", "orders"), ("consumer", "list"), ("consumer", "describe", "orders", "mailer"),
-        ("dlt", "list", "orders"),
+        ("dlt", "list", "orders"), ("doctor",), ("roles", "list"),
     ],
     ids=lambda command: " ".join(command[:3]),
 )  # fmt: skip
 def test_a_reader_sees_events_lag_and_definitions(
     owner: EventSQL, login: Login, role: str, command: tuple[str, ...]
 ) -> None:
-    if (role, command[0]) == ("reader_orders", "dlt"):
-        pytest.skip("a reader of orders does not read the dead letters of orders")
+    if role == "reader_orders" and command[0] in ("dlt", "doctor", "roles"):
+        pytest.skip("this is about other topics too")
     owner.publisher.publish_all([Publication("orders", b"v")] * 4)
     owner.transfer.run_once()
     result = _run(login(role), *command)
