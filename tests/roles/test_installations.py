@@ -111,7 +111,7 @@ def test_hot_statements_of_a_role_of_one_topic_go_by_an_index(owner: EventSQL, l
 
 def test_a_stager_publishes_blocks(owner: EventSQL, login: Login) -> None:
     pytest.importorskip("pyarrow")
-    import pyarrow as pa
+    import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 
     from eventsql_orchestration.spark.options import Source
     from eventsql_orchestration.spark.publication import Publications
