@@ -62,10 +62,6 @@ class DatabaseFullError(DatabaseError):
     """The database has no room left on its disk or in its memory."""
 
 
-class DatabasePermissionError(DatabaseError):
-    """The database role lacks a privilege that the call needs: the message names the role and the object."""
-
-
 class SchemaOutdatedError(DatabaseError):
     """The tables of the events platform are missing or older than this package: run `eventsql migrate`."""
 
@@ -100,6 +96,24 @@ class StuckEventError(DatabaseError):
         self.topic = topic
         self.buffer_id = buffer_id
         self.size = size
+
+
+class PermissionDeniedError(DatabaseError):
+    """The current role lacks a right: grant it the role that has it, see `eventsql roles list`.
+
+    `role` is the current role and `object` what it may not use, as far as the server names them.
+    """
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        role: str | None = None,
+        object: str | None = None,  # noqa: A002 - the field's word
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.object = object
 
 
 # What callers hand in

@@ -156,6 +156,10 @@ class EventSQL:
         return self._background is not None and self._background.is_alive()
 
     def _wake_transfer(self) -> None:
+        if not self.database.may_transfer:
+            # This role publishes alone; a transfer runs elsewhere.
+            self._announce_buffered()
+            return
         self._wake.set()
         if not self._transferring:
             with self._background_lock:

@@ -37,6 +37,7 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, urls_of_file
 from eventsql_orchestration.cli.publish import publish
+from eventsql_orchestration.cli.roles import roles
 from eventsql_orchestration.cli.seek import seek
 from eventsql_orchestration.cli.server import server
 from eventsql_orchestration.cli.shard import shard
@@ -282,6 +283,6 @@ for _command in (
     _LoadedWhenCalled(
         "backfill", f"{_PACKAGE}.cli.backfill", short_help="Replay a range of a topic through a consumer."
     ),
-    shard, server, bench,
+    shard, roles, server, bench,
 ):  # fmt: skip
     main.add_command(_command)

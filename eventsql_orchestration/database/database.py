@@ -31,6 +31,8 @@ from eventsql_orchestration.database.connections import (
     identity,
     joinable_connection,
 )
+from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX
+from eventsql_orchestration.database.permissions import permission_error
 from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
 from eventsql_orchestration.errors import (
@@ -38,9 +40,9 @@ from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseError,
     DatabaseFullError,
-    DatabasePermissionError,
     DatabaseUnavailableError,
     EventSQLError,
+    PermissionDeniedError,
     SchemaOutdatedError,
     TopicNotFoundError,
     ValidationError,
@@ -146,15 +148,10 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
     return None if meaning is None else meaning[0](f"{where} {meaning[1]}")
 
 
-def translate_own(error: psycopg.Error, where: str, role: str) -> EventSQLError:
-    """The error of ours for any other error of a statement that this package ran; `role` is the one that ran it."""
+def translate_own(error: psycopg.Error, where: str) -> EventSQLError:
+    """The error of ours for any other error of a statement that this package ran."""
     detail = describe(error)
     match error:
-        case psycopg.errors.InsufficientPrivilege():
-            return DatabasePermissionError(
-                f"{where} refuses role {role!r} a statement ({detail}): let the owner of the object GRANT the role the "
-                "missing privilege"
-            )
         case psycopg.errors.InFailedSqlTransaction():
             return DatabaseError(f"{where}: the transaction was aborted by an earlier error: roll it back, begin anew")
         case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_CONFLICT):
@@ -296,6 +293,9 @@ class Database:
         self._migrate = migrate
         self._ready = False
         self._ready_lock = threading.Lock()
+        self._role: str | None = None
+        self._prefix: str | None = None
+        self._may_transfer = False
         options = {"application_name": application_name, "connect_timeout": 10}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self.engine = sqlalchemy.create_engine(
@@ -456,8 +456,12 @@ class Database:
     @checks_itself
     def meaning(self, error: psycopg.Error, connection: Connection | None = None) -> EventSQLError:
         """The error of ours for a driver's error of a statement of this package, that `connection` has run."""
-        role = self.url.username if connection is None or connection.closed else connection.info.user
-        return translate(error, str(self), self.schema) or translate_own(error, str(self), role or "")
+        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+            role = self._role or self.url.username
+            if connection is not None and not connection.closed and connection.info.user != self.url.username:
+                role = connection.info.user
+            return permission_error(describe(error), str(self), role, self._prefix)
+        return translate(error, str(self), self.schema) or translate_own(error, str(self))
 
     def ensure_schema(self) -> None:
         """Check once that the tables are there and not older than this package; migrate if that was asked for."""
@@ -477,17 +481,38 @@ class Database:
                     f"{migrations.head()}: run `eventsql migrate`"
                 )
             self.migrate()
+            # What its role may do is known now.
+            self.revision()
         self._ready = True
 
     def revision(self) -> str | None:
         """The schema's revision, or None where it was never migrated."""
         with self.errors(), self.engine.connect() as connection:
             queries, driver = Queries("sessions", self.schema), driver_connection(connection)
+            self._note_role(driver, queries)
             table = f'"{self.schema}".{migrations.VERSION_TABLE}'
             if driver.execute(queries("has_table"), {"table": table}).fetchone() != (True,):
                 return None
             row = driver.execute(queries("revision")).fetchone()
             return None if row is None else str(row[0])
+
+    def _note_role(self, connection: Connection, queries: Queries) -> None:
+        """Take note of the current role, what it may do, and how the names of the installation's roles begin."""
+        row = connection.execute(queries("role"), {"schema": self.schema}).fetchone()
+        assert row is not None, "a left join gives a row"
+        self._role, owner, may_transfer = row
+        admin = f"_{ADMIN}"
+        self._prefix = owner.removesuffix(admin) if owner is not None and owner.endswith(admin) else None
+        self._may_transfer = bool(may_transfer)
+
+    @property
+    def may_transfer(self) -> bool:
+        """Whether the current role may take events out of the buffer, as an owner and a role that transfers may.
+
+        As it was when this object connected first: a GRANT counts for programs that start after it.
+        """
+        self.ensure_schema()
+        return self._may_transfer
 
     def migrate(self, *, times_in: str = "UTC") -> None:
         """Bring the schema up to date; safe from many processes at once.
@@ -504,8 +529,20 @@ class Database:
             except sqlalchemy.exc.DBAPIError as error:
                 if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
                     raise ConfigurationError(f"the server knows no time zone {times_in!r}") from None
+                if isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
+                    raise self._may_not_migrate(error.orig) from error
                 raise
         logger.info("schema %s of %s is at revision %s", self.schema, self, migrations.head())
+
+    def _may_not_migrate(self, error: psycopg.Error) -> PermissionDeniedError:
+        role, admin = self._role or self.url.username, f"{self._prefix or DEFAULT_PREFIX}_{ADMIN}"
+        return PermissionDeniedError(
+            f"schema {self.schema!r} of {self} must be migrated to revision {migrations.head()}, and role {role!r} may "
+            f"not do that ({describe(error)}): run `eventsql migrate` as a member of {admin}, or "
+            f'`GRANT {admin} TO "{role}"`; where there are no tables yet, as a role with CREATE on the database',
+            role=role,
+            object=self.schema,
+        )
 
     def close(self) -> None:
         """Close every pooled connection; the database can be used again afterwards."""

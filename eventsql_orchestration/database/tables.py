@@ -162,6 +162,15 @@ shard_fence = Table(
     Column("eql_fence", BigInteger, nullable=False),
 )
 
+# The roles of this installation, and what each is for: a kind, of one topic or of all.
+access_role = Table(
+    "access_role",
+    metadata,
+    Column("eql_role", Text, primary_key=True),
+    Column("eql_kind", Text, nullable=False),
+    Column("eql_topic", Text),
+)
+
 redriven_dead_letter = Table(
     "redriven_dead_letter",
     metadata,

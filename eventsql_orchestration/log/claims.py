@@ -45,6 +45,7 @@ from eventsql_orchestration.log.handlers import check_handler
 from eventsql_orchestration.log.layouts import HELD_BACK, Layouts
 from eventsql_orchestration.log.load import too_much
 from eventsql_orchestration.log.reader import fetch
+from eventsql_orchestration.log.registry import check_readable
 from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Event, OffsetRange, how_often
 from eventsql_orchestration.rules import check_kind, check_name, check_seconds, check_text, check_whole
 
@@ -240,6 +241,7 @@ class Claims:
     def _not_lockable(self, connection: Connection, key: ConsumerPartition) -> NoClaim:
         row = connection.execute(self._queries("consumer_exists"), key.parameters()).fetchone()
         if row is None or not row[0]:
+            check_readable(connection, self._database.schema, key.topic)
             raise ConsumerNotFoundError(f"{key} does not exist: create it with `eventsql consumer create`")
         return NoClaim("another consumption has the partition locked")
 

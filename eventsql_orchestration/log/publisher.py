@@ -191,8 +191,9 @@ class Publisher:
 
     def _append(self, writer: LogWriter, topic: Topic, publications: list[Publication]) -> bool:
         """Take the straight path; False, and nothing done, when the events must go to the buffer."""
+        if not writer.may_append(topic.name):
+            return False
         rows = self._rows(publications, topic)
-        self._database.ensure_schema()
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
             appended = mine and writer.append(topic, _chunks(rows))
         if appended:

@@ -16,7 +16,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.schema import DropTable
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.database import Database, Queries, driver_connection, tables
+from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -98,6 +98,7 @@ class Registry:
         if event_table(topic.name) in tables.metadata.tables:
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
         with self._database.core() as connection:
+            has_roles = roles.act_as_owner(driver_connection(connection), self._database.schema)
             lock_registry(connection)
             _refuse_capitals(connection, topic.name)
             # EventSQL's Java library registers topics too, and knows nothing of our lock.
@@ -115,6 +116,8 @@ class Registry:
             if existing is not None and topic.retention is not None:
                 _keep(connection, existing, topic.retention)
             _create_log(connection, topic)
+            if has_roles:
+                roles.grant(driver_connection(connection), self._database.schema, [topic.name])
         self.forget(topic.name)
         return self
 
@@ -328,6 +331,8 @@ class Registry:
         """The partitions of one consumer. Raises `TopicNotFoundError` or `ConsumerNotFoundError`."""
         states = [state for state in self.consumers(topic) if state.name == name]
         if not states:
+            with self._database.connection() as connection:
+                check_readable(connection, self._database.schema, topic)
             raise ConsumerNotFoundError(
                 f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`"
             )
@@ -359,6 +364,13 @@ class Registry:
         with self._database.core() as connection:
             consumer_states(connection, topic, name, lock=True)
             connection.execute(update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values))
+
+
+def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
+    """Fail where the current role may not read a topic's log: its consumers are hidden from a role of other topics."""
+    queries, log = Queries("log", schema), f'"{schema}"."{event_table(topic)}"'
+    if connection.execute(queries("is_refused"), {"log": log}).fetchone() == (True,):
+        connection.execute(queries("check_readable", topic=topic))
 
 
 def choose_partitions(states: Sequence[ConsumerState], partition: int | None) -> list[int]:

@@ -12,6 +12,7 @@ import psycopg
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.roles import act_as_owner
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
 from eventsql_orchestration.log import guards, segments, sequences
 from eventsql_orchestration.log.layouts import layouts
@@ -128,8 +129,9 @@ class Repartitioner:
     def _attempt(self, topic: str, partitions: int) -> Repartitioning | None:
         """The change, in one transaction. Raises `DatabaseBusyError`, `TooManyBufferedError`."""
         with self._database.core() as connection:
-            lock_registry(connection)
             driver = driver_connection(connection)
+            act_as_owner(driver, self._database.schema)
+            lock_registry(connection)
             _limit(driver, CONSUMER_SECONDS)
             # Consumers first, then the topic, then the buffer: as a handler that publishes takes them.
             states = [state for state in consumer_states(connection, topic, lock=True) if state.partition >= 0]

@@ -88,38 +88,20 @@ def newest_id(connection: Connection, schema: str, topic: str) -> int:
 def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
     """Create what segments lack after the newest id, in the caller's transaction that holds the topic.
 
-    Attaching lets reads and writes of the log go on. Nothing is done for a log that is one plain table.
+    Attaching lets reads and writes of the log go on. Nothing is done for a log that is one plain table. Migration 0008
+    has the statements.
     """
-    existing = segments(connection, schema, topic)
-    if existing is None:
-        return
-    end = existing[-1].end if existing else 0
-    newest = newest_id(connection, schema, topic)
-    ahead = sum(1 for segment in existing if segment.start > newest)
-    while ahead < SEGMENTS_AHEAD or end <= newest:
-        start, end = end, max(end, newest) + SEGMENT_EVENTS
-        ahead += start > newest
-        _create(connection, schema, topic, start, end)
-
-
-def _create(connection: Connection, schema: str, topic: str, start: int, end: int) -> None:
-    log = sql.Identifier(schema, event_table(topic))
-    segment = sql.Identifier(schema, segment_name(topic, start))
-    found = (
+    row = (
         connection.cursor(row_factory=tuple_row)
-        .execute(Queries("retention", schema)("dropped_comment"), {"table": segment.as_string(connection)})
+        .execute(Queries("retention", schema)("owns_log"), _log(connection, schema, topic))
         .fetchone()
     )
-    if found == (True, DROPPED):
-        # Of a topic of this name that was deleted. One without our mark is somebody's to keep.
-        connection.execute(sql.SQL("DROP TABLE {}").format(segment))
-    for statement in (
-        "CREATE TABLE {segment} (LIKE {log} INCLUDING ALL)",
-        # Ids are given out by the log itself; a segment that depended on its sequence would keep it from being deleted.
-        "ALTER TABLE {segment} ALTER COLUMN eql_id DROP DEFAULT",
-        "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM ({start}) TO ({end})",
-    ):
-        connection.execute(sql.SQL(statement).format(log=log, segment=segment, start=start, end=end))
+    # Who does not own the log, as a role that transfers, has its owner's function make them.
+    statement = "make_segments" if row == (True,) else "ensure_segments"
+    connection.execute(
+        Queries("retention", schema)(statement),
+        {"topic": topic, "events": SEGMENT_EVENTS, "ahead": SEGMENTS_AHEAD},
+    )
 
 
 def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> None:

@@ -161,7 +161,9 @@ class Transfer:
     def _fault(self, topic: str, error: psycopg.Error | DatabaseError) -> EventSQLError:
         if isinstance(error, DatabaseError):
             return error
-        kind = type(self._database.meaning(error))
-        fault = kind(f"the events of topic {topic!r} stay in the buffer of {self._database}: {describe(error)}")
+        known = self._database.meaning(error)
+        # A right that is missing is named with the role that has it.
+        why = str(known) if isinstance(known, PermissionDeniedError) else describe(error)
+        fault = type(known)(f"the events of topic {topic!r} stay in the buffer of {self._database}: {why}")
         fault.__cause__ = error
         return fault

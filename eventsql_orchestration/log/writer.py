@@ -141,6 +141,7 @@ class LogWriter:
         self._room: dict[str, int] = {}
         self._zoned: dict[str, bool] = {}
         self._ids = sequences.Ids(database.schema)
+        self._refused: set[str] = set()
         self._mutex = threading.Lock()
 
     def close(self) -> None:
@@ -200,6 +201,10 @@ class LogWriter:
             raise
         finally:
             self._mutex.release()
+
+    def may_append(self, topic: str) -> bool:
+        """Whether the current role may write to logs, and was not refused that of `topic` before."""
+        return topic not in self._refused and self._database.may_transfer
 
     @property
     def broken(self) -> bool:
@@ -393,6 +398,10 @@ class LogWriter:
             return False
         except (psycopg.errors.QueryCanceled, _BufferStuckError):
             # Nothing was appended: the buffer may take the batch yet.
+            return False
+        except psycopg.errors.InsufficientPrivilege:
+            # The transfer says so, where it may not either.
+            self._refused.add(topic.name)
             return False
         if appended:
             self._low_water.moved(topic.name, MAX_OFFSET)

@@ -15,9 +15,9 @@ from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication,
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     DatabaseError,
-    DatabasePermissionError,
     EventSQLError,
     InvalidPublicationError,
+    PermissionDeniedError,
     ValidationError,
 )
 from eventsql_orchestration.log.buffered import MAX_FLUSHES, Bounds
@@ -183,7 +183,7 @@ def test_a_privilege_that_is_missing_is_named_with_the_role(reader_role: tuple[s
             lambda: platform.registry.register_topic(Topic("rides")),
             platform.transfer.run_once,
         ):
-            with pytest.raises(DatabasePermissionError, match=role):
+            with pytest.raises(PermissionDeniedError, match=role):
                 act()
 
 

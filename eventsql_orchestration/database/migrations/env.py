@@ -3,6 +3,7 @@
 from alembic import context
 from sqlalchemy.schema import CreateSchema
 
+from eventsql_orchestration.database import roles
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.migrations import SYSTEM_PATH, VERSION_TABLE
 from eventsql_orchestration.database.queries import Queries
@@ -14,6 +15,8 @@ schema = context.config.attributes["schema"]
 has_schema = Queries("sessions", schema)("has_schema")
 if driver_connection(connection).execute(has_schema, {"schema": f'"{schema}"'}).fetchone() != (True,):
     connection.execute(CreateSchema(schema))
+# Where there are roles, what a migration makes is the admin role's, and the others get their rights on it.
+has_roles = roles.act_as_owner(driver_connection(connection), schema)
 connection.exec_driver_sql(SYSTEM_PATH)
 # Only in UTC does a column of `timestamp` become `timestamptz` without a rewrite of its table.
 connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
@@ -21,3 +24,5 @@ connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
 connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")
 context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)
 context.run_migrations()
+if has_roles:
+    roles.grant(driver_connection(connection), schema)

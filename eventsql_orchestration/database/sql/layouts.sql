@@ -36,10 +36,9 @@ CROSS JOIN LATERAL (
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- enter -- Let a consumer whose partitions are locked go on from where it waited, to the end of the next layout.
-UPDATE {schema}.consumer
-SET eql_last_event_id = greatest(eql_last_event_id, eql_until), eql_until = %(until)s
-WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
+-- enter -- Let a consumer whose partitions are locked go on from where it waited, to the end of the next layout, without
+-- the partitions that neither this one nor a later one has; false where it cannot.
+SELECT {schema}.enter_layout(%(topic)s, %(consumer)s);
 
 -- release_beyond -- End the claims of partitions that a consumer is about to lose.
 UPDATE {schema}.consumer_claim

@@ -8,15 +8,14 @@ WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = 
 -- publish_joined -- The same in a transaction of a caller's, whose snapshot may be older than the topic's definition.
 -- Where it is, locking the definition fails as any write to a row that was changed does in such a transaction.
 WITH held AS MATERIALIZED (
-    SELECT eql_partitions, eql_layout FROM {schema}.topic
-    WHERE eql_name = %(topic)s AND current_setting('transaction_isolation') <> 'read committed'
-    FOR SHARE
+    SELECT partitions, layout FROM {schema}.hold_topics(ARRAY[%(topic)s::text])
+    WHERE current_setting('transaction_isolation') <> 'read committed'
 )
 INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
 SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::json
 FROM {schema}.topic
 WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = %(layout)s
-  AND NOT EXISTS (SELECT FROM held WHERE eql_partitions <> %(partitions)s OR eql_layout <> %(layout)s);
+  AND NOT EXISTS (SELECT FROM held WHERE partitions <> %(partitions)s OR layout <> %(layout)s);
 
 -- publish_all -- Any number of events into the buffer, encoded.
 COPY {schema}.event_buffer (eql_topic, eql_key, eql_value, eql_metadata, eql_partition)
@@ -32,10 +31,8 @@ WHERE NOT EXISTS (
 );
 
 -- hold_topics -- Make sure that the definitions in the snapshot of a caller's transaction are those of now.
-SELECT eql_name FROM {schema}.topic
-WHERE eql_name = ANY (%(topics)s) AND current_setting('transaction_isolation') <> 'read committed'
-ORDER BY eql_name
-FOR SHARE;
+SELECT name FROM {schema}.hold_topics(%(topics)s::text[])
+WHERE current_setting('transaction_isolation') <> 'read committed';
 
 -- topic_exists -- Whether there is a topic of this name.
 SELECT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s);
@@ -169,6 +166,12 @@ FROM {schema}.{event_table}
 WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
 ORDER BY eql_id
 LIMIT %(limit)s;
+
+-- is_refused -- Whether there is a log that the current role may not read.
+SELECT pg_catalog.has_table_privilege(pg_catalog.to_regclass(%(log)s), 'SELECT') IS FALSE;
+
+-- check_readable -- Nothing of a topic's log, which takes the right to read it.
+SELECT FROM {schema}.{event_table} LIMIT 0;
 
 -- end -- The newest offset of a topic, 0 when it is empty.
 SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table};

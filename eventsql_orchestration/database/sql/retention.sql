@@ -66,8 +66,14 @@ LIMIT 1;
 -- try_retain -- Keep other programs from retaining a topic until the transaction ends, or find that one is at it.
 SELECT pg_try_advisory_xact_lock(hashtextextended(%(topic)s, 6074602));
 
--- dropped_comment -- The comment on a table of this name, where there is one.
-SELECT to_regclass(%(table)s) IS NOT NULL, obj_description(to_regclass(%(table)s), 'pg_class');
+-- owns_log -- Whether the current role may change a topic's log as its owner.
+SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = %(log)s::regclass;
+
+-- make_segments -- Make the segments that a log lacks after its newest id, as its owner.
+SELECT {schema}.make_segments(%(topic)s, %(events)s, %(ahead)s);
+
+-- ensure_segments -- The same for another role that holds the topic.
+SELECT {schema}.ensure_segments(%(topic)s, %(events)s, %(ahead)s);
 
 -- grants -- What may be done with a table, by whom (null: by everybody), and whether they may pass it on.
 SELECT acl.privilege_type, CASE WHEN acl.grantee <> 0 THEN pg_get_userbyid(acl.grantee) END, acl.is_grantable

@@ -21,3 +21,11 @@ SELECT to_regclass(%(table)s) IS NOT NULL;
 
 -- revision -- The revision of a schema.
 SELECT version_num FROM {schema}.schema_version;
+
+-- role -- The current role, the owner of the buffer, and whether the current role may take events out of it.
+SELECT current_user, pg_get_userbyid(buffer.owner), has_table_privilege(buffer.oid, 'DELETE')
+FROM (SELECT) one LEFT JOIN (
+    SELECT c.oid, c.relowner AS owner
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = %(schema)s AND c.relname = 'event_buffer'
+) buffer ON true;

@@ -1,0 +1,65 @@
+-- standing -- The owner of the platform's tables, whether roles were made for them, and whether the current role is
+-- another one that may become the owner.
+SELECT pg_get_userbyid(c.relowner),
+       EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = 'event_buffer_granted'),
+       pg_get_userbyid(c.relowner) <> current_user AND pg_has_role(c.relowner, 'MEMBER')
+FROM pg_class c
+WHERE c.oid = to_regclass(%(buffer)s);
+
+-- roles -- The roles of this installation: name, kind, topic, and which roles are members of each.
+SELECT a.eql_role, a.eql_kind, a.eql_topic,
+       ARRAY(
+           SELECT pg_get_userbyid(m.member)
+           FROM pg_auth_members m JOIN pg_roles r ON r.oid = m.roleid
+           WHERE r.rolname = a.eql_role
+           ORDER BY 1
+       )
+FROM {schema}.access_role a
+ORDER BY array_position(
+    ARRAY['admin', 'transfer', 'publisher', 'stager', 'consumer', 'reader'], a.eql_kind
+), a.eql_topic NULLS FIRST;
+
+-- logs -- The topics with their logs, as identifiers with their schema: topic, table, and the sequence of its ids.
+SELECT t.eql_name, c.oid::regclass::text, n.nspname, c.relname,
+       pg_get_serial_sequence(format('%%I.%%I', n.nspname, c.relname), 'eql_id')
+FROM {schema}.topic t
+JOIN pg_class c ON c.relname = (lower(t.eql_name COLLATE "C") || '_event')
+JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
+WHERE %(topics)s::text[] IS NULL OR t.eql_name = ANY (%(topics)s)
+ORDER BY t.eql_name;
+
+-- tables -- The platform's tables, with the logs and their segments: schema, name, owner, whether that is a superuser.
+SELECT n.nspname, c.relname, o.rolname, o.rolsuper
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
+JOIN pg_roles o ON o.oid = c.relowner
+LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
+LEFT JOIN pg_class log ON log.oid = i.inhparent
+WHERE c.relkind IN ('r', 'p')
+  AND (
+      c.relname = ANY (%(tables)s)
+      OR coalesce(log.relname, c.relname) = ANY (
+          SELECT lower(t.eql_name COLLATE "C") || '_event' FROM {schema}.topic t
+      )
+      OR obj_description(c.oid, 'pg_class') = 'eventsql: dropped by retention'
+  )
+ORDER BY c.relname;
+
+-- functions -- The platform's functions, and the owner of each.
+SELECT p.oid::regprocedure::text, pg_get_userbyid(p.proowner)
+FROM pg_proc p
+JOIN pg_namespace n ON n.oid = p.pronamespace AND n.nspname = %(schema)s
+WHERE p.proname = ANY (%(functions)s)
+ORDER BY 1;
+
+-- schema_owner -- The owner of the platform's schema, and whether that one owns it for others: a superuser, or whoever
+-- owns the database.
+SELECT o.rolname, o.rolsuper OR o.rolname = 'pg_database_owner'
+FROM pg_namespace n JOIN pg_roles o ON o.oid = n.nspowner
+WHERE n.nspname = %(schema)s;
+
+-- unusable -- Those of some roles that are there already and are logins or can do more than a group should.
+SELECT rolname FROM pg_roles
+WHERE rolname = ANY (%(names)s)
+  AND (rolcanlogin OR rolsuper OR rolcreaterole OR rolcreatedb OR rolreplication OR rolbypassrls)
+ORDER BY rolname;

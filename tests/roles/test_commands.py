@@ -1,0 +1,145 @@
+"""The program as each role, and the commands that make roles."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+from click.testing import CliRunner, Result
+from psycopg import sql
+
+from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.cli import main
+from eventsql_orchestration.database.roles import Roles
+
+if TYPE_CHECKING:
+    from tests.roles.conftest import Login
+
+
+def _run(dsn: str, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["--dsn", dsn, *arguments])
+
+
+@pytest.mark.parametrize("role", ["reader", "reader_orders"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("lag",), ("lag", "orders"), ("tail", "orders", "--from", "earliest", "--max", "2"), ("topic", "list"),
+        ("topic", "describe", "orders"), ("consumer", "list"), ("consumer", "describe", "orders", "mailer"),
+        ("dlt", "list", "orders"), ("doctor",), ("roles", "list"),
+    ],
+    ids=lambda command: " ".join(command[:3]),
+)  # fmt: skip
+def test_a_reader_sees_events_lag_and_definitions(
+    owner: EventSQL, login: Login, role: str, command: tuple[str, ...]
+) -> None:
+    if role == "reader_orders" and command[0] in ("dlt", "doctor", "roles"):
+        pytest.skip("this is about other topics too")
+    owner.publisher.publish_all([Publication("orders", b"v")] * 4)
+    owner.transfer.run_once()
+    result = _run(login(role), *command)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("role", "command"),
+    [
+        ("publisher", ("publish", "orders")),
+        ("publisher_orders", ("publish", "orders")),
+        ("transfer", ("transfer", "--once")),
+        ("consumer", ("consume", "orders", "mailer", "--max", "1")),
+        ("consumer_orders", ("consume", "orders", "mailer", "--max", "1")),
+        ("admin", ("migrate",)),
+        ("admin", ("topic", "create", "other")),
+        ("admin", ("seek", "orders", "mailer", "--to-latest", "--execute")),
+        ("admin", ("topic", "retain")),
+        ("admin", ("roles", "list")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
+)
+def test_each_role_has_its_commands(owner: EventSQL, login: Login, role: str, command: tuple[str, ...]) -> None:
+    owner.publisher.publish_all([Publication("orders", b"v")] * 4)
+    owner.transfer.run_once()
+    result = CliRunner().invoke(main, ["--dsn", login(role), *command], input='{"a": 1}\n')
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("topic", "create", "other"),
+        ("topic", "delete", "orders", "--force"),
+        ("consumer", "delete", "orders", "mailer"),
+        ("seek", "orders", "mailer", "--to-latest", "--execute"),
+        ("dlt", "redrive", "orders"),
+        ("roles", "create"),
+        ("roles", "drop", "--all"),
+        ("publish", "orders"),
+        ("transfer", "--once"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_a_reader_is_told_which_role_it_lacks(
+    owner: EventSQL, login: Login, prefix: str, command: tuple[str, ...]
+) -> None:
+    letter = {"dlt_topic": "orders", "dlt_event_id": "1", "dlt_consumer": "mailer"}
+    owner.publisher.publish(Publication("orders_dlt", b"v", metadata=letter))
+    owner.transfer.run_once()
+    owner.publisher.publish(Publication("orders", b"v"))
+    result = CliRunner().invoke(
+        main, ["--dsn", login("reader"), *command, *(["--prefix", prefix] if command[-1] == "create" else [])],
+        input='{"a": 1}\n',
+    )  # fmt: skip
+    assert result.exit_code == 1, result.output
+    assert f"{prefix}_login_0" in result.output
+    assert f"{prefix}_" in result.output.replace(f"{prefix}_login_0", "")
+    assert "Traceback" not in result.output
+
+
+def test_the_list_shows_members(owner: EventSQL, login: Login, direct_dsn: str, prefix: str) -> None:
+    login("publisher", "reader_orders")
+    result = _run(direct_dsn, "roles", "list", "--json")
+    rows = {row["role"]: row for row in json.loads(result.stdout)}
+    assert rows[f"{prefix}_publisher"]["members"] == [f"{prefix}_login_0"]
+    assert rows[f"{prefix}_reader_orders"] == {
+        "role": f"{prefix}_reader_orders", "kind": "reader", "topic": "orders", "members": [f"{prefix}_login_0"],
+    }  # fmt: skip
+    assert len(rows) == len(Roles(owner.database).states()) == 9
+
+
+def test_creating_printing_and_dropping(dsn: str, direct_dsn: str, prefix: str) -> None:
+    with EventSQL(dsn) as platform:
+        platform.open()
+    printed = _run(direct_dsn, "roles", "sql", "--prefix", prefix)
+    assert printed.stdout == _run(direct_dsn, "roles", "create", "--print", "--prefix", prefix).stdout
+    assert "no roles" in _run(direct_dsn, "roles", "list").output
+    with psycopg.connect(direct_dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL(printed.stdout))
+    assert f"{prefix}_stager" in _run(direct_dsn, "roles", "list").output
+    assert _run(direct_dsn, "roles", "create", "--prefix", prefix).exit_code == 0
+    assert _run(direct_dsn, "roles", "create", "--prefix", "another").exit_code == 2
+    assert _run(direct_dsn, "roles", "drop").exit_code == 2
+    assert _run(direct_dsn, "roles", "drop", "--all").exit_code == 0
+    assert "no roles" in _run(direct_dsn, "roles", "list").output
+
+
+@pytest.mark.parametrize("prefix", ["Bad Name", "p" * 60, ""])
+def test_a_prefix_that_cannot_be_is_refused(direct_dsn: str, prefix: str) -> None:
+    assert _run(direct_dsn, "roles", "create", "--prefix", prefix).exit_code == 2
+
+
+def test_a_topic_that_does_not_exist_gets_no_roles(direct_dsn: str, prefix: str) -> None:
+    assert _run(direct_dsn, "roles", "create", "--prefix", prefix, "--topic", "nothing").exit_code == 1
+    assert "no roles" in _run(direct_dsn, "roles", "list").output
+
+
+def test_a_login_is_not_taken_for_a_group(direct_dsn: str, prefix: str) -> None:
+    with psycopg.connect(direct_dsn, autocommit=True) as connection:
+        name = sql.Identifier(f"{prefix}_admin")
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN SUPERUSER").format(name))
+        try:
+            assert _run(direct_dsn, "roles", "create", "--prefix", prefix).exit_code == 2
+        finally:
+            connection.execute(sql.SQL("DROP ROLE {}").format(name))

@@ -1,0 +1,141 @@
+"""Roles in other installations: another owner, the schema public, plans of restricted roles, staged blocks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from sqlalchemy import make_url
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database.roles import Roles
+from eventsql_orchestration.errors import PermissionDeniedError
+
+if TYPE_CHECKING:
+    from tests.roles.conftest import As, Login
+
+
+@pytest.fixture
+def plain_owner(direct_dsn: str) -> Iterator[str]:
+    """The URL of a login without any privilege of the server's but on its own schema and to make roles."""
+    name = f"o{uuid.uuid4().hex[:8]}"
+    database = make_url(direct_dsn).database
+    with psycopg.connect(direct_dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN CREATEROLE PASSWORD 'x'").format(sql.Identifier(name)))
+        connection.execute(
+            sql.SQL("GRANT CREATE ON DATABASE {} TO {}").format(sql.Identifier(str(database)), sql.Identifier(name))
+        )
+    yield make_url(direct_dsn).set(username=name, password="x").render_as_string(hide_password=False)
+    with psycopg.connect(direct_dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL("DROP OWNED BY {} CASCADE").format(sql.Identifier(name)))
+        connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
+
+def test_an_owner_that_is_no_superuser_makes_roles_and_goes_on(plain_owner: str, prefix: str) -> None:
+    with EventSQL(plain_owner, schema="mine", transfer=False) as owner:
+        owner.registry.register_topic(Topic("orders"))
+        owner.registry.register_consumer(Consumer("orders", "mailer"))
+        Roles(owner.database).create(prefix=prefix, topics=["orders"])
+        Roles(owner.database).create(prefix=prefix)
+        owner.registry.register_topic(Topic("later"))
+        owner.publisher.publish(Publication("orders", b"v"))
+        assert owner.transfer.run_once() == {"orders": 1}
+        owner.registry.unregister_topic("later")
+        Roles(owner.database).drop()
+        owner.publisher.publish(Publication("orders", b"v"))
+        assert owner.transfer.run_once() == {"orders": 1}
+
+
+def test_the_platform_in_the_schema_public_has_roles_too(direct_dsn: str, prefix: str) -> None:
+    with EventSQL(direct_dsn, schema="public", transfer=False) as owner, owner.database.connection() as connection:
+        owner.registry.register_topic(Topic("orders"))
+        connection.execute("CREATE TABLE public.theirs (id integer)")
+        Roles(owner.database).create(prefix=prefix)
+        theirs = connection.execute("SELECT tableowner FROM pg_tables WHERE tablename = 'theirs'").fetchone()
+        schema = connection.execute("SELECT pg_get_userbyid(nspowner) FROM pg_namespace WHERE nspname = 'public'")
+        assert prefix not in str(theirs) + str(schema.fetchone())
+        Roles(owner.database).drop()
+
+
+def test_a_migration_gives_roles_their_rights_on_what_is_new(owner: EventSQL, as_: As, prefix: str) -> None:
+    with owner.database.connection() as connection:
+        connection.execute(
+            sql.SQL("REVOKE ALL ON eventsql.consumer_claim, eventsql.event_buffer FROM {0}, {1}").format(
+                sql.Identifier(f"{prefix}_consumer"), sql.Identifier(f"{prefix}_publisher")
+            )
+        )
+    publisher = as_("publisher")
+    with pytest.raises(PermissionDeniedError):
+        publisher.publisher.publish(Publication("orders", b"v"))
+    as_("admin").database.migrate()
+    as_("publisher").publisher.publish(Publication("orders", b"v"))
+
+
+def test_hot_statements_of_a_role_of_one_topic_go_by_an_index(owner: EventSQL, login: Login) -> None:
+    with owner.database.connection() as connection:
+        for topic in ("orders", "payments"):
+            connection.execute(
+                "INSERT INTO eventsql.consumer (eql_topic, eql_name, eql_partition, eql_consumed_events) "
+                "SELECT %s, 'c' || n, p, 0 FROM generate_series(1, 2000) n, generate_series(0, 1) p",
+                [topic],
+            )
+            connection.execute(
+                "INSERT INTO eventsql.consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
+                "eql_events, eql_epoch, eql_owner, eql_state) "
+                "SELECT %s, 'c' || n, 0, n, n + 1, 1, 1, 'x', 'committed' FROM generate_series(1, 20000) n",
+                [topic],
+            )
+        connection.execute("ANALYZE eventsql.consumer, eventsql.consumer_claim")
+    log, claims = Queries("log", "eventsql"), Queries("claims", "eventsql")
+    own: dict[str, Any] = {
+        "topic": "orders", "consumer": "c7", "partition": 0, "upto": 5, "first": 1, "consumed": 1, "after": 0,
+        "transaction": None, "owner": "x", "lease": 1.0, "epoch": 1, "claim": 3, "state": "released",
+        "event": 1, "attempts": 1, "failure": "x", "backoff": 1.0,
+    }  # fmt: skip
+    statements = [
+        log("lock_consumer"), log("await_consumer"), log("advance"), log("record_failure"), log("live_claim"),
+        log("lease"), log("renew_lease"), log("own_claim"), log("finish_claim"), log("release_live_claim"),
+        claims("last"), claims("standings", topic="orders"),
+    ]  # fmt: skip
+    with psycopg.connect(login("consumer_orders")) as session, psycopg.ClientCursor(session) as cursor:
+        for statement in statements:
+            plan = cursor.execute(sql.SQL("EXPLAIN ") + statement, own).fetchall()
+            text = "\n".join(line for (line,) in plan)
+            assert "Seq Scan" not in text, f"{statement.as_string()}\n{text}"
+
+
+def test_a_stager_publishes_blocks(owner: EventSQL, login: Login) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+
+    from eventsql_orchestration.spark.options import Source
+    from eventsql_orchestration.spark.publication import Publications
+    from eventsql_orchestration.spark.staging import stage
+
+    rows = pa.RecordBatch.from_pydict({"value": [b"v"] * 3000, "key": [str(number) for number in range(3000)]})
+
+    def publish(dsn: str) -> None:
+        with Publications(Source.of([dsn], "eventsql")) as publications:
+            publications.publish("w", 1, [stage(publications.places("orders", {}), [rows])])
+
+    with pytest.raises(PermissionDeniedError):
+        publish(login("publisher"))
+    publish(login("stager"))
+    assert owner.buffered() == {"orders": 3000}
+    with EventSQL(login("transfer"), transfer=False) as transfer:
+        assert transfer.transfer.run_once() == {"orders": 3000}
+
+
+def test_a_role_that_may_not_read_the_revision_is_told(owner: EventSQL, login: Login, prefix: str) -> None:
+    with owner.database.connection() as connection:
+        connection.execute(
+            sql.SQL("REVOKE SELECT ON eventsql.schema_version FROM {}").format(sql.Identifier(f"{prefix}_reader"))
+        )
+    with Database(login("reader")) as database, pytest.raises(PermissionDeniedError) as raised:
+        database.ensure_schema()
+    assert raised.value.object == "schema_version"

@@ -1,0 +1,266 @@
+"""Each role does its work, with its own rights alone."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.grants import role_name
+from eventsql_orchestration.database.roles import Roles
+from eventsql_orchestration.errors import PermissionDeniedError
+from eventsql_orchestration.log import segments
+from eventsql_orchestration.log.claims import Claim
+
+if TYPE_CHECKING:
+    from tests.roles.conftest import As, Login
+
+
+def _orders(count: int, topic: str = "orders") -> list[Publication]:
+    return [Publication(topic, b"v", key=str(number)) for number in range(count)]
+
+
+@pytest.mark.parametrize("role", ["publisher", "publisher_orders"])
+@pytest.mark.parametrize("count", [1, 10, 200])
+def test_a_publisher_publishes_any_number_of_events(owner: EventSQL, as_: As, role: str, count: int) -> None:
+    platform = as_(role)
+    assert platform.publisher.publish_all(_orders(count)) == count
+    assert owner.transfer.run_once() == {"orders": count}
+
+
+@pytest.mark.parametrize("isolation", list(psycopg.IsolationLevel))
+@pytest.mark.parametrize("role", ["publisher", "publisher_orders"])
+def test_an_outbox_publishes_at_every_isolation_level(
+    owner: EventSQL, login: Login, role: str, isolation: psycopg.IsolationLevel
+) -> None:
+    dsn = login(role)
+    with EventSQL(dsn, transfer=False) as platform, psycopg.connect(dsn) as connection:
+        connection.isolation_level = isolation
+        platform.publisher.publish(Publication("orders", b"one"), connection=connection)
+        platform.publisher.publish_all(_orders(3), connection=connection)
+        connection.commit()
+    assert owner.transfer.run_once() == {"orders": 4}
+
+
+def test_a_publisher_that_may_not_transfer_has_no_background_transfer(owner: EventSQL, as_: As) -> None:
+    platform = as_("publisher", transfer=True)
+    before = threading.active_count()
+    platform.publisher.publish(Publication("orders", b"v"))
+    assert not any(thread.name == "eventsql-transfer" for thread in threading.enumerate())
+    assert before
+    assert owner.buffered() == {"orders": 1}
+
+
+def test_a_transfer_moves_events_and_comes_to_new_segments(
+    owner: EventSQL, as_: As, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
+    with owner.database.connection() as connection:
+        connection.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 15000000)")
+    owner.publisher.publish_all(_orders(45))
+    platform = as_("transfer")
+    assert platform.transfer.run_once() == {"orders": 45}
+    with owner.database.connection() as connection:
+        found = segments.segments(connection, "eventsql", "orders") or []
+        owners = connection.execute(
+            "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'eventsql'"
+        ).fetchall()
+    assert found[-1].start > 15_000_045
+    assert len(owners) == 1
+
+
+def test_a_role_of_publishing_and_transfer_takes_the_straight_path(owner: EventSQL, as_: As) -> None:
+    platform = as_("publisher", "transfer")
+    platform.publisher.publish_all(_orders(200))
+    assert owner.reader.end("orders") == 200
+
+
+@pytest.mark.parametrize("role", ["consumer", "consumer_orders"])
+def test_a_consumer_consumes_and_moves_its_offset(owner: EventSQL, as_: As, role: str) -> None:
+    owner.publisher.publish_all(_orders(20))
+    owner.transfer.run_once()
+    platform, seen, done = as_(role), [], threading.Event()
+
+    def handle(event: Event, _connection: Connection) -> None:
+        seen.append(event.id)
+        if len(seen) == 20:
+            done.set()
+
+    platform.consumers.start("orders", "mailer", handle)
+    assert done.wait(60)
+    platform.consumers.close(10)
+    assert sum(lag.events for lag in owner.lag("orders")) == 0
+
+
+@pytest.mark.parametrize("role", ["consumer", "consumer_orders"])
+def test_a_consumer_writes_dead_letters(owner: EventSQL, as_: As, role: str) -> None:
+    owner.registry.register_consumer(Consumer("orders", "failing"), max_attempts=1)
+    owner.publisher.publish(Publication("orders", b"bad"))
+    owner.transfer.run_once()
+    platform, failed = as_(role), threading.Event()
+
+    def handle(_event: Event, _connection: Connection) -> None:
+        failed.set()
+        raise RuntimeError("no")
+
+    platform.consumers.start("orders", "failing", handle)
+    assert failed.wait(60)
+    platform.consumers.close(30)
+    assert owner.transfer.run_once() == {"orders_dlt": 1}
+
+
+@pytest.mark.parametrize("role", ["consumer", "consumer_orders"])
+def test_a_consumer_claims_leases_and_commits(owner: EventSQL, as_: As, role: str) -> None:
+    owner.publisher.publish_all(_orders(20))
+    owner.transfer.run_once()
+    platform = as_(role)
+    claimed = platform.claims.claim("orders", "mailer", 0, owner="run")
+    assert isinstance(claimed, Claim)
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, claimed)
+    assert [state.consumed_events > 0 for state in owner.registry.consumer("orders", "mailer")] == [True, False]
+
+
+@pytest.mark.parametrize("role", ["consumer", "consumer_orders"])
+def test_a_consumer_enters_the_next_layout(owner: EventSQL, as_: As, role: str) -> None:
+    owner.publisher.publish_all(_orders(20))
+    owner.transfer.run_once()
+    owner.repartitioner.repartition("orders", 1)
+    platform = as_(role)
+    assert not platform.layouts.settle("orders", "mailer").entered
+    for partition in range(2):
+        claimed = platform.claims.claim("orders", "mailer", partition, owner="run")
+        assert isinstance(claimed, Claim)
+        with platform.database.transaction() as connection:
+            platform.claims.commit(connection, claimed)
+    platform.layouts.settle("orders", "mailer")
+    assert len(owner.registry.consumer("orders", "mailer")) == 1
+
+
+@pytest.mark.parametrize("role", ["reader", "reader_orders"])
+def test_a_reader_reads_events_and_lag(owner: EventSQL, as_: As, role: str) -> None:
+    owner.publisher.publish_all(_orders(20))
+    owner.transfer.run_once()
+    owner.publisher.publish(Publication("orders", b"v"))
+    platform = as_(role)
+    assert len(list(platform.reader.read("orders", after=0, limit=100))) == 20
+    assert sum(lag.events for lag in platform.lag()) == 21
+    assert platform.buffered() == {"orders": 1}
+
+
+def test_an_admin_registers_topics_that_all_roles_can_use_at_once(owner: EventSQL, as_: As, prefix: str) -> None:
+    admin = as_("admin")
+    admin.registry.register_topic(Topic("later", partitions=2))
+    admin.registry.register_consumer(Consumer("later", "mailer"))
+    publisher, transfer, reader = as_("publisher"), as_("transfer"), as_("reader")
+    publisher.publisher.publish(Publication("later", b"v"))
+    assert transfer.transfer.run_once() == {"later": 1}
+    assert [lag.events for lag in reader.lag("later")] == [1]
+    with owner.database.connection() as connection:
+        owners = connection.execute(
+            "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'eventsql' AND tablename LIKE 'later%'"
+        ).fetchall()
+    assert owners == [(f"{prefix}_admin",)]
+    assert admin.registry.topic("later").partitions == 2
+
+
+def test_an_admin_repartitions_retains_and_deletes(owner: EventSQL, as_: As) -> None:
+    admin = as_("admin")
+    admin.publisher.publish_all(_orders(100))
+    admin.transfer.run_once()
+    assert admin.repartitioner.repartition("orders", 1) is not None
+    admin.retention.run_once()
+    admin.registry.unregister_topic("payments", force=True)
+    admin.registry.register_topic(Topic("payments", partitions=3))
+    publisher = as_("publisher")
+    publisher.publisher.publish(Publication("payments", b"v"))
+
+
+def test_a_topic_that_is_made_anew_is_its_roles_again(owner: EventSQL, as_: As) -> None:
+    owner.registry.unregister_topic("orders", force=True)
+    owner.registry.register_topic(Topic("orders", partitions=1))
+    as_("publisher_orders").publisher.publish(Publication("orders", b"v"))
+    as_("transfer").transfer.run_once()
+    assert len(list(as_("reader_orders").reader.read("orders", after=0, limit=10))) == 1
+
+
+def test_making_roles_again_changes_nothing(owner: EventSQL, prefix: str) -> None:
+    roles = Roles(owner.database)
+    before, grants = roles.states(), _grants(owner)
+    roles.create(prefix=prefix, topics=["orders"])
+    roles.create(prefix=prefix)
+    assert (roles.states(), _grants(owner)) == (before, grants)
+
+
+def test_the_printed_sql_makes_the_same_roles(owner: EventSQL, direct_dsn: str, prefix: str) -> None:
+    roles, expected = Roles(owner.database), _grants(owner)
+    roles.drop()
+    script = roles.sql(prefix=prefix, topics=["orders"])
+    with psycopg.connect(direct_dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL(script))
+    assert _grants(owner) == expected
+
+
+def test_dropped_roles_leave_nothing(owner: EventSQL, prefix: str, direct_dsn: str) -> None:
+    roles = Roles(owner.database)
+    roles.drop(topics=["orders"])
+    assert all(state.role.topic is None for state in roles.states())
+    roles.drop()
+    with psycopg.connect(direct_dsn) as connection:
+        left = connection.execute("SELECT rolname FROM pg_roles WHERE starts_with(rolname, %s)", [prefix]).fetchall()
+    assert left == []
+    owner.publisher.publish_all(_orders(5))
+    assert owner.transfer.run_once() == {"orders": 5}
+
+
+def test_a_long_role_name_keeps_within_63_bytes_and_its_own() -> None:
+    names = {role_name("eventsql", "publisher", "t" * 50 + letter) for letter in "ab"}
+    assert len(names) == 2
+    assert {len(name) for name in names} == {63}
+
+
+def test_a_schema_that_is_current_is_used_without_rights_to_migrate(login: Login) -> None:
+    with Database(login("reader")) as database:
+        database.ensure_schema()
+
+
+def test_a_migration_that_is_needed_names_the_role_that_may(owner: EventSQL, login: Login, prefix: str) -> None:
+    with owner.database.connection() as connection:
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '0007'")
+    dsn = login("publisher")
+    with Database(dsn) as database, pytest.raises(PermissionDeniedError) as raised:
+        database.ensure_schema()
+    assert raised.value.role == f"{prefix}_login_0"
+    assert f"{prefix}_admin" in str(raised.value)
+    with owner.database.connection() as connection:
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '0008'")
+
+
+def test_a_role_is_taken_on_by_an_option_of_the_url(owner: EventSQL, login: Login, prefix: str) -> None:
+    dsn = login("publisher", "transfer", options=f"-c role={prefix}_publisher")
+    with EventSQL(dsn, transfer=False) as platform:
+        platform.publisher.publish_all(_orders(100))
+        assert owner.buffered() == {"orders": 100}
+        with pytest.raises(PermissionDeniedError) as raised:
+            platform.transfer.run_once()
+    assert raised.value.role == f"{prefix}_publisher"
+
+
+def _grants(owner: EventSQL) -> set[tuple[object, ...]]:
+    with owner.database.connection() as connection:
+        return set(
+            connection.execute(
+                "SELECT relname, acl::text, NULL FROM pg_class, unnest(relacl) acl"
+                " WHERE relnamespace = 'eventsql'::regnamespace AND acl::text NOT LIKE '%%\\_admin=%%'"
+                " UNION ALL SELECT proname, acl::text, NULL FROM pg_proc, unnest(proacl) acl"
+                " WHERE pronamespace = 'eventsql'::regnamespace AND acl::text NOT LIKE '%%\\_admin=%%'"
+                " UNION ALL SELECT attrelid::regclass::text, attname, attacl::text FROM pg_attribute"
+                " WHERE attacl IS NOT NULL AND attrelid::regclass::text LIKE 'eventsql.%%'"
+                " UNION ALL SELECT tablename, policyname, roles::text FROM pg_policies WHERE schemaname = 'eventsql'",
+            ).fetchall()
+        )
