@@ -14,7 +14,7 @@ import psycopg
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.database import describe
-from eventsql_orchestration.errors import DatabaseError, EventSQLError
+from eventsql_orchestration.errors import DatabaseError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.log.writer import LogWriter, SmallerBatchError
 
