@@ -109,7 +109,7 @@ def _refuse_unqualifiable(read: Sequence[_Token], place: int) -> None:
     instead = _UNQUALIFIABLE.get((word, None)) or _UNQUALIFIABLE.get((word, _text(read, place + 1)))
     if word == "CASE" and _text(read, place + 1) != "WHEN":
         instead = "CASE WHEN … = …"
-    if instead is not None:
+    if instead is not None and not (word == "BETWEEN" and _text(read, place - 1) == "ROWS"):
         raise ValueError(f"the operator behind {word} cannot be qualified: write {instead}")
 
 

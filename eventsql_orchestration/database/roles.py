@@ -232,7 +232,7 @@ def _grants(roles: Sequence[Role], schema: str, logs: Sequence[Log]) -> Statemen
     # After the row is stored: a trigger before it would have COPY store rows one by one.
     yield sql.SQL(
         "CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {s}.event_buffer FOR EACH ROW "
-        "WHEN (NEW.eql_partition OPERATOR(pg_catalog.<) -1 "
+        "WHEN (NEW.eql_partition OPERATOR(pg_catalog.<) (-1) "
         "OR NOT pg_catalog.has_function_privilege({anywhere}::pg_catalog.regprocedure, 'EXECUTE')) "
         "EXECUTE FUNCTION {s}.check_publication()"
     ).format(trigger=sql.Identifier(grants.TRIGGER), s=s, anywhere=f'"{schema}".publish_anywhere()')

@@ -76,7 +76,7 @@ class SequenceState:
         """What is wrong where its table has an id up to `highest`."""
         if self.last >= highest:
             return None
-        remedy = f"SELECT setval('{self}', greatest({highest}, last_value)) FROM {self}"  # noqa: S608 - to be read
+        remedy = f"SELECT pg_catalog.setval('{self}', greatest({highest}, last_value)) FROM {self}"  # noqa: S608 - to be read
         return SequenceError(
             f"sequence {self} has given out {self.last}, and {self.table} has id {highest}: new ids would be below it",
             sequence=str(self), remedy=remedy,
@@ -161,7 +161,7 @@ def advance_buffer(connection: Connection, schema: str) -> None:
             found = connection.execute(queries("buffer_highest")).fetchone()
             if found is not None:
                 connection.execute(
-                    "SELECT setval(%s::regclass, %s)",
+                    "SELECT pg_catalog.setval(%s::pg_catalog.regclass, %s)",
                     [buffer_sequence(schema), found[0]],
                 )
                 logger.warning("the ids of the buffer go on after %d: its sequence was set back", found[0])

@@ -35,7 +35,9 @@ def composed(file: str, name: str) -> sql.SQL | sql.Composed:
     if file == "horizon":
         # Of any table: its names come with it.
         return HorizonReader(Database(NOWHERE), "ordered", ["eql_value"])._compose(name)
-    return Queries(file, "eventsql")(name, topic="orders", segment="orders_event")
+    # Leftovers are looked for in the tables that name topics.
+    segment = "consumer" if file == "leftovers" else "orders_event"
+    return Queries(file, "eventsql")(name, topic="orders", segment=segment)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
-from eventsql_orchestration.database import Connection, Database, tables
+from eventsql_orchestration.database import Connection, migrations, tables
 from eventsql_orchestration.errors import SequenceError
 from eventsql_orchestration.log import sequences
 
@@ -153,9 +154,8 @@ def test_a_migration_mends_every_sequence_of_the_platform(
     assert len(before) == 7
     for state in before:
         session.execute(f"ALTER SEQUENCE {state} CACHE 50")
-    session.execute("UPDATE eventsql.schema_version SET version_num = '0007'")
-    with Database(dsn) as database:
-        database.migrate()
+    revision = importlib.import_module(f"{migrations.__name__}.versions.0010_sequences")
+    session.execute(f"SET search_path TO eventsql; {revision._SEQUENCES}")
     assert {state.cache for state in sequences.states(session, "eventsql", names)} == {1}
     assert session.execute(
         "SELECT seqcache FROM pg_sequence WHERE seqrelid = 'eventsql.of_somebody'::regclass"

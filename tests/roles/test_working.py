@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
@@ -231,14 +231,14 @@ def test_a_schema_that_is_current_is_used_without_rights_to_migrate(login: Login
 
 def test_a_migration_that_is_needed_names_the_role_that_may(owner: EventSQL, login: Login, prefix: str) -> None:
     with owner.database.connection() as connection:
-        connection.execute("UPDATE eventsql.schema_version SET version_num = '0007'")
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '0011'")
     dsn = login("publisher")
     with Database(dsn) as database, pytest.raises(PermissionDeniedError) as raised:
         database.ensure_schema()
     assert raised.value.role == f"{prefix}_login_0"
     assert f"{prefix}_admin" in str(raised.value)
     with owner.database.connection() as connection:
-        connection.execute("UPDATE eventsql.schema_version SET version_num = '0008'")
+        connection.execute("UPDATE eventsql.schema_version SET version_num = %s", [migrations.head()])
 
 
 def test_a_role_is_taken_on_by_an_option_of_the_url(owner: EventSQL, login: Login, prefix: str) -> None:

@@ -80,12 +80,12 @@ WITH looked_at AS MATERIALIZED (
 ), over AS (
     SELECT c.eql_id
     FROM looked_at
-    JOIN {schema}.consumer_claim c USING (eql_id)
+    JOIN {schema}.consumer_claim c ON c.eql_id = looked_at.eql_id
     WHERE c.eql_state <> 'claimed'
       AND NOT starts_with(looked_at.eql_owner, %(runs)s)
-      AND looked_at.eql_finished_at < clock_timestamp() - make_interval(
-          secs => CASE WHEN starts_with(looked_at.eql_owner, %(processes)s) THEN %(leased)s ELSE %(kept)s END
-      )
+      AND looked_at.eql_finished_at < (clock_timestamp() - make_interval(
+          secs => CASE WHEN starts_with(looked_at.eql_owner, %(processes)s) THEN %(leased)s::float8 ELSE %(kept)s::float8 END
+      ))
       AND c.eql_id <> (
           SELECT eql_id FROM {schema}.consumer_claim
           WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
@@ -94,7 +94,7 @@ WITH looked_at AS MATERIALIZED (
       )
     FOR UPDATE OF c SKIP LOCKED
 ), deleted AS (
-    DELETE FROM {schema}.consumer_claim WHERE eql_id IN (SELECT eql_id FROM over)
+    DELETE FROM {schema}.consumer_claim WHERE eql_id = ANY (SELECT eql_id FROM over)
     RETURNING eql_id
 )
 SELECT (SELECT count(*) FROM looked_at), (SELECT max(eql_upto) FROM looked_at), (SELECT count(*) FROM deleted);

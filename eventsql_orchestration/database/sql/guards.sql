@@ -12,7 +12,7 @@ SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s;
 
 -- has_partition_index -- Whether the events of a partition are found without reading a log: other programs' may have no index.
 SELECT EXISTS (
-    SELECT FROM pg_index WHERE indrelid = to_regclass(%(log)s) AND pg_get_indexdef(indexrelid) LIKE '%%(eql_partition, eql_id)'
+    SELECT FROM pg_index WHERE indrelid = to_regclass(%(log)s) AND pg_get_indexdef(indexrelid) ~~ '%%(eql_partition, eql_id)'
 );
 
 -- stranded -- Events in partitions that their topic did not have any more: nobody consumes them. For each such partition

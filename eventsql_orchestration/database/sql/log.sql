@@ -145,7 +145,7 @@ ORDER BY eql_id;
 SELECT CASE WHEN b.eql_partition < -1 THEN octet_length(block.eql_value)
             ELSE octet_length(b.eql_value) + coalesce(octet_length(b.eql_key), 0) + octet_length(b.eql_metadata::text)
        END,
-       (block.eql_metadata->>'events')::bigint
+       (block.eql_metadata ->> 'events')::bigint
 FROM {schema}.event_buffer b
 LEFT JOIN {schema}.spark_staged_event block ON block.eql_buffer_id = b.eql_id
 WHERE b.eql_id = %(id)s;

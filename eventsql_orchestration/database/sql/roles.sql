@@ -35,7 +35,7 @@ JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
 JOIN pg_roles o ON o.oid = c.relowner
 LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
 LEFT JOIN pg_class log ON log.oid = i.inhparent
-WHERE c.relkind IN ('r', 'p')
+WHERE c.relkind = ANY (ARRAY['r', 'p'])
   AND (
       c.relname = ANY (%(tables)s)
       OR coalesce(log.relname, c.relname) = ANY (

@@ -5,7 +5,7 @@ FROM pg_class owner
 JOIN pg_attribute id ON id.attrelid = owner.oid AND id.attname = 'eql_id'
 JOIN pg_depend depend ON depend.refobjid = owner.oid AND depend.refobjsubid = id.attnum
     AND depend.refclassid = 'pg_catalog.pg_class'::regclass AND depend.classid = 'pg_catalog.pg_class'::regclass
-    AND depend.deptype IN ('a', 'i')
+    AND depend.deptype = ANY (ARRAY['a', 'i'])
 JOIN pg_class sequence ON sequence.oid = depend.objid AND sequence.relkind = 'S'
 JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
 JOIN pg_sequence settings ON settings.seqrelid = sequence.oid

@@ -21,7 +21,7 @@ WITH first AS MATERIALIZED (
     LIMIT %(limit)s
 ), old AS MATERIALIZED (
     SELECT eql_batch FROM first
-    WHERE eql_created_at < now() - make_interval(secs => %(seconds)s)
+    WHERE eql_created_at < (now() - make_interval(secs => %(seconds)s))
       AND eql_batch < (
           SELECT eql_batch FROM {schema}.spark_publication
           WHERE eql_writer = %(writer)s
@@ -34,11 +34,11 @@ WITH first AS MATERIALIZED (
       AND (SELECT count(*) FROM old) > 1
 )
 DELETE FROM {schema}.spark_publication
-WHERE eql_writer = %(writer)s AND eql_batch IN (SELECT eql_batch FROM old) AND eql_batch < (SELECT max(eql_batch) FROM old);
+WHERE eql_writer = %(writer)s AND eql_batch = ANY (SELECT eql_batch FROM old) AND eql_batch < (SELECT max(eql_batch) FROM old);
 
 -- prune_writers -- Delete the records from before a time of writers with such names, of so many from one name on.
 DELETE FROM {schema}.spark_publication
-WHERE (eql_writer, eql_batch) IN (
+WHERE (eql_writer, eql_batch) = ANY (
     SELECT eql_writer, eql_batch
     FROM (
         SELECT eql_writer, eql_batch, eql_created_at FROM {schema}.spark_publication
@@ -46,7 +46,7 @@ WHERE (eql_writer, eql_batch) IN (
         ORDER BY eql_writer, eql_batch
         LIMIT %(limit)s
     ) looked_at
-    WHERE eql_writer ~ %(names)s AND eql_created_at < now() - make_interval(secs => %(seconds)s)
+    WHERE eql_writer ~ %(names)s AND eql_created_at < (now() - make_interval(secs => %(seconds)s))
 );
 
 -- known_topics -- Those of the given topics that exist.
