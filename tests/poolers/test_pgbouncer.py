@@ -159,7 +159,7 @@ def test_an_option_that_names_a_server_is_understood(direct: str, expected: tupl
     url = database._direct_url
     assert (url.host, url.port, url.database) == expected
     assert (url.password, dict(url.query)) == ("secret", {"sslmode": "require", "client_encoding": "UTF8"})
-    assert database.dsn == "postgresql://someone:secret@pooler:6432/events?sslmode=require&client_encoding=UTF8"
+    assert database.dsn == "postgresql://someone:secret@pooler:6432/events?client_encoding=UTF8&sslmode=require"
     assert str(database) == "postgresql://someone:***@pooler:6432/events"
 
 
