@@ -606,7 +606,7 @@ class Claims:
                 # A handler's own failures do not come here: its events could not be read.
                 if size == 1 or not too_much(error):
                     raise
-                size //= 2
+                batch = size = size // 2
                 continue
             size, check = min(batch, size * 2), False
             consumed += progress.consumed

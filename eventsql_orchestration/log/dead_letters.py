@@ -350,7 +350,6 @@ class DeadLetters:
                         raise
                     most = batch // 2
                     continue
-                most = min(BATCH, most * 2)
                 redriven += done
         return redriven
 

@@ -10,6 +10,9 @@ REFUSED_SECONDS: Final = 60.0
 """So many commits in a row, over so many seconds at least, are refused for what may pass, as a conflict does, before
 the event is looked for that is to blame: what has not passed by then comes from what is written."""
 
+KEPT_BATCHES: Final = 20
+"""After so many batches of a size that could be read, one of twice that size is tried: it may cost a whole timeout."""
+
 
 class Refusals:
     """Those of one consumer partition, since its last commit of as many events as it takes."""
@@ -21,6 +24,8 @@ class Refusals:
         self._count = 0
         self._since = time.monotonic()
         self._blamed: int | None = None
+        self._kept = 0
+        """So many batches more are of the size that could be read."""
 
     def may_pass(self, event: int | None) -> bool:
         """Count a commit that was refused for what may pass; whether the same is to be tried again, later.
@@ -51,11 +56,13 @@ class Refusals:
         self._most = 1
 
     def halve(self, most: int) -> None:
-        """A batch of `most` events was too large to be read; more are read again as that goes well."""
-        self._most = max(1, most // 2)
+        """A batch of `most` events was too large to be read; after some smaller ones, more are read again."""
+        self._most, self._kept = max(1, most // 2), KEPT_BATCHES
 
     def committed(self, most: int) -> bool:
         """A commit went well; whether that leaves nothing to remember."""
-        if self._most is not None:
+        if self._kept:
+            self._kept -= 1
+        elif self._most is not None:
             self._most *= 2
         return self._most is None or self._most >= most

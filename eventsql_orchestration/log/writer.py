@@ -130,6 +130,7 @@ class LogWriter:
         self._fixed_batch = batch
         # Per topic: the events of one must not make the batches of another small.
         self._batches: dict[str, int] = {}
+        # The number of events in the batch that is being moved, and the buffer id of its last one where that is known.
         self._tried: tuple[int, int | None] | None = None
         self._lock_timeout = lock_timeout
         self._queries = Queries("log", database.schema)
@@ -281,9 +282,7 @@ class LogWriter:
 
     def _move_batch(self, topic: str, newest: int) -> int | None:
         connection = self._open()
-        limit = min(self._batches.get(topic, FIRST_BATCH), MOST_BATCH)
-        if self._fixed_batch is not None:
-            limit = min(self._batches.get(topic, self._fixed_batch), self._fixed_batch)
+        limit = min(self._batches.get(topic, self._fixed_batch or FIRST_BATCH), self._fixed_batch or MOST_BATCH)
         started = time.monotonic()
         with self._room_for(topic), self._transaction(connection):
             if connection.execute(self._queries("lock_topic"), {"topic": topic}).fetchone() is None:
@@ -302,6 +301,7 @@ class LogWriter:
             ).fetchone()
             assert batch is not None, "an aggregate gives one row"
             upto, found, definition, block, last_id = batch
+            self._tried = None
             if found:
                 self._make_room(connection, topic, last_id)
                 self._tried = found, upto
@@ -448,7 +448,7 @@ class LogWriter:
             if self.broken:
                 raise
             # They are others' events: the publisher's own batch must not fail because of them.
-            self._batches[topic] = found // 2
+            self._batches[topic] = max(1, found // 2)
             raise _BufferStuckError(describe(error)) from error
         if topic in self._batches:
             self._batches[topic] = max(found * 2, self._batches[topic])

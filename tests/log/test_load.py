@@ -11,7 +11,7 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, StuckEventError
-from eventsql_orchestration.log import claims, consumer, repartition, writer
+from eventsql_orchestration.log import claims, consumer, refusals, repartition, writer
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.reader import fetch
 from eventsql_orchestration.log.transfer import Transfer
@@ -264,12 +264,13 @@ def test_the_buffer_is_emptied_in_parts_of_some_size(
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of events that are read at once; the server cancels a statement that reads more than three."""
+    """The numbers of events that are read at once; the server cancels each read of more than three, a negative one."""
     done: list[int] = []
 
     def limited(connection: Connection, *arguments: Any, limit: int | None = None, **options: Any) -> list[Event]:
         events = fetch(connection, *arguments, limit=limit, **options)
         if len(events) > 3:
+            done.append(-len(events))
             connection.execute("DO $$ BEGIN RAISE EXCEPTION 'too much' USING ERRCODE = '57014'; END $$")
         done.append(len(events))
         return events
@@ -351,3 +352,15 @@ def test_letters_are_redriven_in_smaller_batches(
     platform.transfer.run_once()
     assert read(platform) == list(range(20))
     assert max(sizes(session)) <= 3
+
+
+def test_a_consumer_tries_larger_reads_again_after_some_smaller_ones(
+    platform: EventSQL, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "KEPT_BATCHES", 2)
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(20))
+    platform.transfer.run_once()
+    while platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: None, max_events=8):
+        pass
+    assert reads == [-8, -4, 2, 2, 2, -4, 2, 2, 2, -4, 2, 2, 2, 2, 0]
