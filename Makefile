@@ -16,7 +16,7 @@ ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
 endif
 
-.PHONY: help setup demo browser jdbc pgbouncer java test pooler pooled oldest bench faults shardfaults lint format types contracts check clean
+.PHONY: help setup demo browser jdbc pgbouncer tls java test pooler pooled oldest bench faults shardfaults lint format types contracts check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -65,6 +65,15 @@ pgbouncer: ## Install PgBouncer for the tests through a pooler, where apt-get ca
 		fi; \
 	fi
 
+tls: ## Install a PostgreSQL that is built with TLS, for the tests with a server that demands it, where apt-get can
+	@if ! ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql; \
+		else \
+			echo "No PostgreSQL with TLS here: the tests with it will say that they did not run. Install postgresql."; \
+		fi; \
+	fi
+
 java: ## Fetch EventSQL's Java library for the tests that share a database with it, where Maven and its repository have it
 	@if ! command -v mvn >/dev/null; then \
 		echo "No Maven here: the tests with EventSQL's Java library will say that they did not run."; \
@@ -73,7 +82,7 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 		echo "EventSQL's Java library could not be fetched: the tests with it will say that they did not run."; \
 	fi
 
-test: setup browser jdbc pgbouncer java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
+test: setup browser jdbc pgbouncer tls java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
 	@# Two processes of tests keep two cores busy. What fails beside the other is tried once more alone, and counts then.
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS) || { \
 		echo "Once more, alone: what failed above."; \

@@ -32,6 +32,8 @@ class Settings(BaseSettings):
         extra="forbid",
         frozen=True,
         populate_by_name=True,
+        # A wrong value may be a URL in the wrong place.
+        hide_input_in_errors=True,
     )
 
     dsn: SecretStr | None = None

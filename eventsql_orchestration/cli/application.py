@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -23,7 +26,16 @@ from eventsql_orchestration.cli.doctor import doctor
 from eventsql_orchestration.cli.events import consume, tail
 from eventsql_orchestration.cli.lag import lag
 from eventsql_orchestration.cli.migrate import migrate
-from eventsql_orchestration.cli.output import OutputClosedError, OutputFailedError, discard_output, redact, say
+from eventsql_orchestration.cli.output import (
+    OutputClosedError,
+    OutputFailedError,
+    begin_with,
+    discard_output,
+    keep_secret,
+    redact,
+    say,
+)
+from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, urls_of_file
 from eventsql_orchestration.cli.publish import publish
 from eventsql_orchestration.cli.seek import seek
 from eventsql_orchestration.cli.server import server
@@ -31,6 +43,12 @@ from eventsql_orchestration.cli.shard import shard
 from eventsql_orchestration.cli.topic import topic
 from eventsql_orchestration.cli.transfer import transfer
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
+from eventsql_orchestration.rules import split_urls
+
+_DSN: Final = "EVENTSQL_DSN"
+
+_URL: Final = re.compile(r"[\w+]+://.*|.*password\s*=.*", re.DOTALL | re.IGNORECASE)
+"""What may hold a password among the arguments."""
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -89,6 +107,10 @@ class Application(click.Group):
         **extra: Any,
     ) -> NoReturn:
         """Run the program and exit."""
+        given = sys.argv[1:] if args is None else args
+        begin_with(
+            [*(found[0] for each in given if (found := _URL.search(each))), *split_urls(os.environ.get(_DSN, ""))]
+        )
         try:
             code = super().main(
                 args, prog_name or "eventsql", complete_var,
@@ -164,14 +186,9 @@ def _exit_code(error: Exception) -> int:
 
 
 def _traceback(error: Exception, context: CliContext) -> str:
-    text = redact("".join(traceback.format_exception(error)))
-    try:
-        passwords = [sqlalchemy.make_url(dsn).password for dsn in context.settings.dsns]
-    except (EventSQLError, sqlalchemy.exc.ArgumentError, ValueError):
-        passwords = []
-    for password in filter(None, passwords):
-        text = text.replace(str(password), "***")
-    return text
+    with suppress(EventSQLError):
+        keep_secret(*context.settings.dsns)
+    return redact("".join(traceback.format_exception(error)))
 
 
 class _Messages(logging.Handler):
@@ -205,7 +222,7 @@ def _show_log(ctx: click.Context, *, debug: bool) -> None:
 
 
 def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
-    return " ".join(values) if values else None
+    return " ".join(ask_for_url() if value == ASK else value for value in values) if values else None
 
 
 @click.group(
@@ -220,10 +237,11 @@ def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[st
     multiple=True,
     callback=_together,
     metavar="URL",
-    help="The database: postgresql://user@host:5432/database; repeat it for shards. EVENTSQL_DSN and `dsn` in "
-    "eventsql.toml do the same, and show a password to nobody who lists processes. With none, the embedded server of "
-    "--home is used.",
+    help="The database: postgresql://user@host:5432/database; repeat it for shards. Who lists processes sees it and "
+    "its password: `-` asks for it, and EVENTSQL_DSN and `dsn` in eventsql.toml do the same. With none, the embedded "
+    "server of --home is used.",
 )
+@click.option("--dsn-file", type=FILE, help="A file with the URL, or with those of all shards.")
 @click.option("--shard", metavar="NAME", help="Of several databases, the shard of this name alone.")
 @click.option(
     "--schema", metavar="NAME", help="The schema of the platform's tables; or EVENTSQL_SCHEMA  [default: eventsql]."
@@ -237,10 +255,23 @@ def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[st
 @click.version_option(version("eventsql-orchestration"), message="eventsql %(version)s")
 @click.pass_context
 def main(
-    ctx: click.Context, *, dsn: str | None, shard: str | None, schema: str | None, home: Path | None, debug: bool
+    ctx: click.Context,
+    *,
+    dsn: str | None,
+    dsn_file: Path | None,
+    shard: str | None,
+    schema: str | None,
+    home: Path | None,
+    debug: bool,
 ) -> None:
     """Events over the SQL database that you already run."""
-    ctx.obj = CliContext(dsn=dsn, schema=schema, home=home, shard=shard)
+    if dsn_file is not None:
+        if dsn is not None:
+            raise click.UsageError("--dsn and --dsn-file both name the database: give one of them")
+        dsn = urls_of_file(dsn_file)
+    ctx.obj = CliContext(
+        dsn=dsn, dsn_option="--dsn" if dsn_file is None else "--dsn-file", schema=schema, home=home, shard=shard
+    )
     _show_log(ctx, debug=debug)
 
 

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import click
 
-from eventsql_orchestration.cli.output import say
+from eventsql_orchestration.cli.output import keep_secret, say
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.platform import EventSQL
@@ -94,12 +94,14 @@ class CliContext:
         self,
         *,
         dsn: str | None = None,
+        dsn_option: str = "--dsn",
         schema: str | None = None,
         home: Path | None = None,
         shard: str | None = None,
     ) -> None:
-        """`dsn` may be several URLs with spaces between them."""
+        """`dsn` may be several URLs with spaces between them; `dsn_option` gave it."""
         self._dsn = dsn
+        self._dsn_option = dsn_option
         self.shard = shard
         self._schema = schema
         self._home = home
@@ -107,13 +109,15 @@ class CliContext:
     @cached_property
     def settings(self) -> Settings:
         """Raises `ConfigurationError`."""
-        return Settings.load(dsn=self._dsn, db_schema=self._schema, home=self._home)
+        settings = Settings.load(dsn=self._dsn, db_schema=self._schema, home=self._home)
+        keep_secret(*settings.dsns)
+        return settings
 
     def source(self, setting: Setting) -> str:
         """Where a setting has its value from."""
         options = {"dsn": self._dsn, "schema": self._schema, "home": self._home}
         if options[setting] is not None:
-            return f"--{setting}"
+            return self._dsn_option if setting == "dsn" else f"--{setting}"
         variable = f"EVENTSQL_{setting.upper()}"
         if variable in os.environ:
             return variable

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.redaction import hide_passwords
 
 _UNBOUNDED: Final = 100_000
 """Columns of a "terminal" that is a pipe or a file: a row there is one line, however long."""
@@ -42,8 +43,23 @@ class OutputFailedError(BaseException):
     """Standard output takes no more, because its disk is full for example; not an `Exception` for the same reason."""
 
 
+_urls: Final[list[str]] = []
+"""The URLs that this invocation was given."""
+
+
+def begin_with(urls: Iterable[str]) -> None:
+    """Forget the URLs of an invocation before, and keep the passwords of these secret."""
+    _urls[:] = urls
+
+
+def keep_secret(*urls: str) -> None:
+    """Write no password of these URLs from now on."""
+    _urls.extend(url for url in urls if url not in _urls)
+
+
 def redact(text: str) -> str:
-    """`text` without the passwords of the database URLs and connection strings in it."""
+    """`text` without the passwords of the database URLs and connection strings in it, and of those that are in use."""
+    text = hide_passwords(text, *_urls)
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
@@ -51,7 +67,7 @@ def redact(text: str) -> str:
 
 def say(message: str) -> None:
     """One line for the user, on standard error."""
-    click.echo(f"eventsql: {redact(' '.join(message.split()))}", err=True)
+    click.echo(f"eventsql: {' '.join(redact(message).split())}", err=True)
 
 
 def write(text: str) -> None:

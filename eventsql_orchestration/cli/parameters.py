@@ -5,13 +5,38 @@ from __future__ import annotations
 import re
 from datetime import datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Final
 
 import click
 
+from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 from eventsql_orchestration.model import check_topic_name
 from eventsql_orchestration.rules import check_name, check_time
+
+ASK: Final = "-"
+"""What stands for a URL that is to be asked for."""
+
+FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+
+def ask_for_url(what: str = "URL of the database") -> str:
+    """Ask for a URL on the terminal, which does not show it."""
+    return str(click.prompt(what, hide_input=True, err=True)).strip()
+
+
+def urls_of_file(file: Path) -> str:
+    """What a file says, such as a URL. Raises `ConfigurationError`, without any of it, where it cannot be read."""
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{file} is not text in UTF-8: write the URL of the database into it") from None
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror or error}") from None
+    if not text:
+        raise ConfigurationError(f"{file} is empty: write the URL of the database into it")
+    return text
 
 
 class TopicName(click.ParamType[str]):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Final
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import counted, say, show_fields, show_table, write_json
-from eventsql_orchestration.cli.parameters import json_option
+from eventsql_orchestration.cli.output import counted, keep_secret, say, show_fields, show_table, write_json
+from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, json_option, urls_of_file
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.platform import EventSQL
@@ -37,6 +39,8 @@ def _sharded(platform: EventSQL) -> ShardedEventSQL:
 
 
 ADD: Final = "`eventsql shard add --dsn URL --execute`, its URL there and those of the other shards before the command"
+
+NEW_DSN: Final = "EVENTSQL_NEW_DSN"
 
 _MAINTENANCE: Final = frozenset({"postgres", "template1"})
 
@@ -123,14 +127,28 @@ def status(context: CliContext, *, as_json: bool) -> None:
 
 @shard.command()
 @click.option(
-    "--dsn", "new", required=True, metavar="URL", help="The database to add; it may have no topics of its own."
+    "--dsn",
+    "new",
+    metavar="URL",
+    help="The database to add; it may have no topics of its own. Who lists processes sees it, with its password: `-` "
+    "asks for it, and EVENTSQL_NEW_DSN or --dsn-file name it too.",
 )
+@click.option("--dsn-file", "new_file", type=FILE, help="A file with the URL of the database to add.")
 @click.option("--name", metavar="NAME", help="Its name among the shards, for ever  [default: the next free shard-N].")
 @click.option("--prepare", is_flag=True, help="Only make it ready: give its URL to every process, and --execute then.")
 @click.option("--execute", is_flag=True, help="Add it; without this, the plan is shown and nothing is changed.")
 @json_option
 @pass_context
-def add(context: CliContext, *, new: str, name: str | None, prepare: bool, execute: bool, as_json: bool) -> None:
+def add(
+    context: CliContext,
+    *,
+    new: str | None,
+    new_file: Path | None,
+    name: str | None,
+    prepare: bool,
+    execute: bool,
+    as_json: bool,
+) -> None:
     """Add a database to the shards: a plan and, with --execute, the addition.
 
     Publishers and consumers go on. Keys that move to the new shard wait while it is added, all others do not. Processes
@@ -139,11 +157,12 @@ def add(context: CliContext, *, new: str, name: str | None, prepare: bool, execu
     """
     if prepare and execute:
         raise click.UsageError("--prepare and --execute are two steps: give one of them")
+    added = _new_url(new, new_file)
     settings = context.settings
     if not settings.dsns:
         raise ConfigurationError("name the shards that there are before the command: eventsql --dsn URL shard add …")
     options = {"schema": settings.db_schema, "transfer": False}
-    platforms = [EventSQL(dsn, **options) for dsn in (*settings.dsns, new)]  # type: ignore[arg-type]
+    platforms = [EventSQL(dsn, **options) for dsn in (*settings.dsns, added)]  # type: ignore[arg-type]
     try:
         addition = ShardAddition(platforms[:-1], platforms[-1], name=name, on_step=say)
         plan = addition.execute(only_prepare=prepare) if prepare or execute else addition.plan()
@@ -158,6 +177,19 @@ def add(context: CliContext, *, new: str, name: str | None, prepare: bool, execu
     else:
         _show(plan, database)
         say(_what_follows(plan))
+
+
+def _new_url(given: str | None, file: Path | None) -> str:
+    """The URL of the database to add."""
+    if given is not None and file is not None:
+        raise click.UsageError("--dsn and --dsn-file both name the database to add: give one of them")
+    url = urls_of_file(file) if file is not None else given or os.environ.get(NEW_DSN)
+    if not url:
+        raise click.UsageError(f"name the database to add: --dsn URL, --dsn-file FILE or {NEW_DSN}")
+    if url == ASK:
+        url = ask_for_url("URL of the database to add")
+    keep_secret(url)
+    return url
 
 
 def _what_follows(plan: Addition) -> str:

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]  # it comes with dagster, without ty
 
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.database import parse_dsn
+from eventsql_orchestration.database.urls import parse_dsn
 
 STORAGE_SCHEMA: Final = "dagster_dev"
 """Not `dagster`, where a deployment has its tables: two daemons on one storage end each other's runs."""

@@ -16,7 +16,8 @@ from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange
 from eventsql_orchestration.dagster.lineage import ExecutionContext, lineage
 from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.database import is_pooled, parse_dsn
+from eventsql_orchestration.database.database import is_pooled
+from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, ShardSetError, ShardUnavailableError, ValidationError
 from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.log.lag import ConsumerLag
@@ -49,9 +50,12 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     names the field, never the password.
     """
 
+    # Neither the resource's text nor Dagster's UI shows a URL that stands in the code.
     dsn: str = Field(
+        repr=False,
+        json_schema_extra={"dagster__is_secret": True},
         description="URL of the PostgreSQL database, postgresql://user:password@host:5432/database, or those of all "
-        "shards with spaces between them"
+        "shards with spaces between them",
     )
     db_schema: str = Field(default=DEFAULT_SCHEMA, description="The schema that holds the platform's tables")
 
@@ -62,7 +66,9 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     @classmethod
     def _dsn_is_a_url(cls, value: object) -> object:
         # Not a `ValueError`, whose message would repeat the password.
-        if isinstance(value, str) and not isinstance(value, dg.EnvVar):
+        if not isinstance(value, str):
+            raise ConfigurationError(f"dsn of EventSQLResource must be text, not {type(value).__name__}")
+        if not isinstance(value, dg.EnvVar):
             urls = split_urls(value)
             for position, url in enumerate(urls, start=1):
                 try:

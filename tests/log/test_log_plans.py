@@ -15,6 +15,7 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.conftest import generic_plan
 
 EVENTS = 100_000
 FLOOD = 60_000
@@ -113,12 +114,9 @@ def plans(connection: Connection, statement: str, topic: str = "orders", **chang
     text = re.sub(r"%\((\w+)\)s", numbered, composed.as_string()).replace("%%", "%")
     values = {**VALUES, **changes}
     custom = connection.execute(b"EXPLAIN " + composed.as_bytes(), {name: values[name] for name in names}).fetchall()
-    generic = connection.execute(b"EXPLAIN (GENERIC_PLAN) " + text.encode()).fetchall()
+    both = "\n".join(line for (line,) in custom), generic_plan(connection, text, [values[name] for name in names])
     # The segments ahead have no page to read.
-    return [
-        re.sub(r"Seq Scan on \w+_segment_(5|10)000000\b", "Nothing", "\n".join(line for (line,) in lines))
-        for lines in (custom, generic)
-    ]
+    return [re.sub(r"Seq Scan on \w+_segment_(5|10)000000\b", "Nothing", plan) for plan in both]
 
 
 @pytest.mark.parametrize("statement", ["read", "count", "waiting", "oldest", "end", "extent"])

@@ -9,6 +9,7 @@ from uuid import UUID
 import pytest
 
 from eventsql_orchestration.database import Connection, Database, Queries
+from tests.conftest import generic_plan
 
 VALUES = {
     "queue": "queue 7",
@@ -47,8 +48,8 @@ def plans(connection: Connection, file: str, statement: str, values: dict[str, A
 
     text = re.sub(r"%\((\w+)\)s", numbered, composed.as_string()).replace("%%", "%")
     custom = connection.execute(b"EXPLAIN " + composed.as_bytes(), values).fetchall()
-    generic = connection.execute(b"EXPLAIN (GENERIC_PLAN) " + text.encode()).fetchall()
-    return ["\n".join(line for (line,) in lines) for lines in (custom, generic)]
+    generic = generic_plan(connection, text, [values[name] for name in names])
+    return ["\n".join(line for (line,) in custom), generic]
 
 
 def test_receiving_reads_the_index_in_its_order_and_only_as_far_as_it_must(filled: Database) -> None:

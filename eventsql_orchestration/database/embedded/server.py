@@ -271,6 +271,8 @@ class EmbeddedPostgres:
                     # Both sort the same on every machine; the C library's other locales do not.
                     *("--encoding", "UTF8", "--locale", "C"),
                     *(_BUILTIN_LOCALE if version >= _BUILTIN_SINCE else ()),
+                    # PostgreSQL 18 does so by itself.
+                    "--data-checksums",
                     *("--text-search-config", "english", "--no-instructions"),
                 ],
                 account,

@@ -46,8 +46,8 @@ def known(revision: str) -> bool:
     return revision == HEAD or any(entry.revision == revision for entry in scripts().walk_revisions())
 
 
-def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC") -> None:
-    """Bring `schema` up to `head()`, in one transaction.
+def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEAD) -> None:
+    """Bring `schema` up to a revision, the newest by default, in one transaction.
 
     Processes that come at the same time wait for the first and find nothing left to do. `times_in` is the time zone
     that the times are readings of which EventSQL's Java library wrote before, if it made the tables: any other than UTC
@@ -55,14 +55,14 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC") -> None:
     """
     with engine.begin() as connection:
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _ADVISORY_LOCK})
-        _run(connection, schema, times_in)
+        _run(connection, schema, times_in, to)
 
 
-def _run(connection: Connection, schema: str, times_in: str) -> None:
+def _run(connection: Connection, schema: str, times_in: str, to: str) -> None:
     from alembic import command  # noqa: PLC0415 - see above
 
     config = _config()
     config.attributes["connection"] = connection
     config.attributes["schema"] = schema
     config.attributes["times_in"] = times_in
-    command.upgrade(config, "head")
+    command.upgrade(config, to)

@@ -1,0 +1,238 @@
+"""A database of the first release comes through every migration with all that is in it, and is as a new one then."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection, Database, migrations
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.queue import Queue
+from tests.database import test_adoption
+
+FIRST = "0001"
+
+REVISIONS = [entry.revision for entry in reversed(list(migrations.scripts().walk_revisions()))]
+
+EVENTS = 30
+BUFFERED = 9
+CONSUMED = 12
+
+DATA = f"""
+INSERT INTO topic (eql_name, eql_partitions) VALUES ('plain', -1), ('plain_dlt', -1), ('split', 3);
+INSERT INTO event_buffer_lock VALUES ('plain'), ('plain_dlt'), ('split');
+CREATE TABLE plain_event (
+    eql_id bigserial PRIMARY KEY, eql_partition smallint NOT NULL, eql_key text, eql_value bytea NOT NULL,
+    eql_buffered_at timestamptz NOT NULL, eql_created_at timestamptz NOT NULL DEFAULT now(), eql_metadata json NOT NULL
+);
+CREATE TABLE plain_dlt_event (LIKE plain_event INCLUDING ALL);
+CREATE TABLE split_event (LIKE plain_event INCLUDING ALL);
+CREATE INDEX ix_split_event_eql_partition ON split_event (eql_partition, eql_id);
+INSERT INTO plain_event (eql_id, eql_partition, eql_key, eql_value, eql_buffered_at, eql_metadata)
+    SELECT n, -1, NULL, convert_to('plain ' || n, 'UTF8'), now(), '{{}}' FROM generate_series(1, {EVENTS}) n;
+INSERT INTO split_event (eql_id, eql_partition, eql_key, eql_value, eql_buffered_at, eql_metadata)
+    SELECT n, n % 3, 'k' || n % 3, convert_to('split ' || n, 'UTF8'), now(), '{{"n":"1"}}'
+    FROM generate_series(1, {EVENTS}) n;
+INSERT INTO plain_dlt_event (eql_id, eql_partition, eql_value, eql_buffered_at, eql_metadata)
+    SELECT n, -1, 'dead', now(), '{{}}' FROM generate_series(1, 3) n;
+SELECT setval('plain_event_eql_id_seq', {EVENTS}, true);
+INSERT INTO event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+    SELECT 'plain', -1, NULL, convert_to('plain ' || {EVENTS} + n, 'UTF8'), '{{}}'
+    FROM generate_series(1, {BUFFERED}) n;
+INSERT INTO consumer (eql_topic, eql_name, eql_partition, eql_first_event_id, eql_last_event_id,
+                      eql_last_consumption_at, eql_consumed_events)
+VALUES ('plain', 'mailer', -1, 1, {CONSUMED}, now(), {CONSUMED}),
+       ('split', 'indexer', 0, 3, {CONSUMED}, now(), 4), ('split', 'indexer', 1, 1, 10, now(), 4),
+       ('split', 'indexer', 2, NULL, NULL, NULL, 0),
+       ('plain_dlt', 'eventsql.redrive', -1, 1, 2, now(), 2);
+UPDATE consumer SET eql_failed_event_id = {CONSUMED + 1}, eql_attempts = 2, eql_failure = 'ValueError: no'
+    WHERE eql_name = 'mailer';
+UPDATE consumer SET eql_epoch = 7, eql_lease_owner = 'run', eql_lease_expires_at = now() + interval '1 h'
+    WHERE eql_name = 'indexer' AND eql_partition = 2;
+INSERT INTO consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, eql_events, eql_epoch,
+                            eql_owner, eql_state, eql_finished_at)
+VALUES ('split', 'indexer', 0, 0, {CONSUMED}, 4, 1, 'run', 'committed', now()),
+       ('split', 'indexer', 2, 0, {EVENTS}, 10, 7, 'run', 'claimed', NULL);
+INSERT INTO spark_publication (eql_writer, eql_batch, eql_events) VALUES ('writer', 4, 100);
+INSERT INTO spark_staged_event (eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata)
+    VALUES ('00000000-0000-0000-0000-000000000001', 0, 'plain', -1, 'staged', '{{}}');
+INSERT INTO queue_message (eql_queue, eql_key, eql_body, eql_metadata)
+    SELECT 'jobs', NULL, convert_to('job ' || n, 'UTF8'), '{{}}' FROM generate_series(1, 4) n;
+INSERT INTO aggregate (eql_type, eql_id, eql_version) VALUES ('account', 'a', 2);
+INSERT INTO aggregate_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data)
+    VALUES ('account', 'a', 1, 'opened', '{{}}'), ('account', 'a', 2, 'paid', '{{"n": 1}}');
+INSERT INTO aggregate_snapshot (eql_type, eql_aggregate_id, eql_version, eql_data) VALUES ('account', 'a', 1, '{{}}');
+INSERT INTO timeline_entry (eql_timeline, eql_resource, eql_data, eql_occurred_at) VALUES ('t', 'r', '{{}}', now());
+INSERT INTO rollup_bucket VALUES ('r', now(), 'd', 1, 2);
+INSERT INTO log_line (eql_log, eql_resource, eql_line, eql_written_at) VALUES ('l', 'r', 'line', now());
+"""
+
+CATALOG = """
+SELECT 'column', table_name, column_name,
+       concat_ws(' ', data_type, column_default, is_nullable, is_identity, identity_generation)
+FROM information_schema.columns WHERE table_schema = %(schema)s
+UNION ALL
+SELECT 'index', tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = %(schema)s
+UNION ALL
+SELECT 'constraint', conrelid::regclass::text, conname, pg_get_constraintdef(oid)
+FROM pg_constraint WHERE connamespace = %(schema)s::regnamespace
+UNION ALL
+SELECT 'function', '', proname, pg_get_functiondef(oid) FROM pg_proc WHERE pronamespace = %(schema)s::regnamespace
+UNION ALL
+SELECT 'trigger', tgrelid::regclass::text, tgname, pg_get_triggerdef(t.oid)
+FROM pg_trigger t JOIN pg_class c ON c.oid = tgrelid
+WHERE relnamespace = %(schema)s::regnamespace AND NOT tgisinternal
+"""
+
+
+@pytest.fixture
+def old(server: EmbeddedPostgres) -> Iterator[str]:
+    """A database of the first release with data of every kind."""
+    name = f"old_{uuid.uuid4().hex}"
+    dsn = server.create_database(name)
+    upgrade(dsn, FIRST)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("SET search_path TO eventsql")
+        connection.execute(DATA.encode())
+    yield dsn
+    server.drop_database(name)
+
+
+def upgrade(dsn: str, revision: str, *, schema: str = "eventsql") -> None:
+    with Database(dsn, schema=schema) as database:
+        migrations.upgrade(database.engine.execution_options(isolation_level="READ COMMITTED"), schema, to=revision)
+        assert database.revision() == revision
+
+
+def columns_of(connection: Connection) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for table, column in connection.execute(
+        "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = 'eventsql' "
+        "AND table_name <> 'schema_version' ORDER BY table_name, ordinal_position"
+    ):
+        found.setdefault(table, []).append(column)
+    return found
+
+
+def rows_of(connection: Connection, columns: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The rows of each table, as text, of those columns alone."""
+    return {
+        table: sorted(
+            str(row)
+            for row in connection.execute(
+                psycopg.sql.SQL("SELECT {} FROM {}").format(
+                    psycopg.sql.SQL(", ").join(
+                        psycopg.sql.SQL("{}::text").format(psycopg.sql.Identifier(name)) for name in names
+                    ),
+                    psycopg.sql.Identifier("eventsql", table),
+                )
+            )
+            if "eventsql.redrive" not in row
+        )
+        for table, names in columns.items()
+    }
+
+
+def test_the_first_revision_and_the_newest_are_where_they_are_thought_to_be() -> None:
+    assert REVISIONS[0] == FIRST
+    assert REVISIONS[-1] == migrations.HEAD
+
+
+def test_no_step_loses_or_changes_a_row(old: str) -> None:
+    with psycopg.connect(old, autocommit=True) as connection:
+        columns = columns_of(connection)
+        before = rows_of(connection, columns)
+        assert all(before.values()), "a table of the first release has no row to lose"
+        for revision in REVISIONS[1:]:
+            upgrade(old, revision)
+            assert rows_of(connection, columns) == before, revision
+
+
+def catalog(dsn: str, schema: str = "eventsql") -> set[tuple[Any, ...]]:
+    with psycopg.connect(dsn) as connection:
+        return set(connection.execute(CATALOG, {"schema": schema}).fetchall())
+
+
+def test_the_schema_is_that_of_a_new_database_afterwards(old: str, direct_dsn: str) -> None:
+    for revision in REVISIONS[1:]:
+        upgrade(old, revision)
+    of_topics = ("plain_", "split_", "ix_split_", "eventsql.plain_", "eventsql.split_")
+    found = {each for each in catalog(old) if not any(name.startswith(of_topics) for name in each[1:3])}
+    assert found == catalog(direct_dsn)
+
+
+def consume(platform: EventSQL, topic: str, consumer: str, partition: int = -1) -> list[bytes]:
+    seen: list[Event] = []
+    while platform.consumers.consume_once(topic, consumer, lambda events, _: seen.extend(events), partition=partition):
+        pass
+    return [event.value for event in seen]
+
+
+def test_events_go_on_where_they_were(old: str) -> None:
+    for revision in REVISIONS[1:]:
+        upgrade(old, revision)
+    with EventSQL(old, transfer=False) as platform:
+        platform.registry.register_topic(Topic("plain")).register_topic(Topic("split", 3))
+        platform.publisher.publish(Publication("plain", b"new"))
+        assert platform.transfer.run_once() == {"plain": BUFFERED + 1}
+        assert consume(platform, "plain", "mailer") == [
+            *(b"plain %d" % n for n in range(CONSUMED + 1, EVENTS + BUFFERED + 1)),
+            b"new",
+        ]
+        assert platform.registry.consumer("plain", "mailer")[0].consumed_events == EVENTS + BUFFERED + 1
+        assert consume(platform, "split", "indexer", 0) == [b"split %d" % n for n in range(15, EVENTS + 1, 3)]
+        assert consume(platform, "split", "indexer", 1) == [b"split %d" % n for n in range(13, EVENTS + 1, 3)]
+        assert [letter.redriven_at is None for letter in platform.dead_letters.list("plain")] == [False, False, True]
+        queue = Queue(platform.database, "jobs")
+        assert [message.body for message in queue.receive(max_messages=9)] == [b"job %d" % n for n in range(1, 5)]
+
+
+def test_a_claim_of_a_run_that_goes_on_is_still_its_own(old: str) -> None:
+    for revision in REVISIONS[1:]:
+        upgrade(old, revision)
+    with EventSQL(old, transfer=False) as platform:
+        claim = platform.claims.live("split", "indexer", 2)
+        assert claim is not None
+        taken = platform.claims.adopt(claim.id, owner="run")
+        assert [event.id for event in platform.claims.read(taken)] == list(range(2, EVENTS + 1, 3))
+        platform.claims.process(taken, lambda _events, _connection: None)
+        assert platform.registry.consumer("split", "indexer")[2].last_event_id == EVENTS
+
+
+java = test_adoption.java
+
+
+def test_a_database_of_the_java_library_comes_through_each_step(java: Connection, server: EmbeddedPostgres) -> None:
+    dsn = server.start().dsn_for("java")
+    values = java.execute("SELECT eql_id, eql_value FROM account_created_event ORDER BY eql_id").fetchall()
+    buffered = java.execute("SELECT eql_value FROM event_buffer ORDER BY eql_id").fetchall()
+    for revision in REVISIONS:
+        upgrade(dsn, revision, schema="public")
+        test_adoption.publish(java, 1)
+    with EventSQL(dsn, schema="public", transfer=False) as platform:
+        platform.registry.register_topic(Topic("account_created", 3))
+        assert platform.transfer.run_once() == {"account_created": len(buffered) + len(REVISIONS)}
+        events = platform.reader.read("account_created")
+        assert [(event.id, event.value) for event in events][: len(values)] == values
+        assert [event.value for event in events][len(values) : len(values) + len(buffered)] == [v for (v,) in buffered]
+        rest = consume(platform, "account_created", "mailer")
+        assert len(rest) == len(events) - test_adoption._OFFSET
+
+
+def test_the_schema_of_a_java_database_lacks_nothing_of_a_new_one(
+    java: Connection, server: EmbeddedPostgres, direct_dsn: str
+) -> None:
+    dsn = server.start().dsn_for("java")
+    for revision in REVISIONS:
+        upgrade(dsn, revision, schema="public")
+    kinds = ("column", "index", "trigger", "function")
+
+    def names(found: set[tuple[Any, ...]]) -> set[tuple[str, str, str]]:
+        return {(kind, table.rpartition(".")[2], name) for kind, table, name, _ in found if kind in kinds}
+
+    assert names(catalog(direct_dsn)) <= names(catalog(dsn, "public"))
