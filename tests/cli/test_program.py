@@ -247,6 +247,34 @@ def test_no_password_is_printed(
                 assert secret not in result.output
 
 
+def test_a_url_is_read_from_a_file_or_asked_for(invoke: Run, dsn: str, directory: Path) -> None:
+    (directory / "url").write_text(f"{dsn}\n")
+    assert invoke("--dsn-file", "url", "lag", "--json").exit_code == 0
+    asked = invoke("--dsn", "-", "lag", "--json", stdin=f"{dsn}\n")
+    assert asked.exit_code == 0
+    assert dsn not in asked.output
+    findings = invoke("--dsn-file", "url", "doctor", "--json").stdout
+    assert "named by --dsn-file" in findings
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "said"),
+    [
+        (b"", ["--dsn-file", "url"], "url is empty"),
+        (b"\xff", ["--dsn-file", "url"], "url is not text"),
+        (b"x", ["--dsn-file", "nowhere"], "nowhere cannot be read"),
+        (b"x", ["--dsn-file", "url", "--dsn", "x"], "give one of them"),
+    ],
+)
+def test_a_file_that_names_no_database_is_refused(
+    invoke: Run, directory: Path, content: bytes, arguments: list[str], said: str
+) -> None:
+    (directory / "url").write_bytes(content)
+    refused = invoke(*arguments, "lag")
+    assert refused.exit_code == 2
+    assert said in one_line(refused)
+
+
 def test_a_wrong_password_is_not_repeated(invoke: Run, dsn: str, server: EmbeddedPostgres) -> None:
     running = server.start()
     wrong = dsn.replace(running.password, QUOTED)

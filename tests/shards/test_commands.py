@@ -26,7 +26,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def dsns(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    for name in ("EVENTSQL_DSN", "EVENTSQL_SCHEMA", "EVENTSQL_HOME"):
+    for name in ("EVENTSQL_DSN", "EVENTSQL_NEW_DSN", "EVENTSQL_SCHEMA", "EVENTSQL_HOME"):
         monkeypatch.delenv(name, raising=False)
     return databases(3)
 
@@ -128,6 +128,35 @@ def test_topics_and_consumers_are_not_defined_on_one_shard_alone(orders: Run) ->
     ):
         assert "leave out --shard" in orders("--shard", "shard-1", *command, code=2).stderr
     assert "on every shard; it had" in orders("topic", "alter", "orders", "--partitions", 9).stderr
+
+
+def test_the_url_of_a_new_shard_need_not_stand_among_the_arguments(
+    orders: Run, dsns: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "url"
+    file.write_text(f"{dsns[2]}\n")
+    plan = orders("shard", "add", "--dsn", dsns[2], "--json").stdout
+    assert orders("shard", "add", "--dsn-file", file, "--json").stdout == plan
+    asked = orders("shard", "add", "--dsn", "-", "--json", stdin=f"{dsns[2]}\n")
+    assert asked.stdout == plan
+    assert dsns[2] not in asked.output
+    monkeypatch.setenv("EVENTSQL_NEW_DSN", dsns[2])
+    assert orders("shard", "add", "--json").stdout == plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "EVENTSQL_NEW_DSN"),
+        (["--dsn", "postgresql://u:s3cret@h/x", "--dsn-file", "url"], "give one of them"),
+        (["--dsn-file", "nowhere"], "nowhere cannot be read"),
+        (["--dsn", "postgresql://u:p@127.0.0.1:1/x?connect_timeout=s3cret"], "connect_timeout"),
+    ],
+)
+def test_a_new_shard_without_a_url_that_can_be_used_is_refused(orders: Run, arguments: list[str], said: str) -> None:
+    refused = orders("shard", "add", *arguments, code=2)
+    assert said in " ".join(refused.stderr.split())
+    assert "s3cret" not in refused.output
 
 
 def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
