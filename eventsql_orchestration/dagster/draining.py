@@ -53,8 +53,8 @@ Consume: TypeAlias = Callable[[Claim], Consumed]
 class Drained:
     """What a run came to so far: its claims in order with what became of each.
 
-    `lost` says how the run lost a claim that it had, or that it was to have before it was taken for dead; then it
-    fails. `note` is for people: why there was nothing to do, or was not all done.
+    `lost` says how the run lost a claim that it had or was requested for; then it fails. `note` is for people: why
+    there was nothing to do, or was not all done.
     """
 
     claims: list[tuple[Claim, Consumed]] = field(default_factory=list)

@@ -122,17 +122,19 @@ def _claim_and_drain(
 
 
 def _come_too_late(context: dg.AssetExecutionContext, draining: Draining, claim_id: int) -> None:
-    """Note that the run's claim was over when the run came to take it over.
+    """Note that the run's claim was over when the run came to take it over, and whether the run has lost it.
 
-    A run of which Dagster was told meanwhile that it is dead has lost its claim: it must not write a success over that.
+    A run that executes another one again has nothing to lose, and a committed claim is not lost. But a run of which
+    Dagster was told that it is dead must not write a success over that.
     """
     instance, run_id = context.instance, context.run.run_id
-    run = instance.get_run_by_id(run_id)
-    if run is not None and run.is_finished:
-        draining.drained.lost = draining.drained.note
-    if context.run.parent_run_id is None and not draining.is_committed(claim_id):
+    late = context.run.parent_run_id is None and not draining.is_committed(claim_id)
+    if late:
         # Runs that a tick requests from the same offset get longer.
         instance.add_run_tags(run_id, {LATE_TAG: "true"})
+    run = instance.get_run_by_id(run_id)
+    if late or (run is not None and run.is_finished):
+        draining.drained.lost = draining.drained.note
 
 
 def _is_over(context: dg.AssetExecutionContext, run_id: str) -> bool:

@@ -283,12 +283,14 @@ class PartitionWatch:
     def _failures_from(self, after: int, shard: str | None, instance: dg.DagsterInstance) -> tuple[int, float | None]:
         """How many runs failed from an offset since one did not, and when the last of them ended.
 
-        Only runs that a tick requested count: a retry that finds its claim lost succeeds, and has done nothing.
+        Only runs that a tick requested count, and that took their claims over: a retry that finds its claim lost
+        succeeds, and has done nothing.
         """
         found = instance.get_run_records(
             dg.RunsFilter(tags={**self._tags(shard), AFTER_TAG: str(after)}, statuses=list(FINISHED)), limit=50
         )
-        runs = [run for run in found if run.dagster_run.parent_run_id is None]
+        requested = [run for run in found if run.dagster_run.parent_run_id is None]
+        runs = [run for run in requested if LATE_TAG not in run.dagster_run.tags]
         failures = 0
         for run in runs:
             if run.dagster_run.status != dg.DagsterRunStatus.FAILURE:

@@ -170,7 +170,7 @@ def test_a_claim_that_was_committed_before_is_not_consumed_again(bench: Workbenc
     assert found["note"].endswith("was committed before")
 
 
-def test_a_claim_lost_before_the_run_began_ends_it_well(bench: Workbench, metadata: Metadata) -> None:
+def test_a_claim_lost_before_the_run_began_fails_it(bench: Workbench) -> None:
     definition = define()
     bench.publish("rides", 5)
     lost = request(bench, definition)
@@ -178,9 +178,10 @@ def test_a_claim_lost_before_the_run_began_ends_it_well(bench: Workbench, metada
     request(bench, definition)
 
     result = bench.run(definition, lost)
-    assert result.success
+    assert not result.success
     assert bench.effects() == []
-    assert metadata(result, definition.key)["note"].endswith("was released before")
+    assert "lost" in failure_of(result)
+    assert not result.get_asset_materialization_events()
 
 
 def test_a_claim_lost_in_mid_batch_leaves_no_effect_of_that_batch_and_fails_the_run(bench: Workbench) -> None:

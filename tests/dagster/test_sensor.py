@@ -151,7 +151,7 @@ def test_a_run_that_is_slow_to_take_its_claim_over_has_longer_after_each_that_ca
     slow = request_of(bench.tick(eager.sensors[0]))
     bench.requested(eager, slow, dg.DagsterRunStatus.STARTED)
     again = request_of(bench.tick(eager.sensors[0]))
-    assert bench.run(eager, slow).success, "it finds its claim lost, and ends"
+    assert not bench.run(eager, slow).success, "it finds its claim lost, and ends"
     assert bench.effects() == []
 
     run_id = bench.requested(eager, again, dg.DagsterRunStatus.STARTED)
