@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
+from eventsql_orchestration.redaction import HIDDEN
 
 DEFAULT_SCHEMA: Final = "eventsql"
 """The schema that holds the platform's tables, where nobody says otherwise."""
@@ -40,6 +41,9 @@ _ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 def shown(value: object) -> str:
     """A wrong value in a few characters, for an error message."""
+    if isinstance(value, str) and "://" in value:
+        # A URL in the wrong place may hold a password.
+        value = f"{value.partition('://')[0]}://{HIDDEN}"
     try:
         return reprlib.repr(value)
     except Exception:  # noqa: BLE001 - an int of 5,000 digits has no text, and a caller's `__repr__` may do anything
