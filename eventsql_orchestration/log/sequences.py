@@ -99,15 +99,10 @@ class Ids:
     def __init__(self, schema: str) -> None:
         self._schema = schema
         self._queries = Queries("sequences", schema)
-        self._sequences: dict[str, int] = {}
         self._last: dict[str, int] = {}
 
-    def sequence(self, topic: str) -> int | None:
-        """The sequence of a topic's log, as `batch_end` and `append_state` take it; None before the first look."""
-        return self._sequences.get(topic)
-
     def holds(self, topic: str, last: int | None) -> bool:
-        """Whether the sequence is as it was at the last look, given the last id that those statements read."""
+        """Whether a sequence is as it was at the last look; `batch_end` or `append_state` has read its last id."""
         if last is None or last < self._last.get(topic, 0):
             return False
         self._last[topic] = last
@@ -136,13 +131,8 @@ class Ids:
             # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
             connection.execute(self._queries("advance"), {"sequence": sequence, "value": highest})
             logger.warning("the ids of topic %r go on after %d: its sequence was set back to %d", topic, highest, last)
-        self._sequences[topic], self._last[topic] = sequence, max(last, highest)
+        self._last[topic] = max(last, highest)
         return bool(zoned)
-
-
-def buffer_sequence(schema: str) -> str:
-    """The name of the buffer's sequence."""
-    return f'"{schema}".event_buffer_eql_id_seq'
 
 
 def advance_buffer(connection: Connection, schema: str) -> None:
@@ -160,10 +150,7 @@ def advance_buffer(connection: Connection, schema: str) -> None:
             connection.execute(Queries("layouts", schema)("lock_buffer"))
             found = connection.execute(queries("buffer_highest")).fetchone()
             if found is not None:
-                connection.execute(
-                    "SELECT pg_catalog.setval(%s::pg_catalog.regclass, %s)",
-                    [buffer_sequence(schema), found[0]],
-                )
+                connection.execute(queries("advance_buffer"), {"value": found[0]})
                 logger.warning("the ids of the buffer go on after %d: its sequence was set back", found[0])
     except psycopg.errors.LockNotAvailable as error:
         (state,) = states(connection, schema, [tables.event_buffer.name])

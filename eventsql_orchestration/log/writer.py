@@ -242,20 +242,14 @@ class LogWriter:
         return newest, topics
 
     def _marked(self, connection: Connection, wanted: list[str] | None) -> tuple[str, int, list[str]]:
-        schema, marks = self._database.schema, self._low_water.marks
+        marks = self._low_water.marks
         row = connection.execute(
-            self._queries("look"),
-            {
-                "marked": list(marks),
-                "low_waters": list(marks.values()),
-                "wanted": wanted,
-                "sequence": sequences.buffer_sequence(schema),
-            },
+            self._queries("look"), {"marked": list(marks), "low_waters": list(marks.values()), "wanted": wanted}
         ).fetchone()
         assert row is not None, "a SELECT without FROM gives a row"
         process, newest, topics, in_order = row
         if not in_order:
-            sequences.check(connection, schema, tables.event_buffer.name)
+            sequences.check(connection, self._database.schema, tables.event_buffer.name)
         return process, newest, topics
 
     def move(self, topic: str, newest: int) -> int | None:
@@ -295,7 +289,6 @@ class LogWriter:
                     "low_water": self._low_water.marks.get(topic, 0),
                     "newest": newest,
                     "limit": limit,
-                    "sequence": self._ids.sequence(topic),
                 },
                 prepare=False,
             ).fetchone()
@@ -418,7 +411,6 @@ class LogWriter:
                 "topic": topic.name,
                 "low_water": self._low_water.marks.get(topic.name, 0),
                 "limit": most + 1,
-                "sequence": self._ids.sequence(topic.name),
             },
             prepare=False,
         ).fetchone()

@@ -42,7 +42,7 @@ SELECT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s);
 -- Of a topic with a low-water mark, only events beyond it count. A sequence shows what transactions that are still open,
 -- or were rolled back, have drawn from it. It gets another file when it is altered, restarted or truncated with its table.
 SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time()
-           || ', sequence ' || pg_relation_filenode(%(sequence)s::regclass),
+           || (SELECT ', sequence ' || pg_relation_filenode(tableoid) FROM {schema}.event_buffer_eql_id_seq),
        (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {schema}.event_buffer_eql_id_seq),
        ARRAY(
            SELECT l.eql_topic
@@ -58,8 +58,8 @@ SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time()
            WHERE %(wanted)s::text[] IS NULL OR l.eql_topic = ANY (%(wanted)s)
            ORDER BY l.eql_topic
        ),
-       (SELECT seqcache = 1 AND seqincrement > 0 AND NOT seqcycle
-        FROM pg_sequence WHERE seqrelid = %(sequence)s::regclass);
+       (SELECT settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option
+        FROM {schema}.event_buffer_eql_id_seq own CROSS JOIN LATERAL pg_sequence_parameters(own.tableoid) settings);
 
 -- buffer_writers -- The open transactions that may have written to the buffer.
 SELECT l.virtualtransaction
@@ -82,8 +82,14 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 -- the last id of the log, as in `batch_end`.
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        statement_timestamp(), max(eql_id), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END,
-       (SELECT pg_sequence_last_value(seqrelid) FROM pg_sequence
-        WHERE seqrelid = %(sequence)s::oid AND seqcache = 1 AND seqincrement > 0 AND NOT seqcycle)
+       (SELECT pg_sequence_last_value(own.sequence)
+        FROM (
+            SELECT pg_get_serial_sequence(
+                '{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'
+            )::regclass::oid AS sequence
+        ) own
+        CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
+        WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
@@ -97,13 +103,19 @@ FROM STDIN (FORMAT binary);
 
 -- batch_end -- The buffer id at which a batch of at most so many events ends, their number, the topic's partitions, and
 -- its layout; the first id among them that stands for a block of events; and the last id of the log that was given out,
--- NULL where its sequence does not give ids out one by one and upwards, or is another one than `sequence`.
+-- NULL where its sequence does not give ids out one by one and upwards.
 -- Rows are compared, here and wherever a topic's part of the buffer is read: the statistics of a table that fills and
 -- empties all the time are of another time, and by them the server may step over all other topics to find this one.
 SELECT max(eql_id), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        min(eql_id) FILTER (WHERE eql_partition < -1),
-       (SELECT pg_sequence_last_value(seqrelid) FROM pg_sequence
-        WHERE seqrelid = %(sequence)s::oid AND seqcache = 1 AND seqincrement > 0 AND NOT seqcycle)
+       (SELECT pg_sequence_last_value(own.sequence)
+        FROM (
+            SELECT pg_get_serial_sequence(
+                '{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'
+            )::regclass::oid AS sequence
+        ) own
+        CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
+        WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)

@@ -37,6 +37,9 @@ FROM (SELECT pg_get_serial_sequence(%(log)s, 'eql_id')::regclass) AS sequence (o
 -- advance -- Let a sequence go on after this value.
 SELECT setval(%(sequence)s::oid::regclass, %(value)s);
 
+-- advance_buffer -- The same for the buffer's sequence.
+SELECT setval(tableoid::regclass, %(value)s) FROM {schema}.event_buffer_eql_id_seq;
+
 -- buffer_highest -- The largest id in the buffer, where it is larger than any that its sequence has given out.
 SELECT max(eql_id)
 FROM {schema}.event_buffer
