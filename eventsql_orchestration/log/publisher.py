@@ -333,8 +333,8 @@ def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iter
     size = 0
     source = iter(publications)
     for publication in source:
-        first.append(publication)
-        size += encoding.size(check_publication(publication))
+        first.append(check_publication(publication))
+        size += encoding.size(publication)
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None
