@@ -306,7 +306,7 @@ def definitions(topics: Collection[Topic]) -> dict[str, object]:
 
 def check_many(publications: object) -> None:
     """Raise `ValidationError` for what is not any number of publications, as a single one is not."""
-    if not isinstance(publications, Iterable):
+    if isinstance(publications, str | bytes) or not isinstance(publications, Iterable):
         raise ValidationError(
             f"publish_all takes a list of publications, or anything else that gives them one by one, not "
             f"{type(publications).__name__}: a single one goes to publish"
