@@ -7,6 +7,7 @@ exists is a value that can be stored.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -132,7 +133,7 @@ class Retention:
     def __post_init__(self) -> None:
         seconds: object = self.seconds
         if seconds is not None:
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds != seconds:  # noqa: PLR0124 - NaN
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not -math.inf < seconds < math.inf:
                 raise ValidationError(f"the age of a retention must be a number of seconds, not {shown(seconds)}")
             if not 0 < seconds <= MAX_AGE.total_seconds():
                 raise ValidationError(
@@ -494,8 +495,8 @@ class OffsetRange:
     def __post_init__(self) -> None:
         check_topic_name(self.topic)
         check_whole("partition", self.partition, least=NOT_PARTITIONED, most=MAX_PARTITIONS)
-        after, upto = check_whole("after", self.after, least=0), check_whole("upto", self.upto, least=0)
-        if after > upto:
+        after, upto = check_whole("after", self.after), check_whole("upto", self.upto)
+        if not 0 <= after <= upto:
             raise ValidationError(f"no range of offsets: after {after} up to {upto}")
 
     @property

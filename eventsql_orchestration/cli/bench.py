@@ -36,7 +36,7 @@ from eventsql_orchestration.bench.shards import measure as measure_shards
 from eventsql_orchestration.cli import bench_dagster
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import say, show, show_fields, stderr_is_terminal, write_json
-from eventsql_orchestration.cli.parameters import json_option
+from eventsql_orchestration.cli.parameters import Number, json_option
 from eventsql_orchestration.model import MAX_PARTITIONS
 
 RAW_EVENTS: Final = 1_000_000
@@ -56,7 +56,7 @@ _Size = TypeVar("_Size")
 
 _COUNT: Final = click.IntRange(min=1)
 _PROCESSES: Final = click.IntRange(1, 64)
-_SECONDS: Final = click.FloatRange(min=0.1, max=86_400)
+_SECONDS: Final = Number(0.1, 86_400)
 
 
 @click.group(short_help="Measure events per second, latency and retention here.")
@@ -117,15 +117,13 @@ _max_events_option: Final = click.option(
 @_events_option(stream.FULL.events, stream.QUICK.events)
 @click.option("--batch", type=_COUNT, metavar="N", help="Events per publication  [default: 5,000; with --rate 100].")
 @click.option("--consumers", type=_PROCESSES, metavar="N", help="Processes that consume  [default: 1].")
-@click.option(
-    "--polling-delay", type=click.FloatRange(min=0.001), metavar="SECONDS", help="Of the consumer  [default: its own]."
-)
+@click.option("--polling-delay", type=Number(0.001), metavar="SECONDS", help="Of the consumer  [default: its own].")
 @click.option("--hold-xmin", is_flag=True, help="Measure it again while another transaction stays open.")
-@click.option("--rate", type=click.FloatRange(min=1), metavar="N", help="Offer N events per second instead.")
+@click.option("--rate", type=Number(1), metavar="N", help="Offer N events per second instead.")
 @click.option("--seconds", type=_SECONDS, metavar="SECONDS", help="How long, with --rate  [default: 60; --quick: 2].")
 @click.option(
     "--handler-delay",
-    type=click.FloatRange(min=0, max=60_000),
+    type=Number(0, 60_000),
     metavar="MS",
     help="The handler sleeps for up to so many milliseconds on each batch  [default: 0].",
 )
@@ -180,7 +178,7 @@ def publish_command(context: CliContext, *, quick: bool, as_json: bool, raw_even
 
 
 @bench.command("latency", short_help="Time events from publish to handler.")
-@click.option("--rate", type=click.FloatRange(1, 100_000), metavar="N", help="Events per second  [default: 1,000].")
+@click.option("--rate", type=Number(1, 100_000), metavar="N", help="Events per second  [default: 1,000].")
 @click.option("--seconds", type=_SECONDS, metavar="SECONDS", help="How long  [default: 20; --quick: 1].")
 @click.option("--warm-up", type=_SECONDS, metavar="SECONDS", help="What does not count, before  [default: 3].")
 @click.option("--threads", type=click.IntRange(1, 64), metavar="N", help="That publish in turns  [default: 4].")

@@ -22,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import counted, say, show_table
+from eventsql_orchestration.cli.parameters import Number
 from eventsql_orchestration.dagster.development import UNDER_WAY, LocalDagster, free_port, only_one
 from eventsql_orchestration.dagster.instance import instance_directory, write_instance
 from eventsql_orchestration.dagster.rounds import Counts, TopicRound, account, published_by, runs_of_topics
@@ -66,7 +67,7 @@ SIMULATION_SECONDS = 60.0
     "--timeout",
     default=600.0,
     show_default=True,
-    type=click.FloatRange(min=1.0),
+    type=Number(1.0),
     metavar="SECONDS",
     help="Seconds that the round of --once may take, and the setup before it.",
 )

@@ -13,7 +13,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
 from eventsql_orchestration.cli.output import counted, redact, show_table, write_json
-from eventsql_orchestration.cli.parameters import json_option
+from eventsql_orchestration.cli.parameters import Number, json_option
 from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.errors import EventSQLError, ShardsDifferError
 from eventsql_orchestration.log import sequences
@@ -50,7 +50,7 @@ class Finding:
 @click.command(short_help="Tell what is wrong here, and what mends it.")
 @click.option(
     "--stalled-after",
-    type=click.FloatRange(min=0),
+    type=Number(0, 86_400),
     default=10.0,
     show_default=True,
     metavar="SECONDS",

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import partition_name, show, stdout_is_terminal, table, write_json
-from eventsql_orchestration.cli.parameters import json_option, optional_topic_argument
+from eventsql_orchestration.cli.parameters import Number, json_option, optional_topic_argument
 from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 
 
@@ -21,7 +21,7 @@ from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 @click.option("--watch", is_flag=True, help="Show it anew all the time, until Ctrl-C.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Number(0.1, 86_400),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

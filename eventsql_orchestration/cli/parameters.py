@@ -57,6 +57,19 @@ class ConsumerName(click.ParamType[str]):
         return check_name("consumer name", value)
 
 
+class Number(click.FloatRange):
+    """A number within bounds, a billion at most: neither infinite, nor "nan", which no bound keeps out."""
+
+    def __init__(self, least: float, most: float = 1e9, *, min_open: bool = False) -> None:
+        super().__init__(least, most, min_open=min_open)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if number != number:  # noqa: PLR0124 - NaN
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 class NameValue(click.ParamType[tuple[str, str]]):
     """`NAME=VALUE`."""
 

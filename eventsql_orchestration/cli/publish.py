@@ -23,7 +23,7 @@ from eventsql_orchestration.cli.input import (
     stdin_is_terminal,
 )
 from eventsql_orchestration.cli.output import counted, say, stderr_is_terminal, write_json
-from eventsql_orchestration.cli.parameters import NameValue, topic_argument
+from eventsql_orchestration.cli.parameters import NameValue, Number, topic_argument
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.model import Publication, check_partition
@@ -52,7 +52,7 @@ _SKIPPED_LINES_SHOWN: Final = 20
 @click.option("--key", metavar="FIELD", help="The field whose value, as text, is the event's key.")
 @click.option("--metadata", type=NameValue(), multiple=True, metavar="NAME=VALUE", help="For every event; repeat it.")
 @click.option("--partition", type=int, metavar="N", help="Every event goes to this partition.")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="N", help="At most N events per second.")
+@click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N events per second.")
 @click.option(
     "--batch",
     type=click.IntRange(min=1),

@@ -14,6 +14,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say
+from eventsql_orchestration.cli.parameters import Number
 from eventsql_orchestration.database.notifications import BUFFER
 
 _REPORT_SECONDS: Final = 1.0
@@ -44,7 +45,7 @@ class _Report:
 @click.option("--once", is_flag=True, help="Move what is there now, and end.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.01),
+    type=Number(0.01, 86_400),
     default=0.2,
     show_default=True,
     metavar="SECONDS",

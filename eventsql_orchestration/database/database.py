@@ -488,13 +488,19 @@ class Database:
     def revision(self) -> str | None:
         """The schema's revision, or None where it was never migrated."""
         with self.errors(), self.engine.connect() as connection:
-            queries, driver = Queries("sessions", self.schema), driver_connection(connection)
-            self._note_role(driver, queries)
-            table = f'"{self.schema}".{migrations.VERSION_TABLE}'
-            if driver.execute(queries("has_table"), {"table": table}).fetchone() != (True,):
-                return None
-            row = driver.execute(queries("revision")).fetchone()
-            return None if row is None else str(row[0])
+            driver = driver_connection(connection)
+            try:
+                return self._revision(driver, Queries("sessions", self.schema))
+            except psycopg.Error as error:
+                raise self.meaning(error, driver) from error
+
+    def _revision(self, connection: Connection, queries: Queries) -> str | None:
+        self._note_role(connection, queries)
+        table = f'"{self.schema}".{migrations.VERSION_TABLE}'
+        if connection.execute(queries("has_table"), {"table": table}).fetchone() != (True,):
+            return None
+        row = connection.execute(queries("revision")).fetchone()
+        return None if row is None else str(row[0])
 
     def _note_role(self, connection: Connection, queries: Queries) -> None:
         """Take note of the current role, what it may do, and how the names of the installation's roles begin."""

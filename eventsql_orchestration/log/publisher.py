@@ -307,7 +307,7 @@ def definitions(topics: Collection[Topic]) -> dict[str, object]:
 
 def check_many(publications: object) -> None:
     """Raise `ValidationError` for what is not any number of publications, as a single one is not."""
-    if not isinstance(publications, Iterable):
+    if isinstance(publications, str | bytes) or not isinstance(publications, Iterable):
         raise ValidationError(
             f"publish_all takes a list of publications, or anything else that gives them one by one, not "
             f"{type(publications).__name__}: a single one goes to publish"
@@ -334,8 +334,8 @@ def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iter
     size = 0
     source = iter(publications)
     for publication in source:
-        first.append(publication)
-        size += encoding.size(check_publication(publication))
+        first.append(check_publication(publication))
+        size += encoding.size(publication)
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None

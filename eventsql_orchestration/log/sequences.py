@@ -187,13 +187,21 @@ def settle(connection: Connection, schema: str, table: str) -> None:
             logger.warning("sequence %s had %s, and has %s now", state, state.wrong, SETTINGS)
 
 
+def _highest(connection: Connection, schema: str, table: str) -> int:
+    """The largest id in a table, as far as the current role may read it; 0 where there is none."""
+    queries, name = Queries("sequences", schema), sql.Identifier(schema, table).as_string(connection)
+    if connection.execute(queries("readable"), {"table": name}).fetchone() != (True,):
+        return 0
+    row = connection.execute(queries("highest", segment=table)).fetchone()
+    return 0 if row is None or row[0] is None else int(row[0])
+
+
 def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[SequenceError]:
     """What is wrong with the sequences of the platform's tables and of the logs of `topics`."""
     names = [*tables.metadata.tables, *map(event_table, topics)]
     found: list[SequenceError] = []
     for state in states(connection, schema, names):
-        row = connection.execute(Queries("sequences", schema)("highest", segment=state.table)).fetchone()
-        highest = 0 if row is None or row[0] is None else int(row[0])
+        highest = _highest(connection, schema, state.table)
         found += [
             error for error in (state.error(), state.behind(highest), state.nearly_used_up()) if error is not None
         ]

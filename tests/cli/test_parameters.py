@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import click
 import pytest
 
-from eventsql_orchestration.cli.parameters import Duration, LogPlace, Size, Time
+from eventsql_orchestration.cli.parameters import Duration, LogPlace, Number, Size, Time
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 
@@ -137,3 +137,9 @@ def test_an_offset_that_no_event_has_is_refused() -> None:
     for text in ("-1", str(2**63)):
         with pytest.raises(ValidationError, match="an offset"):
             LogPlace().convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1e400", "-1", "0", "x"])
+def test_what_is_no_number_within_bounds_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Number(0, min_open=True).convert(text, None, None)

@@ -111,7 +111,10 @@ FORBIDDEN: Final = {
     "SELECT eql_value FROM eventsql.spark_staged_event": ("transfer", "stager"),
     "DELETE FROM eventsql.spark_staged_event": ("transfer", "stager"),
     "SELECT FROM eventsql.event_buffer_lock FOR UPDATE": ("transfer",),
-    "SELECT eql_last_event_id FROM eventsql.consumer": ("consumer", "consumer_orders", "reader", "reader_orders"),
+    "SELECT eql_last_event_id FROM eventsql.consumer": (
+        "transfer", "consumer", "consumer_orders", "reader", "reader_orders",
+    ),
+    "SELECT eql_failure FROM eventsql.consumer": ("consumer", "consumer_orders", "reader", "reader_orders"),
     "UPDATE eventsql.consumer SET eql_last_event_id = 1": ("consumer", "consumer_orders"),
     "UPDATE eventsql.consumer_claim SET eql_state = 'released'": ("consumer", "consumer_orders"),
     "SELECT eventsql.ensure_segments('orders', 5000000, 2)": ("transfer",),

@@ -13,6 +13,9 @@ WHERE owner.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = %(schem
   AND owner.relname = ANY (%(tables)s)
 ORDER BY owner.relname;
 
+-- readable -- Whether the current role may read the ids of a table.
+SELECT has_column_privilege(to_regclass(%(table)s)::oid, 'eql_id', 'SELECT');
+
 -- highest -- The largest id in a table.
 SELECT max(eql_id) FROM {schema}.{segment};
 
