@@ -148,7 +148,7 @@ def test_a_run_that_died_is_followed_by_one_that_has_its_range_and_what_waits(be
     assert again.run_key != dead.run_key
     assert execute(bench, definitions, again).success
     assert sorted(bench.effects()) == sorted(ids)
-    assert execute(bench, definitions, dead).success
+    assert not execute(bench, definitions, dead).success
     assert len(bench.effects()) == len(ids), "its claim is another run's, and nothing waits"
 
 
