@@ -41,9 +41,9 @@ _ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 def shown(value: object) -> str:
     """A wrong value in a few characters, for an error message."""
-    if isinstance(value, str) and "://" in value:
-        # A URL in the wrong place may hold a password.
-        value = f"{value.partition('://')[0]}://{HIDDEN}"
+    if isinstance(value, str) and ("://" in value or "password" in value.lower()):
+        # A URL or a connection string in the wrong place may hold a password.
+        value = HIDDEN
     try:
         return reprlib.repr(value)
     except Exception:  # noqa: BLE001 - an int of 5,000 digits has no text, and a caller's `__repr__` may do anything

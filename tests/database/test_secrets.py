@@ -158,7 +158,7 @@ def test_no_characters_of_a_secret_make_a_place_tell_it(form: str, secret: str) 
 @pytest.mark.parametrize(
     "options",
     [
-        "options=-c%20{}", "options=-c{}%3D1", "options=-cwork_mem%3D{}", "options={}", "client_encoding={}",
+        "options=-c%20{}", "options=-c{}%3D1", "options=-cwork_mem%3D{}", "options={}",
         "replication={}", "password={}", "require_auth={}", "service={}", "sslrootcert={}&sslmode=verify-full",
     ],
 )  # fmt: skip
