@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import operator
 import threading
 import typing
@@ -37,6 +36,7 @@ WHOLE: Final[Mapping[str, tuple[int, int]]] = {
     "batch": (1, _INTEGER),
     "claim_id": (1, _BIGINT),
     "consumed": (0, _BIGINT),
+    "letter_id": (1, _BIGINT),
     "limit": (0, _BIGINT),
     "max_attempts": (1, _INTEGER),
     "max_events": (1, _INTEGER),
@@ -50,6 +50,9 @@ WHOLE: Final[Mapping[str, tuple[int, int]]] = {
 
 POSITIVE: Final = frozenset({"every", "lease", "polling_delay", "visibility_timeout"})
 """Durations that cannot be 0 seconds."""
+
+MAX_MOMENT: Final = 1e12
+"""Seconds of a clock: 30,000 years."""
 
 NAMES: Final = frozenset(
     {"aggregate_id", "aggregate_type", "consumer", "log", "name", "resource", "rollup", "schema", "timeline"}
@@ -208,8 +211,8 @@ def _duration(name: str) -> Rule:
     def check(value: Any) -> object:
         if name == "deadline" and isinstance(value, int | float) and not isinstance(value, bool):
             # A moment of `time.monotonic`.
-            if not math.isfinite(value):
-                raise ValidationError(f"{name} must be a moment, not {value}")
+            if not -MAX_MOMENT <= value <= MAX_MOMENT:
+                raise ValidationError(f"{name} must be a moment of time.monotonic, not {shown(value)}")
             return value
         return check_seconds(name, value, zero=name not in POSITIVE)
 

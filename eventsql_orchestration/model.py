@@ -468,7 +468,9 @@ class Event:
         Values of metadata that other publishers wrote as other JSON than strings become their JSON text.
         """
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.metadata.items()}
-        return Publication(topic or self.topic, self.value, key=self.key, metadata={**texts, **metadata})
+        return Publication(
+            self.topic if topic is None else topic, self.value, key=self.key, metadata={**texts, **metadata}
+        )
 
 
 _POSTGRESQL_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)

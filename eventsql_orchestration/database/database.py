@@ -156,9 +156,12 @@ def translate_own(error: psycopg.Error, where: str) -> EventSQLError:
             return DatabaseError(f"{where}: the transaction was aborted by an earlier error: roll it back, begin anew")
         case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_CONFLICT):
             return DatabaseBusyError(f"{where} refused a transaction that conflicts with another ({detail}): try again")
-        case psycopg.DataError(sqlstate=None) | psycopg.ProgrammingError(sqlstate=None):
+        case psycopg.Error(sqlstate=None) if isinstance(error, psycopg.DataError) or detail.startswith("cannot adapt"):
             # Of the driver itself: nothing was sent.
             return ValidationError(f"a value cannot be sent to {where}: {detail}")
+        case psycopg.ProgrammingError(sqlstate=None):
+            # What this package says of a handler that ended its transaction.
+            return DatabaseError(f"{where}: {detail}")
     return DatabaseError(f"{where} refused a statement: {detail}")
 
 

@@ -13,7 +13,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.publisher import Publisher, check_many
+from eventsql_orchestration.log.publisher import Publisher, check_many, check_publication
 from eventsql_orchestration.model import Publication
 from eventsql_orchestration.rules import check_kind, check_name, check_whole
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
@@ -85,7 +85,7 @@ class Repository(Generic[A]):
         if connection is not None:
             joinable_connection(connection)
         check_many(publications)
-        publications = tuple(publications)
+        publications = tuple(map(check_publication, publications))
         before, changes = aggregate.stored_version, aggregate.new_changes
         if not changes:
             if publications:

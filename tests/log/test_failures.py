@@ -19,6 +19,7 @@ from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumptionError,
     DatabaseBusyError,
+    DatabaseError,
     DatabaseFullError,
     DatabaseUnavailableError,
 )
@@ -194,7 +195,7 @@ def test_a_handler_that_ends_the_transaction_is_stopped_at_once_and_the_offset_s
         calls.append(len(events))
         connection.execute(ending.encode())
 
-    with pytest.raises(psycopg.Error, match=r"the handler ended or broke the transaction|savepoint .* does not exist"):
+    with pytest.raises(DatabaseError, match=r"the handler ended or broke the transaction|savepoint .* does not exist"):
         consume(platform, handle)
     # Without the lock on its partition it must not go on, not even one by one.
     assert calls == [10]
@@ -446,7 +447,7 @@ def test_what_a_handler_commits_itself_may_come_twice_and_its_events_are_not_pas
         if failing is not None:
             raise failing
 
-    with pytest.raises((psycopg.Error, ValueError)):
+    with pytest.raises((DatabaseError, ValueError)):
         consume(platform, handle)
     state = state_of(platform)
     assert (state.last_event_id, state.failed_event_id, state.consumed_events) == (0, None, 0)
