@@ -150,13 +150,16 @@ class _Publishing:
         if rate is not None:
             batch = max(1, min(batch, round(rate / _COMMITS_PER_SECOND)))
         pending: list[Publication] = []
+        under_way: list[int] = []
         since = time.monotonic()
 
         def flush() -> None:
             if rate is not None:
                 due = self._began + self._published / rate
                 time.sleep(max(0.0, due - time.monotonic()))
+            under_way.append(len(pending))
             self._published += publisher.publish_all(pending)
+            under_way.clear()
             pending.clear()
 
         try:
@@ -177,7 +180,9 @@ class _Publishing:
         except EventSQLError as error:
             raise EventSQLError(f"{error.message}; {self._before('before that')}") from error
         except KeyboardInterrupt:
-            say(f"interrupted; {self._before('until then')}")
+            # The server may have committed what this process was not told of any more.
+            unknown = f"; {counted(under_way[0], 'further event')} may have been" if under_way else ""
+            say(f"interrupted; {self._before('until then')}{unknown}")
             raise
 
     def _before(self, when: str) -> str:
