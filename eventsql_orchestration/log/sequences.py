@@ -34,7 +34,10 @@ LOCK_MILLISECONDS: Final = 250
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """A sequence as it is set, the table that it belongs to, and its last value; 0 before the first."""
+    """A sequence as it is set, and the table that it belongs to.
+
+    `last` is its last value: 0 before the first, None where the current role may not read it.
+    """
 
     schema: str
     name: str
@@ -43,7 +46,7 @@ class SequenceState:
     increment: int
     cycles: bool
     limit: int
-    last: int
+    last: int | None
 
     @property
     def identifier(self) -> sql.Identifier:
@@ -74,7 +77,7 @@ class SequenceState:
 
     def behind(self, highest: int) -> SequenceError | None:
         """What is wrong where its table has an id up to `highest`."""
-        if self.last >= highest:
+        if self.last is None or self.last >= highest:
             return None
         remedy = f"SELECT pg_catalog.setval('{self}', greatest({highest}, last_value)) FROM {self}"  # noqa: S608 - to be read
         return SequenceError(
@@ -84,7 +87,7 @@ class SequenceState:
 
     def nearly_used_up(self) -> SequenceError | None:
         """What is wrong where only few of its values are left."""
-        if self.last < self.limit * NEARLY:
+        if self.last is None or self.last < self.limit * NEARLY:
             return None
         remedy = f"ALTER SEQUENCE {self} AS bigint NO MAXVALUE"
         return SequenceError(
