@@ -16,6 +16,7 @@ from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.leftovers import Leftovers
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login
@@ -72,6 +73,19 @@ def test_a_transfer_moves_events_and_comes_to_new_segments(
         ).fetchall()
     assert found[-1].start > 15_000_045
     assert len(owners) == 1
+
+
+def test_a_transfer_leaves_leftovers_to_the_admin_without_a_warning(
+    owner: EventSQL, as_: As, caplog: pytest.LogCaptureFixture
+) -> None:
+    with owner.database.connection() as connection:
+        connection.execute("INSERT INTO eventsql.shard_fence VALUES (2, 'gone', 40)")
+    with caplog.at_level("WARNING"):
+        assert as_("transfer").retention.run_once() == []
+    assert caplog.messages == []
+    assert len(Leftovers(owner.database).find()) == 1
+    as_("admin").retention.run_once()
+    assert Leftovers(owner.database).find() == []
 
 
 def test_a_role_of_publishing_and_transfer_takes_the_straight_path(owner: EventSQL, as_: As) -> None:
