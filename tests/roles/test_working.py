@@ -75,6 +75,25 @@ def test_a_transfer_moves_events_and_comes_to_new_segments(
     assert len(owners) == 1
 
 
+@pytest.mark.parametrize("role", ["admin", "superuser"])
+def test_segments_belong_to_the_admin_whoever_makes_them(
+    owner: EventSQL, as_: As, prefix: str, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
+    with owner.database.connection() as connection:
+        connection.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 15000000)")
+    owner.publisher.publish(Publication("orders", b"v"))
+    maker = owner if role == "superuser" else as_(role)
+    assert maker.transfer.run_once() == {"orders": 1}
+    with owner.database.connection() as connection:
+        found = segments.segments(connection, "eventsql", "orders") or []
+        owners = connection.execute(
+            "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'eventsql'"
+        ).fetchall()
+    assert found[-1].start > 15_000_000
+    assert owners == [(f"{prefix}_admin",)]
+
+
 def test_a_transfer_leaves_leftovers_to_the_admin_without_a_warning(
     owner: EventSQL, as_: As, caplog: pytest.LogCaptureFixture
 ) -> None:
