@@ -50,10 +50,8 @@ def test_an_outbox_publishes_at_every_isolation_level(
 
 def test_a_publisher_that_may_not_transfer_has_no_background_transfer(owner: EventSQL, as_: As) -> None:
     platform = as_("publisher", transfer=True)
-    before = threading.active_count()
     platform.publisher.publish(Publication("orders", b"v"))
     assert not any(thread.name == "eventsql-transfer" for thread in threading.enumerate())
-    assert before
     assert owner.buffered() == {"orders": 1}
 
 
