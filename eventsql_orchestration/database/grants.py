@@ -62,7 +62,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_DEFINITIONS,
         "SELECT, DELETE ON {s}.event_buffer, {s}.spark_staged_event",
         "SELECT, UPDATE (eql_topic) ON {s}.event_buffer_lock",
-        "SELECT, UPDATE ON SEQUENCE {s}.event_buffer_eql_id_seq",
+        "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",
         "SELECT (eql_topic, eql_last_event_id) ON {s}.consumer",
         "EXECUTE ON FUNCTION {s}.ensure_segments",
     ),
@@ -106,7 +106,7 @@ _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     "transfer": (
         "INSERT (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata) ON {log}",
         "SELECT (eql_id, eql_buffered_at, eql_created_at) ON {log}",
-        "USAGE, UPDATE ON SEQUENCE {ids}",
+        "USAGE ON SEQUENCE {ids}",
     ),
     "consumer": _READ_LOG,
     "reader": _READ_LOG,

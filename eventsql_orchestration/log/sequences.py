@@ -131,8 +131,13 @@ class Ids:
         check(connection, self._schema, event_table(topic))
         zoned, sequence, last, highest = row
         if last < highest:
-            # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
-            connection.execute(self._queries("advance"), {"sequence": sequence, "value": highest})
+            (state,) = states(connection, self._schema, [event_table(topic)])
+            try:
+                # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
+                connection.execute(self._queries("advance"), {"sequence": sequence, "value": highest})
+            except psycopg.errors.InsufficientPrivilege as error:
+                # A role that transfers draws ids and sets no sequence.
+                raise state.behind(highest) or error from error
             logger.warning("the ids of topic %r go on after %d: its sequence was set back to %d", topic, highest, last)
         self._last[topic] = max(last, highest)
         return bool(zoned)
@@ -142,7 +147,7 @@ def advance_buffer(connection: Connection, schema: str) -> None:
     """Let the buffer's sequence go on after the ids that are in the buffer, on a connection in autocommit mode.
 
     It is behind them after a restore without sequences, or a `setval`. Raises `SequenceError` where publishers'
-    transactions are in the way.
+    transactions are in the way, or the current role may not set it.
     """
     queries = Queries("sequences", schema)
     if connection.execute(queries("buffer_highest")).fetchone() is None:
@@ -155,7 +160,7 @@ def advance_buffer(connection: Connection, schema: str) -> None:
             if found is not None:
                 connection.execute(queries("advance_buffer"), {"value": found[0]})
                 logger.warning("the ids of the buffer go on after %d: its sequence was set back", found[0])
-    except psycopg.errors.LockNotAvailable as error:
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.InsufficientPrivilege) as error:
         (state,) = states(connection, schema, [tables.event_buffer.name])
         found = connection.execute(queries("buffer_highest")).fetchone()
         behind = None if found is None else state.behind(found[0])

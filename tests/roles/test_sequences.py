@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.errors import SequenceError
 from eventsql_orchestration.log import sequences
 from eventsql_orchestration.log.claims import Claim
 
@@ -26,10 +28,18 @@ def test_a_reader_is_told_of_no_fault_where_a_sequence_is_hidden_from_it(owner: 
 
 
 @pytest.mark.parametrize("sequence", ["event_buffer_eql_id_seq", "orders_event_eql_id_seq"])
-def test_a_transfer_advances_a_sequence_that_was_set_back(owner: EventSQL, as_: As, sequence: str) -> None:
+def test_a_transfer_names_a_sequence_that_was_set_back_and_the_remedy_mends_it(
+    owner: EventSQL, as_: As, sequence: str
+) -> None:
     owner.publisher.publish_all([Publication("orders", b"v")] * 5)
     owner.transfer.run_once()
     owner.publisher.publish(Publication("orders", b"v"))
     with owner.database.connection() as connection:
         connection.execute(f"SELECT setval('eventsql.{sequence}', 1)")
-    assert as_("transfer").transfer.run_once() == {"orders": 1}
+    platform = as_("transfer")
+    with pytest.raises(SequenceError) as caught:
+        platform.transfer.run_once()
+    assert sequence in caught.value.sequence
+    with owner.database.connection() as connection:
+        connection.execute(sql.SQL(caught.value.remedy))
+    assert platform.transfer.run_once() == {"orders": 1}
