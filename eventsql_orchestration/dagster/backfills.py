@@ -241,9 +241,7 @@ class Backfills(BackfillPlanner):
                 if any(part.partition != NOT_PARTITIONED for part in current.parts):
                     end = current.range.upto
                     layouts.move(driver, self._database.schema, topic, current.into, offset=end, until=end)
-            own = {"topic": topic, "names": current.names}
-            driver.execute(self._queries("delete_windows"), own)
-            driver.execute(self._queries("delete_claims"), own)
+            driver.execute(self._queries("delete_windows"), {"topic": topic, "names": current.names})
         return True
 
     def take_over(self, backfill: Backfill) -> list[Move]:

@@ -42,7 +42,7 @@ _DEFINITIONS: Final = ("SELECT ON {s}.schema_version, {s}.topic, {s}.topic_layou
 _PUBLISH: Final = (
     "INSERT (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) ON {s}.event_buffer",
     "USAGE ON SEQUENCE {s}.event_buffer_eql_id_seq",
-    "EXECUTE ON FUNCTION {s}.hold_topics(text[])",
+    "EXECUTE ON FUNCTION {s}.hold_topics",
 )
 _MOVED: Final = (
     "eql_first_event_id", "eql_last_event_id", "eql_last_consumption_at", "eql_consumed_events", "eql_epoch",
@@ -64,7 +64,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT, UPDATE (eql_topic) ON {s}.event_buffer_lock",
         "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",
         "SELECT (eql_topic, eql_last_event_id) ON {s}.consumer",
-        "EXECUTE ON FUNCTION {s}.ensure_segments(text, bigint, integer)",
+        "EXECUTE ON FUNCTION {s}.ensure_segments",
     ),
     "publisher": (*_DEFINITIONS, *_PUBLISH),
     "stager": (
@@ -80,7 +80,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON {s}.shard_fence",
         f"SELECT, UPDATE ({', '.join(_MOVED)}) ON {{s}}.consumer",
         "SELECT, INSERT, DELETE, UPDATE (eql_epoch, eql_owner, eql_state, eql_finished_at) ON {s}.consumer_claim",
-        "EXECUTE ON FUNCTION {s}.enter_layout(text, text)",
+        "EXECUTE ON FUNCTION {s}.enter_layout",
     ),
     "reader": (
         *_DEFINITIONS,
@@ -89,8 +89,8 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
-    "publisher": ("EXECUTE ON FUNCTION {s}.publish_anywhere()",),
-    "stager": ("EXECUTE ON FUNCTION {s}.publish_anywhere()",),
+    "publisher": ("EXECUTE ON FUNCTION {s}.publish_anywhere",),
+    "stager": ("EXECUTE ON FUNCTION {s}.publish_anywhere",),
     "reader": (
         "SELECT ON {s}.access_role, {s}.event_buffer_lock, {s}.spark_publication, {s}.spark_decision, {s}.spark_part",
         "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",

@@ -287,8 +287,7 @@ def _drop(connection: Connection, schema: str, roles: Sequence[Role], *, everyth
                 yield sql.SQL("REVOKE ALL ON TABLE {} FROM {}").format(table, name)
             for sequence in (*sequences, sql.Identifier(schema, "event_buffer_eql_id_seq")):
                 yield sql.SQL("REVOKE ALL ON SEQUENCE {} FROM {}").format(sequence, name)
-            for function in ("hold_topics(text[])", "publish_anywhere()", "enter_layout(text, text)",
-                             "ensure_segments(text, bigint, integer)"):  # fmt: skip
-                yield sql.SQL("REVOKE ALL ON FUNCTION {}." + function + " FROM {}").format(s, name)
+            for function in ("hold_topics", "publish_anywhere", "enter_layout", "ensure_segments"):
+                yield sql.SQL("REVOKE ALL ON FUNCTION {} FROM {}").format(sql.Identifier(schema, function), name)
         yield sql.SQL("REVOKE ALL ON SCHEMA {} FROM {}").format(s, name)
         yield sql.SQL("DROP ROLE {}").format(name)

@@ -64,9 +64,7 @@ def register_consumer(
     after = registry.consumer(consumer.topic, consumer.name)
     changes = [
         *_change("max attempts", [each.max_attempts for each in before], [each.max_attempts for each in after]),
-        *_change(
-            "filter", [each.filter or EVERY_EVENT for each in before], [each.filter or EVERY_EVENT for each in after]
-        ),
+        *_change("filter", map(_filtered, before), map(_filtered, after)),
     ]
     return Registration(name, created=False, changes=tuple(changes))
 

@@ -219,16 +219,12 @@ class Registry:
             _lock_buffer(connection)
             if not force and _has_events(connection, name):
                 raise RegistryError(f"topic {name!r} is kept: it has events, which would be lost; {_by_force(name)}")
-            connection.execute(delete(tables.consumer_claim).where(tables.consumer_claim.c.eql_topic == name))
-            connection.execute(delete(tables.consumer).where(_c.eql_topic == name))
             # A block goes before the row of the buffer that stands for it.
             driver_connection(connection).execute(
                 Queries("blocks", self._database.schema)("drop_of_topic"), {"topic": name}
             )
             connection.execute(delete(tables.event_buffer).where(tables.event_buffer.c.eql_topic == name))
-            connection.execute(delete(tables.event_buffer_lock).where(tables.event_buffer_lock.c.eql_topic == name))
-            connection.execute(delete(tables.topic_layout).where(tables.topic_layout.c.eql_topic == name))
-            _forget_redrives(connection, name)
+            # The trigger `topic_forgotten` deletes what all other tables have of the topic.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             connection.execute(DropTable(tables.event_log(name, partitioned=topic.partitioned), if_exists=True))
         self.forget(name)
@@ -341,13 +337,10 @@ class Registry:
     def unregister_consumer(self, topic: str, name: str) -> None:
         """Delete a consumer with its offsets. Waits for a consumption that is under way."""
         self.consumer(topic, name)
-        claims = tables.consumer_claim.c
         with self._database.core() as connection:
             consumer_states(connection, topic, name, lock=True)
+            # The trigger `consumer_forgotten` deletes its claims.
             connection.execute(delete(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name))
-            connection.execute(
-                delete(tables.consumer_claim).where(claims.eql_topic == topic, claims.eql_consumer == name)
-            )
 
     def pause(self, topic: str, name: str) -> None:
         """Let no consumption of this consumer start until `resume`; one that is under way goes on."""

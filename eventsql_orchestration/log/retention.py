@@ -17,7 +17,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.queries import event_table
-from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError
+from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.dead_letters import DeadLetters
 from eventsql_orchestration.log.leftovers import Leftovers
@@ -114,6 +114,9 @@ class Retainer:
                 connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
                 self._leftovers.drop_detached(connection, kept=kept)
                 StagedBlocks(self._database.schema).sweep(connection)
+        except PermissionDeniedError as error:
+            # Of a role that transfers: the admin's retention clears them.
+            logger.debug("leftovers of deleted topics are left to the admin role: %s", error)
         except EventSQLError as error:
             logger.warning("leftovers of deleted topics are kept for now: %s", error)
 

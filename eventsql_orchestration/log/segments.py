@@ -88,15 +88,15 @@ def newest_id(connection: Connection, schema: str, topic: str) -> int:
 def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
     """Create what segments lack after the newest id, in the caller's transaction that holds the topic.
 
-    Attaching lets reads and writes of the log go on. Nothing is done for a log that is one plain table. Migration 0008
-    has the statements.
+    Attaching lets reads and writes of the log go on. Nothing is done for a log that is one plain table. The function
+    `make_segments` in the database has the statements.
     """
     row = (
         connection.cursor(row_factory=tuple_row)
-        .execute(Queries("retention", schema)("owns_log"), _log(connection, schema, topic))
+        .execute(Queries("retention", schema)("makes_segments"), _log(connection, schema, topic))
         .fetchone()
     )
-    # Who does not own the log, as a role that transfers, has its owner's function make them.
+    # Other roles, such as one that transfers or a member of the owner, have the owner's function make them.
     statement = "make_segments" if row == (True,) else "ensure_segments"
     connection.execute(
         Queries("retention", schema)(statement),

@@ -34,7 +34,10 @@ LOCK_MILLISECONDS: Final = 250
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """A sequence as it is set, the table that it belongs to, and its last value; 0 before the first."""
+    """A sequence as it is set, and the table that it belongs to.
+
+    `last` is its last value: 0 before the first, None where the current role may not read it.
+    """
 
     schema: str
     name: str
@@ -43,7 +46,7 @@ class SequenceState:
     increment: int
     cycles: bool
     limit: int
-    last: int
+    last: int | None
 
     @property
     def identifier(self) -> sql.Identifier:
@@ -74,7 +77,7 @@ class SequenceState:
 
     def behind(self, highest: int) -> SequenceError | None:
         """What is wrong where its table has an id up to `highest`."""
-        if self.last >= highest:
+        if self.last is None or self.last >= highest:
             return None
         remedy = f"SELECT pg_catalog.setval('{self}', greatest({highest}, last_value)) FROM {self}"  # noqa: S608 - to be read
         return SequenceError(
@@ -84,7 +87,7 @@ class SequenceState:
 
     def nearly_used_up(self) -> SequenceError | None:
         """What is wrong where only few of its values are left."""
-        if self.last < self.limit * NEARLY:
+        if self.last is None or self.last < self.limit * NEARLY:
             return None
         remedy = f"ALTER SEQUENCE {self} AS bigint NO MAXVALUE"
         return SequenceError(
@@ -128,8 +131,13 @@ class Ids:
         check(connection, self._schema, event_table(topic))
         zoned, sequence, last, highest = row
         if last < highest:
-            # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
-            connection.execute(self._queries("advance"), {"sequence": sequence, "value": highest})
+            (state,) = states(connection, self._schema, [event_table(topic)])
+            try:
+                # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
+                connection.execute(self._queries("advance"), {"sequence": sequence, "value": highest})
+            except psycopg.errors.InsufficientPrivilege as error:
+                # A role that transfers draws ids and sets no sequence.
+                raise state.behind(highest) or error from error
             logger.warning("the ids of topic %r go on after %d: its sequence was set back to %d", topic, highest, last)
         self._last[topic] = max(last, highest)
         return bool(zoned)
@@ -139,7 +147,7 @@ def advance_buffer(connection: Connection, schema: str) -> None:
     """Let the buffer's sequence go on after the ids that are in the buffer, on a connection in autocommit mode.
 
     It is behind them after a restore without sequences, or a `setval`. Raises `SequenceError` where publishers'
-    transactions are in the way.
+    transactions are in the way, or the current role may not set it.
     """
     queries = Queries("sequences", schema)
     if connection.execute(queries("buffer_highest")).fetchone() is None:
@@ -152,7 +160,7 @@ def advance_buffer(connection: Connection, schema: str) -> None:
             if found is not None:
                 connection.execute(queries("advance_buffer"), {"value": found[0]})
                 logger.warning("the ids of the buffer go on after %d: its sequence was set back", found[0])
-    except psycopg.errors.LockNotAvailable as error:
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.InsufficientPrivilege) as error:
         (state,) = states(connection, schema, [tables.event_buffer.name])
         found = connection.execute(queries("buffer_highest")).fetchone()
         behind = None if found is None else state.behind(found[0])

@@ -484,6 +484,18 @@ def test_a_letter_is_redriven_once_whatever_the_clock_does(
     assert redriven_from(platform) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_letter_of_a_backfill_is_redriven_once_whatever_the_clock_does(
+    platform: EventSQL, letters: list[DeadLetter]
+) -> None:
+    platform.publisher.publish(Publication("orders_dlt", b"", metadata={"dlt_backfill": "one"}))
+    platform.transfer.run_once()
+    assert platform.dead_letters.of_backfills("orders") == {"one": 1}
+    assert platform.dead_letters.redrive("orders", LetterFilter(backfill="one")) == 1
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.topic SET eql_created_at = now() + interval '1 hour'")
+    assert platform.dead_letters.of_backfills("orders") == {}
+
+
 def test_letters_of_a_topic_that_was_made_anew_by_a_clock_that_went_back_were_not_redriven(
     platform: EventSQL, letters: list[DeadLetter]
 ) -> None:

@@ -16,6 +16,7 @@ from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.log import segments
 from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.log.leftovers import Leftovers
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login
@@ -49,10 +50,8 @@ def test_an_outbox_publishes_at_every_isolation_level(
 
 def test_a_publisher_that_may_not_transfer_has_no_background_transfer(owner: EventSQL, as_: As) -> None:
     platform = as_("publisher", transfer=True)
-    before = threading.active_count()
     platform.publisher.publish(Publication("orders", b"v"))
     assert not any(thread.name == "eventsql-transfer" for thread in threading.enumerate())
-    assert before
     assert owner.buffered() == {"orders": 1}
 
 
@@ -72,6 +71,38 @@ def test_a_transfer_moves_events_and_comes_to_new_segments(
         ).fetchall()
     assert found[-1].start > 15_000_045
     assert len(owners) == 1
+
+
+@pytest.mark.parametrize("role", ["admin", "superuser"])
+def test_segments_belong_to_the_admin_whoever_makes_them(
+    owner: EventSQL, as_: As, prefix: str, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
+    with owner.database.connection() as connection:
+        connection.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 15000000)")
+    owner.publisher.publish(Publication("orders", b"v"))
+    maker = owner if role == "superuser" else as_(role)
+    assert maker.transfer.run_once() == {"orders": 1}
+    with owner.database.connection() as connection:
+        found = segments.segments(connection, "eventsql", "orders") or []
+        owners = connection.execute(
+            "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'eventsql'"
+        ).fetchall()
+    assert found[-1].start > 15_000_000
+    assert owners == [(f"{prefix}_admin",)]
+
+
+def test_a_transfer_leaves_leftovers_to_the_admin_without_a_warning(
+    owner: EventSQL, as_: As, caplog: pytest.LogCaptureFixture
+) -> None:
+    with owner.database.connection() as connection:
+        connection.execute("INSERT INTO eventsql.shard_fence VALUES (2, 'gone', 40)")
+    with caplog.at_level("WARNING"):
+        assert as_("transfer").retention.run_once() == []
+    assert caplog.messages == []
+    assert len(Leftovers(owner.database).find()) == 1
+    as_("admin").retention.run_once()
+    assert Leftovers(owner.database).find() == []
 
 
 def test_a_role_of_publishing_and_transfer_takes_the_straight_path(owner: EventSQL, as_: As) -> None:

@@ -43,11 +43,8 @@ WHERE eql_topic = %(topic)s AND eql_name = ANY (%(names)s)
 ORDER BY eql_partition, eql_name
 ON CONFLICT DO NOTHING;
 
--- delete_windows -- The side consumers of these names.
+-- delete_windows -- The side consumers of these names. A trigger deletes their claims.
 DELETE FROM {schema}.consumer WHERE eql_topic = %(topic)s AND eql_name = ANY (%(names)s);
-
--- delete_claims -- Their claims.
-DELETE FROM {schema}.consumer_claim WHERE eql_topic = %(topic)s AND eql_consumer = ANY (%(names)s);
 
 -- windows -- Every partition of the side consumers whose name has the mark of a backfill.
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events, eql_paused,

@@ -44,7 +44,6 @@ WHERE l.eql_metadata ->> 'dlt_backfill' IS NOT NULL
   AND NOT EXISTS (
       SELECT FROM {schema}.redriven_dead_letter r
       WHERE r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id
-        AND r.eql_redriven_at >= (SELECT eql_created_at FROM {schema}.topic WHERE eql_name = %(letters)s)
   )
 GROUP BY 1
 ORDER BY 1;

@@ -180,7 +180,7 @@ ORDER BY eql_id
 LIMIT %(limit)s;
 
 -- is_refused -- Whether there is a log that the current role may not read.
-SELECT pg_catalog.has_table_privilege(pg_catalog.to_regclass(%(log)s), 'SELECT') IS FALSE;
+SELECT has_table_privilege(to_regclass(%(log)s), 'SELECT') IS FALSE;
 
 -- check_readable -- Nothing of a topic's log, which takes the right to read it.
 SELECT FROM {schema}.{event_table} LIMIT 0;

@@ -66,13 +66,18 @@ LIMIT 1;
 -- try_retain -- Keep other programs from retaining a topic until the transaction ends, or find that one is at it.
 SELECT pg_try_advisory_xact_lock(hashtextextended(%(topic)s, 6074602));
 
--- owns_log -- Whether the current role may change a topic's log as its owner.
-SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = %(log)s::regclass;
+-- makes_segments -- Whether the current role makes the segments of a log itself: it owns the log, or is a member of an owner
+-- other than that of `ensure_segments`. A segment that a member of the owner makes would belong to the member.
+SELECT pg_get_userbyid(log.relowner) = current_user
+       OR (pg_has_role(log.relowner, 'USAGE') AND log.relowner <> function.proowner)
+FROM pg_class log
+JOIN pg_proc function ON function.oid = '{schema}.ensure_segments(pg_catalog.text, bigint, integer)'::regprocedure
+WHERE log.oid = %(log)s::regclass;
 
 -- make_segments -- Make the segments that a log lacks after its newest id, as its owner.
 SELECT {schema}.make_segments(%(topic)s, %(events)s, %(ahead)s);
 
--- ensure_segments -- The same for another role that holds the topic.
+-- ensure_segments -- The same as their owner, for another role that holds the topic.
 SELECT {schema}.ensure_segments(%(topic)s, %(events)s, %(ahead)s);
 
 -- grants -- What may be done with a table, by whom (null: by everybody), and whether they may pass it on.

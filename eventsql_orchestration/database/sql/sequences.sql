@@ -1,6 +1,9 @@
--- settings -- The sequences that the column eql_id of tables gets its values from: name, table, settings, the last value.
+-- settings -- The sequences that the column eql_id of tables gets its values from: name, table, settings, the last value,
+-- NULL where the current role may not read it.
 SELECT namespace.nspname, sequence.relname, owner.relname, settings.seqcache, settings.seqincrement, settings.seqcycle,
-       settings.seqmax, coalesce(pg_sequence_last_value(sequence.oid), 0)
+       settings.seqmax,
+       CASE WHEN has_sequence_privilege(sequence.oid, 'SELECT, USAGE')
+            THEN coalesce(pg_sequence_last_value(sequence.oid), 0) END
 FROM pg_class owner
 JOIN pg_attribute id ON id.attrelid = owner.oid AND id.attname = 'eql_id'
 JOIN pg_depend depend ON depend.refobjid = owner.oid AND depend.refobjsubid = id.attnum
