@@ -39,6 +39,9 @@ LOCK_SECONDS: Final = 10
 _EVERYTHING: Final = "eventsql_all_topics"
 """The policy of those whose rows are those of all topics."""
 
+_OF_EVERYTHING: Final = ("pg_read_all_data", "pg_write_all_data")
+"""PostgreSQL's own roles for all tables, which monitoring has: no GRANT names them."""
+
 Statements: TypeAlias = Iterator[sql.Composed]
 
 
@@ -144,7 +147,7 @@ class Roles:
                 "INSERT INTO {}.access_role (eql_role, eql_kind, eql_topic) VALUES ({}, {}, {}) ON CONFLICT DO NOTHING"
             ).format(sql.Identifier(schema), role.name, role.kind, role.topic)
         yield from _grants(roles, schema, _logs(connection, schema))
-        yield from _policies(roles, schema)
+        yield from _policies(connection, roles, schema)
         yield sql.SQL("RESET ROLE").format()
 
 
@@ -244,18 +247,26 @@ def _log_grants(roles: Sequence[Role], logs: Sequence[Log]) -> Statements:
             yield from grants.rights_on_log(role, log, DEAD_LETTER_SUFFIX)
 
 
-def _policies(roles: Sequence[Role], schema: str) -> Statements:
-    """Row security, where there are roles of one topic: the owner is not subject to it."""
+def _policies(connection: Connection, roles: Sequence[Role], schema: str) -> Statements:
+    """Row security, where there are roles of one topic: the owner is not subject to it.
+
+    Whoever has rights on these tables that were given by hand goes on seeing every row.
+    """
     bound = [role for role in roles if role.topic is not None and role.kind != "publisher"]
     if not bound:
         return
-    free = [role for role in roles if role.topic is None and role.kind in ("consumer", "reader", "transfer")]
+    granted = connection.execute(
+        Queries("roles", schema)("granted"), {"schema": schema, "tables": list(BY_TOPIC)}
+    ).fetchall()
+    free = [role.name for role in roles if role.topic is None and role.kind in ("consumer", "reader", "transfer")]
+    free += [name for (name,) in granted if name not in {role.name for role in roles}]
+    free += _OF_EVERYTHING
     for name in BY_TOPIC:
         table = sql.Identifier(schema, name)
         yield sql.SQL("ALTER TABLE {} ENABLE ROW LEVEL SECURITY").format(table)
         yield sql.SQL("DROP POLICY IF EXISTS {} ON {}").format(sql.Identifier(_EVERYTHING), table)
         yield sql.SQL("CREATE POLICY {} ON {} TO {} USING (true)").format(
-            sql.Identifier(_EVERYTHING), table, sql.SQL(", ").join(sql.Identifier(role.name) for role in free)
+            sql.Identifier(_EVERYTHING), table, sql.SQL(", ").join(sql.Identifier(name) for name in free)
         )
         for role in bound:
             yield sql.SQL("DROP POLICY IF EXISTS {} ON {}").format(sql.Identifier(role.name), table)

@@ -60,7 +60,10 @@ def parse_dsn(dsn: str) -> URL:
             "the database must be named by a URL such as postgresql://user:password@host:5432/database"
         ) from None
     except ValueError:
-        raise ConfigurationError("the database URL has a port that is not a number") from None
+        raise ConfigurationError(
+            "the database URL has a port that is not a number: name several hosts by the options host and port, as in "
+            "postgresql://user@/database?host=one,two&port=5432,5433"
+        ) from None
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise ConfigurationError("the database must be PostgreSQL: its URL begins with postgresql://")
     _check_server(url, dsn)

@@ -60,7 +60,7 @@ STARTERS: list[Starter] = [
 @pytest.mark.parametrize(
     ("handler", "said"),
     [
-        (None, "a handler is a function of"),
+        (None, "handler must be a function"),
         (asynchronous, "handler asynchronous is asynchronous, and nothing awaits it"),
         (partial(asynchronous), "is asynchronous"),
         (Callee(), "is asynchronous"),

@@ -139,3 +139,21 @@ def test_a_role_that_may_not_read_the_revision_is_told(owner: EventSQL, login: L
     with Database(login("reader")) as database, pytest.raises(PermissionDeniedError) as raised:
         database.ensure_schema()
     assert raised.value.object == "schema_version"
+
+
+@pytest.mark.parametrize("by", ["SELECT", "SELECT (eql_topic, eql_name)", "pg_read_all_data"])
+def test_rights_that_were_given_by_hand_show_every_consumer_beside_roles_of_one_topic(
+    owner: EventSQL, login: Login, prefix: str, by: str
+) -> None:
+    monitoring = login()
+    name = sql.Identifier(str(make_url(monitoring).username))
+    with owner.database.transaction() as connection:
+        if by.startswith("SELECT"):
+            connection.execute(sql.SQL("GRANT USAGE ON SCHEMA eventsql TO {}").format(name))
+            connection.execute(sql.SQL("GRANT " + by + " ON eventsql.consumer TO {}").format(name))
+        else:
+            connection.execute(sql.SQL("GRANT pg_read_all_data TO {}").format(name))
+    Roles(owner.database).create(prefix=prefix)
+    with psycopg.connect(monitoring) as connection:
+        seen = connection.execute("SELECT DISTINCT eql_topic, eql_name FROM eventsql.consumer ORDER BY 1").fetchall()
+    assert seen == [("orders", "mailer"), ("payments", "mailer")]

@@ -63,3 +63,16 @@ SELECT rolname FROM pg_roles
 WHERE rolname = ANY (%(names)s)
   AND (rolcanlogin OR rolsuper OR rolcreaterole OR rolcreatedb OR rolreplication OR rolbypassrls)
 ORDER BY rolname;
+
+-- granted -- Who has rights on one of some tables, on all of it or on columns, beside its owner and PUBLIC.
+SELECT DISTINCT r.rolname
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
+CROSS JOIN LATERAL (
+    SELECT c.relacl AS rights
+    UNION ALL SELECT a.attacl FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attacl IS NOT NULL
+) found
+CROSS JOIN LATERAL aclexplode(found.rights) acl
+JOIN pg_roles r ON r.oid = acl.grantee
+WHERE c.relname = ANY (%(tables)s) AND r.oid <> c.relowner
+ORDER BY r.rolname;
