@@ -239,7 +239,7 @@ def test_the_statements_go_by_the_indexes_on_ids(database: Database, statement: 
         (lambda: ShiftBy(1.5), "whole number"),  # type: ignore[arg-type]  # refused
         (lambda: starting_at("now"), "'earliest', 'latest', an offset, a time .*, not 'now'"),  # type: ignore[arg-type]  # refused
         (lambda: starting_at(True), "not True"),
-        (lambda: starting_at(-1), "an offset must be"),
+        (lambda: starting_at(-1), "start must be a whole number from 0"),
     ],
 )
 def test_what_is_no_position_is_refused(make: Callable[[], Any], said: str) -> None:
