@@ -83,8 +83,8 @@ BEGIN
     FROM pg_inherits inherits
     JOIN pg_class c ON c.oid = inherits.inhrelid
     CROSS JOIN LATERAL (
-        SELECT coalesce(substring(expression FROM 'FROM \\(''(\\d+)''\\)')::bigint, 0) AS first,
-               substring(expression FROM 'TO \\(''(\\d+)''\\)')::bigint AS past
+        SELECT coalesce(substring(expression FROM 'FROM [(]''([0-9]+)''[)]')::bigint, 0) AS first,
+               substring(expression FROM 'TO [(]''([0-9]+)''[)]')::bigint AS past
         FROM pg_get_expr(c.relpartbound, c.oid) AS expression
     ) bounds
     WHERE inherits.inhparent = to_regclass(log);
