@@ -109,7 +109,7 @@ def test_a_claim_without_a_run_waits_for_its_lease_and_then_goes_to_the_next_tic
     assert again.run_key != lost.run_key, "a reused key would swallow the run"
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
 
-    # Dagster resumes what it had stored, up to a day later. The run comes too late for its claim, and no retry builds on it.
+    # Dagster resumes what it had stored, up to a day later. No retry builds on a run that comes too late for its claim.
     assert not bench.run(eager, lost).success
     assert bench.effects() == []
     assert bench.run(eager, again).success
