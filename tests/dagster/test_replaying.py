@@ -14,7 +14,7 @@ from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource,
 from eventsql_orchestration.dagster.reexecution import ancestors, is_automatic_retry, repeats_success
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.model import EventFilter
+from eventsql_orchestration.model import EVERY_EVENT, EventFilter
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record, slow
 from tests.dagster.test_ranges import SUMS, sums, total
@@ -266,7 +266,7 @@ def test_a_replay_that_is_asked_for_hands_over_what_the_filter_lets_through(benc
     assert again(bench, definition, requested, replay=True).success
     assert bench.effects() == []
 
-    bench.platform.registry.register_consumer(definition.consumer)
+    bench.platform.registry.register_consumer(definition.consumer, filter=EVERY_EVENT)
     found = again(bench, definition, requested, replay=True)
     assert len(bench.effects()) == 5
     assert materialized(found)["events"] == 5
