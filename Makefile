@@ -10,13 +10,16 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
 VENV_OLDEST := .venv-oldest
 
+# Processes of tests. Most tests wait for a server, a daemon or Spark; with more, Spark misses its 10 s for a worker.
+PROCESSES ?= 3
+
 # Of the PostgreSQL that the tests run on: the directory of its programs.
 PG ?=
 ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
 endif
 
-.PHONY: help setup demo browser jdbc pgbouncer tls java test pooler pooled oldest bench faults shardfaults lint format types contracts check clean
+.PHONY: help setup demo browser jdbc pgbouncer tls java test nightly pooler pooled oldest bench faults shardfaults lint format types contracts check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -83,21 +86,20 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 	fi
 
 test: setup browser jdbc pgbouncer tls java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
-	@# Two processes of tests keep two cores busy. What fails beside the other is tried once more alone, and counts then.
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS) || { \
-		echo "Once more, alone: what failed above."; \
-		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
-	}
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile $(ARGS)
 
-THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses 2 --dist loadfile
+nightly: setup browser jdbc pgbouncer tls java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile -m "nightly or not nightly" $(ARGS)
+
+THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses $(PROCESSES) --dist loadfile
 
 pooler: setup pgbouncer ## Run the ordinary tests through PgBouncer, by transactions (ARGS=tests/…: some)
-	$(THROUGH) $(or $(ARGS),tests/log tests/queue tests/store tests/views $(wildcard tests/cli/test_[eoprs]*.py) \
+	$(THROUGH) $(or $(ARGS),tests/log tests/topics tests/publishing tests/consuming tests/maintenance tests/queue tests/store tests/views $(wildcard tests/cli/test_[eoprs]*.py) \
 		tests/spark/test_write.py::test_a_topic_is_copied_by_reading_and_writing_it)
 
 pooled: setup pgbouncer
 	@if PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null; then $(THROUGH) --quiet \
-		tests/log/test_claims.py tests/log/test_leased.py tests/log/test_publisher.py tests/log/test_positions.py \
+		tests/consuming/test_claims.py tests/consuming/test_leases.py tests/publishing/test_publisher.py tests/topics/test_offsets.py \
 		tests/queue/test_queue.py tests/store/test_repository.py; fi
 
 oldest: | uv ## Run Dagster's tests with the oldest versions that pyproject.toml allows (ARGS=tests: all tests)

@@ -8,9 +8,8 @@ from dagster_pyspark import LazyPySparkResource
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
-from eventsql_orchestration import Topic
+from eventsql_orchestration import Claim, Topic
 from eventsql_orchestration.dagster import EventSQLResource, publish_dataframe, spark_progress
-from eventsql_orchestration.log.claims import Claim
 
 SHOWN = 5
 

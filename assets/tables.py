@@ -7,7 +7,7 @@ from typing import Final
 from sqlalchemy import BigInteger, Column, Date, DateTime, Integer, MetaData, Table, Text, text
 from sqlalchemy.schema import CreateSchema
 
-from eventsql_orchestration.database import Database
+from eventsql_orchestration import Database
 
 RIDES: Final = "rides"
 CHURN: Final = "churn"

@@ -1,6 +1,6 @@
 """Events over SQL databases, operated from Dagster.
 
-`EventSQL` is the whole platform on one database, or over several; the other names are what it takes and gives. Neither
+`EventSQL` is the whole platform on one database, or over several; it takes and gives the other names. Neither
 pyspark nor dagster is imported by this package: the data source lives in `eventsql_orchestration.spark`, the
 orchestration in `eventsql_orchestration.dagster`.
 """
@@ -8,26 +8,19 @@ orchestration in `eventsql_orchestration.dagster`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from eventsql_orchestration.model import (
-    EVERY_EVENT,
-    NOT_PARTITIONED,
-    Consumer,
-    ConsumerState,
-    Event,
-    EventFilter,
-    OffsetRange,
-    Publication,
-    Retention,
-    Topic,
-)
+from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState, EventFilter
+from eventsql_orchestration.model import NOT_PARTITIONED, Event, OffsetRange, Publication, Retention, Topic
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.log.asynchronous import AsyncPublisher
-    from eventsql_orchestration.log.buffered import Acknowledgement, BufferedPublisher
-    from eventsql_orchestration.log.horizon import Checkpoint, HorizonReader
-    from eventsql_orchestration.log.lag import ConsumerLag
-    from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, ShiftBy
-    from eventsql_orchestration.platform import EventSQL
+    from eventsql_orchestration.client.buffered import AsyncPublisher, BufferedPublisher
+    from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.consuming.claims import Claim
+    from eventsql_orchestration.consuming.lag import ConsumerLag
+    from eventsql_orchestration.consuming.snapshot_reader import Checkpoint, SnapshotReader
+    from eventsql_orchestration.database import Connection, Database
+    from eventsql_orchestration.publishing.buffered import Acknowledgement
+    from eventsql_orchestration.shards.shard import Shard
+    from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, ShiftBy
 
 __all__ = [
     "EVERY_EVENT",
@@ -39,36 +32,44 @@ __all__ = [
     "Back",
     "BufferedPublisher",
     "Checkpoint",
+    "Claim",
+    "Connection",
     "Consumer",
     "ConsumerLag",
     "ConsumerState",
+    "Database",
     "Earliest",
     "Event",
     "EventFilter",
     "EventSQL",
-    "HorizonReader",
     "Latest",
     "OffsetRange",
     "Publication",
     "Retention",
+    "Shard",
     "ShiftBy",
+    "SnapshotReader",
     "Topic",
 ]
 
 _ON_FIRST_USE = {
-    "Acknowledgement": "log.buffered",
-    "AsyncPublisher": "log.asynchronous",
-    "AtOffset": "log.positions",
-    "AtTime": "log.positions",
-    "Back": "log.positions",
-    "BufferedPublisher": "log.buffered",
-    "Checkpoint": "log.horizon",
-    "ConsumerLag": "log.lag",
-    "Earliest": "log.positions",
-    "EventSQL": "platform",
-    "HorizonReader": "log.horizon",
-    "Latest": "log.positions",
-    "ShiftBy": "log.positions",
+    "Acknowledgement": "publishing.buffered",
+    "AsyncPublisher": "client.buffered",
+    "AtOffset": "topics.offsets",
+    "AtTime": "topics.offsets",
+    "Back": "topics.offsets",
+    "BufferedPublisher": "client.buffered",
+    "Checkpoint": "consuming.snapshot_reader",
+    "Claim": "consuming.claims",
+    "Connection": "database",
+    "ConsumerLag": "consuming.lag",
+    "Database": "database",
+    "Earliest": "topics.offsets",
+    "EventSQL": "client.eventsql",
+    "SnapshotReader": "consuming.snapshot_reader",
+    "Latest": "topics.offsets",
+    "Shard": "shards.shard",
+    "ShiftBy": "topics.offsets",
 }
 """Where the names are that need SQLAlchemy. Each of Spark's Python workers imports this package, and SQLAlchemy would
 make that six times as long."""

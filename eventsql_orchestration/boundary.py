@@ -1,7 +1,7 @@
 """The arguments of public methods, checked before a method runs: by their annotations, and by their names.
 
 `checked` decorates a class. An argument that its annotation does not allow raises `ValidationError`, which names the
-argument. A new method or argument is checked without another line. The rules themselves are in `rules`.
+argument. A new method or argument is checked without another line.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ import sqlalchemy
 
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES, MAX_PARTITIONS, NOT_PARTITIONED, Publication, check_topic_name
-from eventsql_orchestration.rules import Duration, check_kind, check_seconds, check_text, check_time, check_whole, shown
+from eventsql_orchestration.validation import (
+    Duration,
+    check_kind,
+    check_seconds,
+    check_text,
+    check_time,
+    check_whole,
+    shown,
+)
 
 Rule: TypeAlias = Callable[[Any], object]
-"""Gives an argument as the method takes it, or raises `ValidationError`."""
+"""Returns the argument for the method, or raises `ValidationError`."""
 
 AnyClass = TypeVar("AnyClass", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -46,7 +54,7 @@ WHOLE: Final[Mapping[str, tuple[int, int]]] = {
     "pool_size": (0, 10_000),
     "workers": (1, 10_000),
 }
-"""The bounds of arguments that are whole numbers. Any other one is a bigint."""
+"""The bounds of arguments that are whole numbers, by name. Any other whole number is a bigint."""
 
 POSITIVE: Final = frozenset({"every", "lease", "polling_delay", "visibility_timeout"})
 """Durations that cannot be 0 seconds."""
@@ -72,7 +80,7 @@ _CHECK_THEMSELVES: Final[set[Callable[..., Any]]] = set()
 
 
 def checks_itself(function: Function) -> Function:
-    """Leave a method of a `checked` class as it is: it runs for each event, and checks its arguments in less time."""
+    """Do not check a method of a `checked` class: it runs for each event, and checks its arguments in less time."""
     _CHECK_THEMSELVES.add(function)
     return function
 
@@ -106,7 +114,7 @@ class _Arguments:
 
     @functools.cached_property
     def _rules(self) -> tuple[dict[str, Rule], list[Rule], Rule]:
-        """By name, by position, and of what follows by position; made at the first call."""
+        """The rules by name, by position, and of further arguments by position; made at the first call."""
         hints = typing.get_type_hints(self._function)
         rules = {each.name: rule(each.name, hints.get(each.name, Any)) for each in self.parameters}
         by_kind = {
@@ -117,7 +125,7 @@ class _Arguments:
         return rules, by_kind[inspect.Parameter.POSITIONAL_OR_KEYWORD], more[0] if more else _anything
 
     def check(self, given: tuple[Any, ...], named: dict[str, Any]) -> Iterable[Any]:
-        """The arguments by position as the method takes them; those by name are replaced in `named`."""
+        """The checked arguments by position; checked arguments by name replace their values in `named`."""
         by_name, in_order, more = self._rules
         for name, value in named.items():
             if name in by_name:
@@ -154,7 +162,7 @@ def _whole(name: str) -> Rule:
 
 def _text(name: str) -> Rule:
     if name == "topic":
-        # A name that no topic can have is not looked up: its table's name would be cut.
+        # An impossible topic name is not looked up: its table's name would be cut.
         return check_topic_name
     error = InvalidNameError if name in NAMES else ValidationError
     return lambda value: check_text(name, value, most=MAX_KEY_BYTES, error=error)
@@ -190,7 +198,7 @@ def _class(name: str, of: Any) -> Rule:
 
 def _event(name: str) -> Rule:
     def check(value: object) -> object:
-        # Those of multiprocessing are no subclass.
+        # Events of multiprocessing are no subclass.
         if not all(callable(getattr(value, method, None)) for method in ("is_set", "set", "wait")):
             raise ValidationError(f"{name} must be a threading.Event, not {type(value).__name__}")
         return value
@@ -220,9 +228,9 @@ def _duration(name: str) -> Rule:
 
 
 def _items(name: str, kind: type, of: Any) -> Rule:
-    """Of a collection, each item is checked now; of any other iterable, when the method comes to it."""
+    """Check the items of a collection now, and the items of any other iterable when the method reaches them."""
     if of is Publication:
-        # A publisher looks at them and at each of them, in words of its own.
+        # A publisher checks publications itself.
         return _anything
     each = _row(f"an item of {name}", of)
 
@@ -253,7 +261,7 @@ def _row(name: str, hint: Any) -> Rule:
 
 def _union(name: str, options: tuple[Any, ...]) -> Rule:
     if sqlalchemy.Connection in options or any(get_origin(each) is Literal for each in options):
-        # The database looks at connections, and `starting_at` at the forms of a start.
+        # The database checks connections, and `starting_at` checks a start.
         return _anything
     others = [each for each in options if each is not NoneType]
     if all(isinstance(each, type) and each not in (int, str, bytes, float, datetime) for each in others):
@@ -264,7 +272,7 @@ def _union(name: str, options: tuple[Any, ...]) -> Rule:
 
 
 def _first_of(rules: list[Rule]) -> Rule:
-    """What any of the rules takes; the error is that of the first."""
+    """Accept values that any of the rules accepts; raise the error of the first."""
 
     def check(value: object) -> object:
         for each in rules[1:]:

@@ -1,10 +1,10 @@
 """Names in SQL that no search_path can capture: every function, operator, type and collation is the server's own.
 
 PostgreSQL looks unqualified names up along the session's `search_path`, and the best match of all schemas on it wins.
-Whoever may create objects in one of them, as everybody may in `public` of an upgraded database, could have them run by
-the next session that names them, with the rights of that session. The statements of this package run on connections
-of callers and of poolers too, whose path is not the package's to choose. So the statements are written in plain SQL,
-and `qualified` adds `pg_catalog` to each name before any of them is sent.
+A role that may create objects in one of these schemas, as every role may in `public` of an upgraded database, could
+have them run by another session with that session's rights. The statements of this package also run on callers' and
+poolers' connections, whose path the package cannot choose. So the statements are written in plain SQL, and `qualified`
+adds `pg_catalog` to each name before a statement is sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TOKEN: Final = re.compile(
 )
 
 _SYNTAX: Final = frozenset({"coalesce", "extract", "greatest", "least", "position", "substring"})
-"""What looks like a function and is syntax, whose meaning is fixed."""
+"""Syntax that looks like a function: its meaning is fixed."""
 
 _SYNTAX_TYPES: Final = frozenset(
     {"bigint", "boolean", "int", "integer", "interval", "numeric", "smallint", "timestamp"}
@@ -56,8 +56,8 @@ def qualified(text: str) -> str:
     """A statement with `pg_catalog` before each name of a function, operator, type, system table or collation.
 
     Keywords are in capitals, names are not, and a function's name is directly before its parenthesis. A qualified
-    operator binds tighter than AND, OR, NOT and IS, and all of them bind alike, from left to right: put an operation on
-    the right of an operator in parentheses. Names that are qualified already stay as they are.
+    operator binds tighter than AND, OR, NOT and IS. All qualified operators bind alike, from left to right: put an
+    operation on the right of an operator in parentheses. Names that are qualified already stay as they are.
 
     Raises `ValueError` for what cannot be read, and for syntax that stands for an operator which it cannot qualify.
     """

@@ -1,4 +1,4 @@
-"""What a database URL keeps secret, and texts without it.
+"""The secrets of database URLs, and texts without them.
 
 libpq and its drivers repeat parts of a URL in their errors: an option whose value they do not understand, a part that
 they take for a host. Spark's tasks import this module, so it needs nothing that loads slowly.
@@ -54,9 +54,9 @@ def is_plain_host(name: str) -> bool:
 class UrlSecrets:
     """The secrets of one database URL.
 
-    `passwords` are hidden wherever they stand. What says why a connection failed may repeat more: `words` of the option
-    `options` as they are, and `values` of all options, or parts of them, in quotes. `names` say where the URL leads,
-    and stay.
+    `passwords` are hidden everywhere. The error of a failed connection may repeat more: `words` of the option `options`
+    as they are, and `values` of all options, or parts of them, in quotes. `names` are hosts, users and databases, and
+    stay.
     """
 
     passwords: tuple[str, ...]
@@ -71,7 +71,7 @@ class UrlSecrets:
         return text
 
     def hide(self, text: str) -> str:
-        """What says why a connection failed, without any of the secrets."""
+        """The text of a connection's error without the secrets."""
         text = self.hide_passwords(text)
         for word in self.words:
             text = _hide_word(word, text)
@@ -88,7 +88,7 @@ class UrlSecrets:
 
 @lru_cache(maxsize=64)
 def secrets_of(url: str) -> UrlSecrets:
-    """The secrets of a URL, or of a connection string that somebody took for one."""
+    """The secrets of a URL, or of a connection string in the place of a URL."""
     found = _URL.fullmatch(url.strip())
     if found is None:
         keys = _KEY_AND_PASSWORD.findall(url)
@@ -124,14 +124,14 @@ def _hidden(texts: Iterable[str], shown: frozenset[str]) -> tuple[str, ...]:
 
 
 def _hide_word(word: str, text: str) -> str:
-    """Where it stands by itself: a short password may be a part of any word."""
+    """Hide a word where it stands by itself: a short password may be a part of any word."""
     before = r"(?<!\w)" if re.match(r"\w", word) else ""
     after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
     return re.sub(f"{before}{re.escape(word)}{after}", HIDDEN, text)
 
 
 def hide(text: str, *urls: str) -> str:
-    """What says why a connection failed, without any of the secrets of these URLs."""
+    """The text of a connection's error without the secrets of these URLs."""
     for url in urls:
         text = secrets_of(url).hide(text)
     return text
@@ -147,14 +147,14 @@ def hide_passwords(text: str, *urls: str) -> str:
 
 
 def hide_in(error: BaseException, *urls: str) -> None:
-    """Take the secrets of these URLs out of an error's own text, and out of those of the errors that it came from."""
+    """Remove the secrets of these URLs from an error's text, and from the texts of its causes."""
     for each in _chain(error):
         each.args = tuple(hide(part, *urls) if isinstance(part, str) else part for part in each.args)
 
 
 @contextmanager
 def hiding(*urls: str) -> Iterator[None]:
-    """Take the secrets of these URLs out of what the block raises."""
+    """Remove the secrets of these URLs from the errors of the block."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Trying something again for a while."""
+"""Retries with random pauses, for a limited time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import time
 from typing import Final
 
 PAUSE: Final = (0.05, 0.25)
-"""Seconds between two attempts, at least and at most: another one each time, so that of two who are in each other's way
-one goes first."""
+"""The shortest and the longest pause between two attempts, in seconds. It is random, so that of two processes in each
+other's way one goes first."""
 
 
-class Patience:
-    """How long something is tried again: `seconds`, from now on.
-
-    The first attempt needs none, so with 0 seconds there is one.
-    """
+class Backoff:
+    """Pauses between attempts, for `seconds` from now on. With 0 seconds there is only the first attempt."""
 
     def __init__(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
 
     def lasts(self) -> bool:
-        """Wait for the next attempt; False, at once, where time is up."""
+        """Wait for the next attempt, and return True; return False at once where the time is up."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False

@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import check_schema_name
-from eventsql_orchestration.rules import DEFAULT_SCHEMA, split_urls
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
 
 
 class Settings(BaseSettings):

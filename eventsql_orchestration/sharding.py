@@ -1,4 +1,4 @@
-"""Which shard a key belongs to, and what a database says of the shards that it is one of."""
+"""The shard of a key, and the set of shards as a database has it stored."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, Final
 from eventsql_orchestration.errors import ShardPendingError, WrongShardError
 
 HELD: Final = -1
-"""`consumer.eql_until` of a consumer on a shard that joined, until the shards before it are consumed up to then. No
-offset is that small, so nothing is handed out, and no layout of a topic begins there."""
+"""`consumer.eql_until` of a consumer that a joined shard holds back, until it has consumed the older shards up to their
+fences. No offset is that small: the consumer gets no events, and no layout of a topic begins there."""
 
 CACHED_KEYS: Final = 65_536
-"""Keys whose shard is remembered. Measured: 0.06 µs for one that is, 0.7 µs for each shard otherwise."""
+"""Keys whose shard is cached. Measured: 0.06 µs for a cached key, 0.7 µs for each shard otherwise."""
 
 
 @cache
 def owner_among(names: tuple[str, ...]) -> Callable[[str], str]:
-    """Gives the shard of a key among shards of these names: the one that weighs most for it (rendezvous hashing).
+    """Gives a function from a key to its shard: the shard that weighs most for the key (rendezvous hashing).
 
     A shard's weight is the SHA-256 of its name, a zero byte and the key, all in UTF-8, as an unsigned big-endian
-    number. So the order of the names does not matter, a shard that is added takes its share of the keys from all others
-    and moves no other key, and the choice is independent of the partition's. It must never change.
+    number. So the order of the names does not matter. A shard that is added takes its share of the keys from all other
+    shards, and moves no other key. The choice is independent of the partition. This function must never change.
     """
-    # Each of Spark's Python workers imports this module, and needs none of it.
+    # Each of Spark's Python workers imports this module, but does not need hashlib.
     from hashlib import sha256  # noqa: PLC0415
 
     prefixes = [(name, name.encode() + b"\x00") for name in sorted(names)]
@@ -44,16 +44,16 @@ def owner_among(names: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def shard_of_key(key: str, names: Sequence[str]) -> str:
-    """The shard that a key belongs to, of shards of these names (at least one)."""
+    """The shard of a key, among shards with these names (at least one)."""
     return owner_among(tuple(sorted(names)))(key)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSet:
-    """The shards as one of them, `own`, has them stored: all `names`, in the newest `generation` that it knows.
+    """The set of shards, as the shard `own` has it stored: all `names`, in the newest `generation` that it knows.
 
-    `id` is the same on all shards of a set. `active` says whether `own` takes events: a shard that joins does not
-    before all others know of it.
+    `id` is the same on all shards of a set. `active` says whether `own` takes events: a shard that joins takes events
+    only after all other shards know of it.
     """
 
     id: str
@@ -64,17 +64,17 @@ class ShardSet:
 
     @classmethod
     def from_json(cls, stored: Any) -> ShardSet | None:
-        """What the registry reads beside a topic; None where the database is no shard."""
+        """Make the set from the JSON that the registry reads with a topic; None if the database is no shard."""
         if stored is None:
             return None
         return cls(stored["set"], stored["name"], stored["generation"], tuple(stored["shards"]), stored["active"])
 
     def owner(self, key: str) -> str:
-        """The shard that a key belongs to."""
+        """The shard of a key."""
         return owner_among(self.names)(key)
 
     def same_places(self, other: ShardSet | None) -> bool:
-        """Whether what was placed by `other` may be written here without another look at its key."""
+        """Whether events placed by `other` may be written here without checking their keys again."""
         return (
             other is not None and self.active and self.generation == other.generation
             and self.id == other.id and self.names == other.names
@@ -83,7 +83,8 @@ class ShardSet:
     def check(self, key: str | None) -> None:
         """Make sure that an event may be written to this shard.
 
-        Raises `ShardPendingError` while the shard is not active, and `WrongShardError` where its key is another's.
+        Raises `ShardPendingError` while the shard is not active, and `WrongShardError` if the key belongs to another
+        shard.
         """
         if not self.active:
             raise pending(self.own)
@@ -96,7 +97,7 @@ class ShardSet:
 
 
 def pending(shard: str) -> ShardPendingError:
-    """That a shard takes no events yet."""
+    """The error for a shard that takes no events yet."""
     return ShardPendingError(
         f"shard {shard!r} takes no events yet, because its addition is not finished: finish it with "
         "`eventsql shard add … --execute`",
@@ -105,4 +106,4 @@ def pending(shard: str) -> ShardPendingError:
 
 
 ANYWHERE: Final = ShardSet("", "", 0, (), active=False)
-"""Stands for the set of a caller who means this very shard: a dead letter lies where its event does."""
+"""The placement of a caller that means this very shard: a dead letter lies on the shard of its event."""

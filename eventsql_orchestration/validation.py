@@ -1,4 +1,4 @@
-"""The rules for what can be stored, each of which raises an error of ours before anything is written."""
+"""Rules for values that can be stored. Each raises an error of ours before anything is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eventsql_orchestration.errors import InvalidNameError, ValidationError
 from eventsql_orchestration.redaction import HIDDEN
 
 DEFAULT_SCHEMA: Final = "eventsql"
-"""The schema that holds the platform's tables, where nobody says otherwise."""
+"""The default schema of the platform's tables."""
 
 MAX_NAME_LENGTH: Final = 200
 
@@ -26,7 +26,7 @@ MAX_METADATA_BYTES: Final = 16 * 1024 * 1024
 """All names and texts of one event's metadata together. As JSON, each byte may take six."""
 
 MAX_SECONDS: Final = 31_536_000.0
-"""A year, as a bound for delays, leases and timeouts: what waits longer is lost rather than late."""
+"""A year: the longest delay, lease or timeout."""
 
 Duration: TypeAlias = float | timedelta
 """A length of time; a number is of seconds."""

@@ -19,11 +19,21 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.embedded.programs import PROGRAMS_VARIABLE
+from tests.fixtures import said_by, session, sessions, spawn, until, until_blocked
 from tests.poolers import through
 from tests.poolers.pgbouncer import PgBouncer, left_behind, running
 from tests.poolers.through import pytest_addoption, pytest_collection_modifyitems
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "said_by",
+    "session",
+    "sessions",
+    "spawn",
+    "until",
+    "until_blocked",
+]
 
 TEMPLATE = "eventsql_template"
 

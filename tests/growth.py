@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from psycopg import sql
 
-from eventsql_orchestration import EventSQL
+from eventsql_orchestration import EventSQL, Shard
 
 Round: TypeAlias = Callable[[EventSQL, int], None]
 
@@ -17,7 +17,7 @@ SETTLED = 3
 MEASURED = 2
 
 
-def rows(platform: EventSQL) -> dict[str, int]:
+def rows(platform: EventSQL | Shard) -> dict[str, int]:
     """How many rows each table has; and how many tables there are."""
     with platform.database.connection() as connection:
         names = [
@@ -39,7 +39,7 @@ def rows(platform: EventSQL) -> dict[str, int]:
         return {**counts, "segments": 0 if row is None else int(row[0])}
 
 
-def let_a_month_pass(platform: EventSQL) -> None:
+def let_a_month_pass(platform: EventSQL | Shard) -> None:
     """Everything that is there is 31 days older."""
     with platform.database.connection() as connection:
         columns = connection.execute(
@@ -62,9 +62,7 @@ def grown(platform: EventSQL, live: Round) -> dict[str, tuple[int, int]]:
     for number in range(SETTLED + 2 * MEASURED):
         live(platform, number)
         platform.retention.run_once()
-        seen.append(
-            {f"{table} {shard.shard or ''}": n for shard in platform.shards for table, n in rows(shard).items()}
-        )
+        seen.append({f"{table} {shard.name or ''}": n for shard in platform.shards for table, n in rows(shard).items()})
         for shard in platform.shards:
             let_a_month_pass(shard)
     most = [

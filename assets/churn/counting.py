@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration import Connection
 
 Churn: TypeAlias = dict[tuple[str, str, str], tuple[int, int, int]]
 """(repo, directory, month) to (changes, lines added, lines deleted)."""

@@ -13,18 +13,19 @@ from assets.churn import sums
 from assets.churn.counting import count, stored
 from assets.churn.git_history import file_changes as history
 from assets.range_sums import compared, publish_sums
-from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration import Claim, Connection, Event, Publication, Topic
 from eventsql_orchestration.dagster import (
     PUBLISHED_EVENTS,
     PUBLISHED_TOPIC,
+    AssetOptions,
     EventSQLResource,
+    RangeLimits,
+    RunLimits,
     TopicResource,
     consumer_asset,
     range_asset,
     topic_key,
 )
-from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log.claims import Claim
 
 FILE_CHANGES = Topic("file_changes", partitions=4)
 """One event for each file that a commit changed; keyed by path."""
@@ -92,16 +93,13 @@ def _last_commit(context: dg.AssetExecutionContext) -> str | None:
     topic=FILE_CHANGES,
     consumer="directory_churn",
     publishes=DIRECTORY_CHURN,
-    max_events=100_000,
-    max_wait=5.0,
-    group_name="churn",
-    description="Changes, lines added and lines deleted per directory and month, as Spark sums up a range of "
-    "file_changes.",
+    limits=RangeLimits(max_events=100_000, max_wait=5.0),
+    options=AssetOptions(group_name="churn"),
 )
 def directory_churn(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
-    """Sum up the claimed range and publish the sums, together with the consumer's offset."""
+    """Changes, lines added and lines deleted per directory and month, as Spark sums up a range of file_changes."""
     return publish_sums(
         context, claim, eventsql=eventsql, spark=spark,
         compute=lambda events: sums.churn(sums.changes_of(events)), topic=DIRECTORY_CHURN, key="directory",
@@ -122,12 +120,11 @@ SET changes = directory_churn.changes + excluded.changes,
     topic=DIRECTORY_CHURN,
     consumer="directory_churn_table",
     partitioned=True,
-    max_wait=2.0,
-    group_name="churn",
-    description="Table churn.directory_churn: all changes per repository, directory and month.",
+    limits=RunLimits(max_wait=2.0),
+    options=AssetOptions(group_name="churn"),
 )
 def directory_churn_table(events: Sequence[Event], connection: Connection) -> None:
-    """Add the events' sums to the table."""
+    """Table churn.directory_churn: all changes per repository, directory and month."""
     with connection.cursor() as cursor:
         cursor.executemany(_ADD, [json.loads(event.value) for event in events])
 

@@ -11,10 +11,15 @@ from assets.range_sums import compared, publish_sums
 from assets.rides import sums
 from assets.rides.counting import count_fares
 from assets.rides.order import RIDE_ORDERS
-from eventsql_orchestration import Event, Topic
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset, range_asset
-from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration import Claim, Connection, Event, Topic
+from eventsql_orchestration.dagster import (
+    AssetOptions,
+    EventSQLResource,
+    RangeLimits,
+    RunLimits,
+    consumer_asset,
+    range_asset,
+)
 
 ZONE_FARES = Topic("zone_fares", partitions=2)
 """What orders and rides add to a zone's quarter of an hour; keyed by zone."""
@@ -24,15 +29,13 @@ ZONE_FARES = Topic("zone_fares", partitions=2)
     topic=RIDE_ORDERS,
     consumer="zone_fares",
     publishes=ZONE_FARES,
-    max_events=50_000,
-    max_wait=5.0,
-    group_name="rides",
-    description="Orders, rides and fares per zone and quarter of an hour, as Spark sums up a range of ride_orders.",
+    limits=RangeLimits(max_events=50_000, max_wait=5.0),
+    options=AssetOptions(group_name="rides"),
 )
 def zone_fares(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
-    """Sum up the claimed range and publish the sums, together with the consumer's offset."""
+    """Orders, rides and fares per zone and quarter of an hour, as Spark sums up a range of ride_orders."""
     return publish_sums(
         context, claim, eventsql=eventsql, spark=spark,
         compute=lambda events: sums.fares(sums.orders_of(events)), topic=ZONE_FARES, key="zone",
@@ -53,12 +56,11 @@ SET orders = zone_fares.orders + excluded.orders,
     topic=ZONE_FARES,
     consumer="zone_fares_table",
     partitioned=True,
-    max_wait=2.0,
-    group_name="rides",
-    description="Table rides.zone_fares: all orders, rides and fares per zone and quarter of an hour.",
+    limits=RunLimits(max_wait=2.0),
+    options=AssetOptions(group_name="rides"),
 )
 def zone_fares_table(events: Sequence[Event], connection: Connection) -> None:
-    """Add the events' sums to the table."""
+    """Table rides.zone_fares: all orders, rides and fares per zone and quarter of an hour."""
     with connection.cursor() as cursor:
         # Events that were published before demand was counted have none.
         cursor.executemany(_ADD, [{"orders": 0, **json.loads(event.value)} for event in events])

@@ -8,9 +8,8 @@ from datetime import datetime
 import dagster as dg
 
 from assets.rides.order import RIDE_ORDERS
-from eventsql_orchestration import Event
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration import Connection, Event
+from eventsql_orchestration.dagster import AssetOptions, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.views import Rollups, Timelines
 
 ORDER_TIMELINE = "order"
@@ -32,12 +31,11 @@ WHERE order_status.version <= excluded.version
     topic=RIDE_ORDERS,
     consumer="order_status",
     partitioned=True,
-    max_wait=2.0,
-    group_name="rides",
-    description="Table rides.order_status: how each order stands now, with its timeline and the changes per minute.",
+    limits=RunLimits(max_wait=2.0),
+    options=AssetOptions(group_name="rides"),
 )
 def order_status(events: Sequence[Event], connection: Connection, eventsql: EventSQLResource) -> None:
-    """Bring the read models up to these events, in the transaction that moves the consumer's offset."""
+    """Table rides.order_status: how each order stands now, its timeline and the changes per minute."""
     states = [json.loads(event.value) for event in events]
     with connection.cursor() as cursor:
         cursor.executemany(_UPSERT, states)

@@ -10,9 +10,8 @@ from types import MappingProxyType
 import dagster as dg
 
 from assets.rides.order import RIDE_ORDERS, Order
-from eventsql_orchestration import EventSQL
+from eventsql_orchestration import Connection, EventSQL
 from eventsql_orchestration.dagster import PUBLISHED_EVENTS, PUBLISHED_TOPIC, EventSQLResource, lineage, topic_key
-from eventsql_orchestration.database import Connection
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Repository, Store
 

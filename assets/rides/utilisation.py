@@ -11,10 +11,15 @@ from assets.range_sums import compared, publish_sums
 from assets.rides import sums
 from assets.rides.counting import count_utilisation
 from assets.rides.order import RIDE_ORDERS
-from eventsql_orchestration import Event, Topic
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset, range_asset
-from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration import Claim, Connection, Event, Topic
+from eventsql_orchestration.dagster import (
+    AssetOptions,
+    EventSQLResource,
+    RangeLimits,
+    RunLimits,
+    consumer_asset,
+    range_asset,
+)
 
 DRIVER_UTILISATION = Topic("driver_utilisation", partitions=2)
 """What rides add to a driver's day; keyed by driver."""
@@ -24,15 +29,13 @@ DRIVER_UTILISATION = Topic("driver_utilisation", partitions=2)
     topic=RIDE_ORDERS,
     consumer="driver_utilisation",
     publishes=DRIVER_UTILISATION,
-    max_events=50_000,
-    max_wait=5.0,
-    group_name="rides",
-    description="Rides and time driven per driver and day, as Spark sums up a range of ride_orders.",
+    limits=RangeLimits(max_events=50_000, max_wait=5.0),
+    options=AssetOptions(group_name="rides"),
 )
 def driver_utilisation(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> Mapping[str, Any]:
-    """Sum up the claimed range and publish the sums, together with the consumer's offset."""
+    """Rides and time driven per driver and day, as Spark sums up a range of ride_orders."""
     return publish_sums(
         context, claim, eventsql=eventsql, spark=spark,
         compute=lambda events: sums.utilisation(sums.orders_of(events)), topic=DRIVER_UTILISATION, key="driver",
@@ -54,12 +57,11 @@ SET accepted = driver_utilisation.accepted + excluded.accepted,
     topic=DRIVER_UTILISATION,
     consumer="driver_utilisation_table",
     partitioned=True,
-    max_wait=2.0,
-    group_name="rides",
-    description="Table rides.driver_utilisation: all rides and the time driven per driver and day.",
+    limits=RunLimits(max_wait=2.0),
+    options=AssetOptions(group_name="rides"),
 )
 def driver_utilisation_table(events: Sequence[Event], connection: Connection) -> None:
-    """Add the events' sums to the table."""
+    """Table rides.driver_utilisation: all rides and the time driven per driver and day."""
     with connection.cursor() as cursor:
         cursor.executemany(_ADD, [json.loads(event.value) for event in events])
 

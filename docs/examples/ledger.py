@@ -1,8 +1,7 @@
 """A whole code location: `EVENTSQL_DSN=… dagster dev -f docs/examples/ledger.py`; run its job `register` once."""
 
-from eventsql_orchestration import Event, EventSQL, Topic
+from eventsql_orchestration import Connection, Event, EventSQL, Topic
 from eventsql_orchestration.dagster import build_definitions, consumer_asset
-from eventsql_orchestration.database import Connection
 
 
 @consumer_asset(topic=Topic("orders", partitions=4), consumer="ledger", partitioned=True)

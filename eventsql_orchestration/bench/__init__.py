@@ -1,1 +1,1 @@
-"""Benchmarks: what the platform does per second on a database, beside what that database does at best."""
+"""Benchmarks: what the platform does per second on a database, beside the most that the database itself does."""

@@ -1,4 +1,4 @@
-"""What `eventsql bench dagster` measures: a real daemon, on a storage of its own, with this package's sensors."""
+"""The measurements of `eventsql bench dagster`: a real daemon with storage of its own and this package's sensors."""
 
 from __future__ import annotations
 
@@ -11,41 +11,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Final, LiteralString, TypeAlias
+from typing import Final, LiteralString
 
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 from psycopg import sql
 
-from eventsql_orchestration.dagster.instance import (
+from eventsql_orchestration.bench.dagster_location import VARIABLE, recording_consumer
+from eventsql_orchestration.bench.session import Session
+from eventsql_orchestration.dagster.local.instance import (
     CONFIG_FILE,
     STORAGE_SCHEMA,
     STORAGE_VARIABLE,
     instance_config,
     storage_url,
 )
-from eventsql_orchestration.dagster.measured import VARIABLE, measured
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.model import Publication
-from eventsql_orchestration.platform import EventSQL
-
-Report: TypeAlias = Callable[[str, int, int], None]
 
 STARTING: Final = 180.0
 RUN_LIMIT: Final = 240.0
 
 SENSOR_LOOP: Final = 5.0
-"""Seconds between two looks of Dagster's daemon at its sensors: events are published at any moment in it."""
+"""Seconds between two evaluations of all sensors by Dagster's daemon. Events are published at random moments in it."""
+
+AROUND: Final = 1.0
+"""Events this many seconds before and after a hand-over count as events around it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """An event that a run's function was given: when it was published, and handed over, and to which process."""
+    """An event that a run handled: the time of its publication, the time of the handling, and the process."""
 
     published: float
     at: float
@@ -59,30 +61,31 @@ class Handled:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A running daemon on one topic, in whose runs the consumer's function writes what it is given to `record`."""
+    """A running daemon on one topic. The consumer's function writes the events of its runs to `record`."""
 
-    platform: EventSQL
+    session: Session
     instance: dg.DagsterInstance
     storage: str
     topic: str
     record: Path
 
     def publish(self, partition: int) -> float:
-        """Publish an event and transfer it; gives when."""
+        """Publish an event and transfer it. Gives the time of the publication."""
         now = time.time()
-        self.platform.publisher.publish(Publication(self.topic, str(now).encode(), partition=partition))
-        self.platform.transfer.run_once([self.topic])
+        platform = self.session.platform
+        platform.publisher.publish(Publication(self.topic, str(now).encode(), partition=partition))
+        platform.transfer.run_once([self.topic])
         return now
 
     def handled(self) -> list[Handled]:
-        """The events that runs were given, in the order in which they were."""
+        """The events of all runs, in the order of their handling."""
         if not self.record.exists():
             return []
         lines = (line.split() for line in self.record.read_text().splitlines())
         return [Handled(float(published), float(at), int(process)) for published, at, process in lines]
 
     def runs(self) -> list[dg.RunRecord]:
-        """The newest first."""
+        """The runs, newest first."""
         return list(self.instance.get_run_records())
 
     def await_(self, condition: Callable[[], bool], what: str, *, limit: float = RUN_LIMIT) -> None:
@@ -103,78 +106,87 @@ class Daemon:
         return min((entry.timestamp for entry in starts), default=None)
 
     def ticks(self) -> int:
-        """How many ticks of sensors have ended so far."""
-        with self.platform.database.connection() as connection:
-            row = connection.execute(
-                sql.SQL("SELECT count(*) FROM {} WHERE status IN ('SKIPPED', 'SUCCESS')").format(
-                    sql.Identifier(self.storage, "job_ticks")
-                )
-            ).fetchone()
+        """The number of sensor ticks that have ended so far."""
+        count = sql.SQL(
+            "SELECT pg_catalog.count(*) FROM {} WHERE status OPERATOR(pg_catalog.=) ANY (ARRAY['SKIPPED', 'SUCCESS'])"
+        )
+        row = self.session.connection.execute(count.format(sql.Identifier(self.storage, "job_ticks"))).fetchone()
         assert row is not None, "an aggregate gives one row"
         return int(row[0])
 
 
 @contextmanager
 def daemon(
-    platform: EventSQL,
-    topic: str,
+    session: Session,
+    label: str,
     *,
-    partitions: int,
+    partitions: int = 1,
     sensor: str = "partition",
     drain: float = 0.0,
     idle: float | None = None,
 ) -> Iterator[Daemon]:
-    """A daemon with one consumer of `topic` for the block, whose runs drain for `drain` seconds.
+    """A daemon with one consumer on a topic of its own for the block.
 
-    They end where nothing comes for `idle` seconds, or never before. Raises `BenchmarkError` where the daemon does not
-    begin to tick.
+    Runs drain for `drain` seconds. They end earlier if no event comes for `idle` seconds. Raises `BenchmarkError` if
+    the daemon does not begin to tick.
     """
-    storage = f"{topic}_dagster"
-    with tempfile.TemporaryDirectory(prefix="eventsql-bench-") as directory, contextlib.ExitStack() as cleaning:
-        home, record = Path(directory), Path(directory) / "handled"
-        told = {
-            "topic": topic, "partitions": partitions, "sensor": sensor,
-            "drain": drain, "idle": drain if idle is None else idle, "record": str(record),
+    platform, database = session.platform, session.databases[0]
+    with (
+        session.topic(label, partitions=partitions) as topic,
+        tempfile.TemporaryDirectory(prefix="eventsql-bench-") as directory,
+        contextlib.ExitStack() as cleaning,
+    ):
+        storage, home, record = f"{topic}_dagster", Path(directory), Path(directory) / "handled"
+        limits = {"max_wait": 0.0, "drain_seconds": drain, "drain_idle": drain if idle is None else idle}
+        consumer = {
+            "topic": topic, "partitions": partitions, "record": str(record), "sensor": sensor, "limits": limits,
         }  # fmt: skip
-        measured(**told).register(platform)  # type: ignore[arg-type]  # as JSON gives them back
-        url = storage_url(platform.database.dsn).replace(f"search_path%3D{STORAGE_SCHEMA}", f"search_path%3D{storage}")
+        recording_consumer(**consumer).register(platform)  # type: ignore[arg-type]  # as JSON gives them back
+
+        def execute(statement: LiteralString) -> None:
+            session.connection.execute(sql.SQL(statement).format(sql.Identifier(storage)))
+
+        execute("CREATE SCHEMA {}")
+        cleaning.callback(execute, "DROP SCHEMA {} CASCADE")
+
         (home / CONFIG_FILE).write_text(yaml.safe_dump(instance_config()), encoding="utf-8")
-        before = os.environ.get(STORAGE_VARIABLE)
-        os.environ[STORAGE_VARIABLE] = url
-        cleaning.callback(_restore, before)
-        _execute(platform, "CREATE SCHEMA {}", storage)
-        cleaning.callback(_execute, platform, "DROP SCHEMA {} CASCADE", storage)
+        url = storage_url(database.dsn).replace(f"search_path%3D{STORAGE_SCHEMA}", f"search_path%3D{storage}")
+        cleaning.enter_context(_variable(STORAGE_VARIABLE, url))
         instance = cleaning.enter_context(dg.DagsterInstance.from_config(str(home)))
         instance.get_runs_count()
+
         environment = {
             **os.environ,
             "DAGSTER_HOME": str(home),
-            "EVENTSQL_DSN": platform.database.dsn,
-            "EVENTSQL_SCHEMA": platform.database.schema,
-            VARIABLE: json.dumps(told),
+            "EVENTSQL_DSN": database.dsn,
+            "EVENTSQL_SCHEMA": database.schema,
+            VARIABLE: json.dumps(consumer),
         }
         with (home / "daemon.log").open("wb") as log:
             process = subprocess.Popen(
-                [Path(sys.executable).with_name("dagster-daemon"), "run", "-m", measured.__module__],
+                [Path(sys.executable).with_name("dagster-daemon"), "run", "-m", recording_consumer.__module__],
                 cwd=home, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
         cleaning.callback(_end, process)
-        running = Daemon(platform, instance, storage, topic, record)
+
+        running = Daemon(session, instance, storage, topic, record)
         running.await_(lambda: running.ticks() > 0, "the first tick of a sensor", limit=STARTING)
         yield running
 
 
-def _restore(before: str | None) -> None:
-    if before is None:
-        os.environ.pop(STORAGE_VARIABLE, None)
-    else:
-        os.environ[STORAGE_VARIABLE] = before
-
-
-def _execute(platform: EventSQL, statement: LiteralString, schema: str) -> None:
-    with platform.database.connection() as connection:
-        connection.execute(sql.SQL(statement).format(sql.Identifier(schema)))
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable for the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -186,53 +198,124 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def cold_starts(running: Daemon, runs: int, report: Report) -> list[float]:
-    """Seconds from publish to the first step, of so many runs, each of which finds no other under way."""
+def cold_starts(running: Daemon, runs: int, *, within: float = SENSOR_LOOP) -> list[float]:
+    """Seconds from publish to the first step of a run, for each run. No other run is under way.
+
+    An event is published after a random delay of up to `within` seconds.
+    """
     delays = []
     for number in range(runs):
         running.await_quiet()
-        time.sleep(random.uniform(0, SENSOR_LOOP))  # noqa: S311 - any moment of the loop
-        seen = len(running.runs())
+        time.sleep(random.uniform(0, within))  # noqa: S311 - any moment of the loop
+        seen = {run.dagster_run.run_id for run in running.runs()}
         published = running.publish(0)
-        running.await_(lambda seen=seen: len(running.runs()) > seen, "a run")  # type: ignore[misc]
-        run_id = running.runs()[0].dagster_run.run_id
-        running.await_(lambda run_id=run_id: running.first_step(run_id) is not None, "its first step")  # type: ignore[misc]
-        began = running.first_step(run_id)
-        assert began is not None, "it was waited for"
-        delays.append(began - published)
-        report("cold starts", number + 1, runs)
+
+        def first_steps(seen: set[str] = seen) -> list[float]:
+            new = {run.dagster_run.run_id for run in running.runs()} - seen
+            return [began for run_id in new if (began := running.first_step(run_id)) is not None]
+
+        running.await_(lambda: bool(first_steps()), "the first step of a run")
+        delays.append(min(first_steps()) - published)
+        running.session.report("cold starts", number + 1, runs)
     return delays
 
 
-def drained(running: Daemon, events: int, every: float, report: Report) -> list[float]:
-    """Seconds from publish to handler, of events that a run finds while it drains, one each `every` seconds."""
+def drained(running: Daemon, events: int, every: float) -> list[float]:
+    """Seconds from publish to handler, for events that a run finds while it drains: one every `every` seconds."""
     running.publish(0)
     running.await_(lambda: len(running.handled()) == 1, "the run that drains")
     for number in range(events):
         time.sleep(every)
         running.publish(0)
-        report("draining", number + 1, events)
+        running.session.report("draining", number + 1, events)
+
     running.await_(lambda: len(running.handled()) == events + 1, "every event")
     if len(running.runs()) > 1:
         raise BenchmarkError("the run that drains ended too early: measure fewer events")
     return [event.delay for event in running.handled()[1:]]
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Events in the order of their handling, by runs that take over from one another. Times are in seconds."""
+
+    events: Sequence[Handled]
+
+    @property
+    def delays(self) -> list[float]:
+        """From publish to handler."""
+        return [event.delay for event in self.events]
+
+    @property
+    def runs(self) -> int:
+        """The number of runs that handled the events."""
+        return len({event.process for event in self.events})
+
+    @property
+    def hand_overs(self) -> list[tuple[Handled, Handled]]:
+        """Pairs of neighbouring events that two different runs handled.
+
+        One change of runs makes several pairs: for some seconds both runs claim, and the faster gets the next range.
+        """
+        return [(last, first) for last, first in pairwise(self.events) if last.process != first.process]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Time between the two events of each hand-over. It includes the gap that the traffic itself leaves."""
+        return [first.at - last.at for last, first in self.hand_overs]
+
+    @property
+    def gaps_within(self) -> list[float]:
+        """Time between neighbouring events that one run handled."""
+        return [after.at - before.at for before, after in pairwise(self.events) if before.process == after.process]
+
+    @property
+    def delays_around(self) -> list[float]:
+        """Delays of the events that were published at most `AROUND` before or after a hand-over."""
+        between = [(last.at - AROUND, first.at + AROUND) for last, first in self.hand_overs]
+        return [event.delay for event in self.events if any(a <= event.published <= b for a, b in between)]
+
+
+def steady_traffic(running: Daemon, seconds: float, every: float) -> Traffic:
+    """Publish an event every `every` seconds for `seconds` seconds, from the first draining run on.
+
+    Raises `BenchmarkError` if an event is lost, comes twice or comes before an event that was published earlier.
+    """
+    running.publish(0)
+    running.await_(lambda: len(running.handled()) == 1, "the run that drains")
+
+    published = []
+    started = time.monotonic()
+    events = round(seconds / every)
+    for number in range(events):
+        # Each event has its fixed time; a slow event does not delay the next.
+        time.sleep(max(0.0, started + number * every - time.monotonic()))
+        published.append(running.publish(0))
+        running.session.report("steady traffic", number + 1, events)
+
+    running.await_(lambda: len(running.handled()) > events, "every event")
+    handled = running.handled()[1:]
+    if [event.published for event in handled] != published:
+        raise BenchmarkError(f"{events} events were published, and {len(handled)} others or in another order handled")
+    return Traffic(handled)
+
+
 def ticks_per_minute(running: Daemon, seconds: float) -> float:
-    """How often all sensors together are looked at, with nothing to consume."""
+    """Evaluations per minute of all sensors together, with nothing to consume."""
     before, started = running.ticks(), time.monotonic()
     time.sleep(seconds)
     return (running.ticks() - before) / (time.monotonic() - started) * 60
 
 
 def runs_per_second(running: Daemon, runs: int) -> float:
-    """How many runs come through, with an event in each of so many partitions at once."""
+    """Runs that a daemon finishes per second, when every partition gets an event at once."""
     seen = len(running.runs())
     for partition in range(runs):
         running.publish(partition)
     running.await_(lambda: len(running.runs()) >= seen + runs, "runs")
     running.await_quiet()
+
     records = running.runs()[:runs]
-    begun = min(run.create_timestamp.timestamp() for run in records)
+    began = min(run.create_timestamp.timestamp() for run in records)
     ended = max(run.end_time or 0.0 for run in records)
-    return runs / (ended - begun)
+    return runs / (ended - began)

@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine, the server and its settings. Without them it says nothing."""
+"""The surroundings of a figure: the machine, the server and its settings. Without them a figure says nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETTINGS: Final = (
 
 
 def describe(connection: Connection, queries: Queries) -> dict[str, object]:
-    """The machine of this process, and the server of `connection` with what bears on speed or durability."""
+    """The machine of this process, and the server of `connection` with its settings of speed and durability."""
     settings = {
         str(name): str(value) for name, value in connection.execute(queries("server_settings"), {"names": [*_SETTINGS]})
     }
@@ -39,7 +39,7 @@ def describe(connection: Connection, queries: Queries) -> dict[str, object]:
 
 
 def undurable(settings: dict[str, str]) -> list[str]:
-    """The settings with which a crash of the server's machine loses events that were acknowledged."""
+    """The settings because of which a crash of the server's machine loses acknowledged events."""
     return [f"{name} is off" for name in ("fsync", "synchronous_commit") if settings.get(name) == "off"]
 
 

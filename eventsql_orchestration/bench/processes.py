@@ -1,8 +1,8 @@
-"""The processes of a benchmark: started together, watched, and ended with it whatever happens.
+"""The processes of a benchmark. They start together, are watched, and end with the benchmark in every case.
 
-Publishers and consumers have processes of their own, as they have in use: threads of one process would share one
-interpreter. Each is in a session of its own, so that Ctrl-C reaches the benchmark alone, which ends them; one whose
-benchmark is gone finds its input closed and ends itself.
+Publishers and consumers have processes of their own, as in use: threads of one process would share one interpreter.
+Each process is in a session of its own: Ctrl-C reaches only the benchmark, and the benchmark ends the processes. If
+the benchmark is gone, a process finds its input closed and ends itself.
 """
 
 from __future__ import annotations
@@ -14,32 +14,47 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import IO, Any, Final
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.errors import BenchmarkError
 
+Report: TypeAlias = Callable[[str, int, int], None]
+"""Takes the name of a step, the number of its events that are done, and the number of all its events."""
+
 START_SECONDS: Final = 60.0
-"""How long processes may take to be ready, on a busy machine."""
+"""Seconds that processes may take to be ready, on a busy machine."""
 
 _END_SECONDS: Final = 2.0
 
 
-@dataclass(slots=True, eq=False)
-class Member:
-    """One process: how many events it has reported, and what it came to once it is done."""
+class WorkerProcess:
+    """One process: the number of events that it has reported, and its outcome once it is done."""
 
-    label: str
-    process: subprocess.Popen[bytes]
-    errors: IO[bytes]
-    ready: bool = False
-    events: int = 0
-    outcome: dict[str, Any] | None = None
-    _reader: threading.Thread | None = field(default=None, repr=False)
+    def __init__(self, label: str, messages: queue.Queue[tuple[WorkerProcess, dict[str, Any] | None]]) -> None:
+        self.label = label
+        self.ready = False
+        self.events = 0
+        self.outcome: dict[str, Any] | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "eventsql_orchestration.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, args=(messages,), daemon=True)
+        self._reader.start()
 
-    def tell(self, message: object) -> None:
+    def _read(self, messages: queue.Queue[tuple[WorkerProcess, dict[str, Any] | None]]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            messages.put((self, json.loads(line)))
+        messages.put((self, None))
+
+    def tell(self, **message: object) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -47,133 +62,117 @@ class Member:
 
     def last_words(self) -> str:
         """The last line that the process wrote to its standard error, or nothing."""
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").split("\n")
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def close_input(self) -> None:
+        """Let the process end itself."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def end(self, deadline: float) -> None:
+        """Wait for the end until `deadline` (`time.monotonic`), and kill the process then."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._errors.close()
 
 
 class Crew:
-    """The processes of one measurement; they end with the block that it is the context of.
+    """The processes of one measurement; they end with the block of this context manager.
 
-    Every method that waits raises `BenchmarkError` when a process fails or dies, or the time is up.
+    Every waiting method raises `BenchmarkError` when a process fails or dies, or when the time is up.
     """
 
-    def __init__(self, *dsns: str, schema: str) -> None:
-        self._place = {"dsns": dsns, "schema": schema}
-        self._members: list[Member] = []
-        self._messages: queue.Queue[tuple[Member, dict[str, Any] | None]] = queue.Queue()
+    def __init__(self, dsns: Sequence[str], schema: str, report: Report) -> None:
+        self._database = {"dsns": dsns, "schema": schema}
+        self._report = report
+        self._workers: list[WorkerProcess] = []
+        self._messages: queue.Queue[tuple[WorkerProcess, dict[str, Any] | None]] = queue.Queue()
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for member in self._members:
-            assert member.process.stdin is not None
-            with suppress(BrokenPipeError):
-                member.process.stdin.close()
+        for worker in self._workers:
+            worker.close_input()
+
         deadline = time.monotonic() + _END_SECONDS
-        for member in self._members:
-            try:
-                member.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                member.process.kill()
-                member.process.wait()
-            assert member.process.stdout is not None
-            if member._reader is not None:  # noqa: SLF001 - a member is the crew's own
-                member._reader.join()  # noqa: SLF001
-            member.process.stdout.close()
-            member.errors.close()
+        with ExitStack() as ending:
+            for worker in self._workers:
+                ending.callback(worker.end, deadline)
 
-    def start(self, role: str, label: str, **arguments: object) -> Member:
-        """Start a process of `worker.py`; it gets ready, and waits for `go`."""
-        errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the crew
-        process = subprocess.Popen(
-            [sys.executable, "-m", "eventsql_orchestration.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )
-        member = Member(label, process, errors)
-        self._members.append(member)
-        member._reader = threading.Thread(target=self._read, args=(member,), daemon=True)  # noqa: SLF001
-        member._reader.start()  # noqa: SLF001
-        # Not as arguments, which everybody on the machine may read: the URL holds a password.
-        member.tell({"role": role, "place": self._place, "arguments": arguments})
-        return member
-
-    def _read(self, member: Member) -> None:
-        assert member.process.stdout is not None
-        for line in member.process.stdout:
-            self._messages.put((member, json.loads(line)))
-        self._messages.put((member, None))
+    def start(self, role: Callable[..., dict[str, Any]], label: str, **arguments: object) -> WorkerProcess:
+        """Start a process that runs `role`. It gets ready and waits for `go`."""
+        worker = WorkerProcess(label, self._messages)
+        self._workers.append(worker)
+        # On standard input: everybody on the machine may read arguments, and the URL holds a password.
+        worker.tell(role=f"{role.__module__}:{role.__name__}", arguments=arguments, **self._database)
+        return worker
 
     def ready(self) -> None:
-        """Wait until all are ready."""
-        self.wait(lambda: all(member.ready for member in self._members), limit=START_SECONDS, what="start")
+        """Wait until all processes are ready."""
+        self.wait(lambda: all(worker.ready for worker in self._workers), limit=START_SECONDS, what="start")
 
     def go(self) -> float:
-        """Wait until all are ready, let them begin, and give the time (`time.monotonic`) of that."""
+        """Wait until all processes are ready, and let them begin. Gives the time of the start (`time.monotonic`)."""
         self.ready()
         now = time.monotonic()
-        for member in self._members:
-            member.tell({"go": time.time_ns()})
+        for worker in self._workers:
+            worker.tell(go=time.time_ns())
         return now
 
-    def take(self, timeout: float) -> None:
-        """Take in what the processes report, for so many seconds."""
+    def _take(self, timeout: float) -> None:
+        """Receive the messages of the processes for `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while True:
-            try:
-                member, message = self._messages.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return
-            self._take(member, message)
+        with suppress(queue.Empty):
+            while True:
+                self._note(*self._messages.get(timeout=max(0.0, deadline - time.monotonic())))
 
-    def _take(self, member: Member, message: dict[str, Any] | None) -> None:
+    def _note(self, worker: WorkerProcess, message: dict[str, Any] | None) -> None:
         match message:
-            case None if member.outcome is None:
-                code = member.process.wait()
-                said = member.last_words()
+            case None if worker.outcome is None:
+                code, said = worker.process.wait(), worker.last_words()
+                ending = f"of signal {-code}" if code < 0 else f"with exit code {code}"
                 raise BenchmarkError(
-                    f"{member.label} died {f'of signal {-code}' if code < 0 else f'with exit code {code}'}, and the "
-                    f"figure with it{f': {said}' if said else ''}"
+                    f"{worker.label} died {ending}, and the figure with it{f': {said}' if said else ''}"
                 )
             case {"ready": True}:
-                member.ready = True
+                worker.ready = True
             case {"events": int(events)}:
-                member.events = events
+                worker.events = events
+            case {"step": str(step), "done": int(done), "all": int(events)}:
+                self._report(step, done, events)
             case {"error": error}:
-                raise BenchmarkError(f"{member.label} failed: {error}")
-            case {"done": outcome}:
-                member.outcome = outcome
+                raise BenchmarkError(f"{worker.label} failed: {error}")
+            case {"outcome": outcome}:
+                worker.outcome = outcome
 
-    def wait(
-        self,
-        condition: Callable[[], bool],
-        *,
-        limit: float,
-        what: str,
-        every: float = 0.05,
-    ) -> None:
-        """Wait until the condition holds, for `limit` seconds at most; it is looked at every so many seconds."""
+    def wait(self, condition: Callable[[], bool], *, limit: float, what: str, every: float = 0.05) -> None:
+        """Wait until the condition holds, for `limit` seconds at most; it is evaluated every `every` seconds."""
         deadline = time.monotonic() + limit
-        self.take(0.0)
+        self._take(0.0)
         while not condition():
             if time.monotonic() > deadline:
-                said = "; ".join(
-                    f"{member.label}: {words}" for member in self._members if (words := member.last_words())
-                )
-                raise BenchmarkError(f"{what} did not end within {limit:.0f} s{f' ({said})' if said else ''}")
-            self.take(every)
+                words = "; ".join(f"{each.label}: {said}" for each in self._workers if (said := each.last_words()))
+                raise BenchmarkError(f"{what} did not end within {limit:.0f} s{f' ({words})' if words else ''}")
+            self._take(every)
 
-    def outcome(self, member: Member, *, limit: float) -> dict[str, Any]:
-        """What a process came to, when it is done."""
-        self.wait(lambda: member.outcome is not None, limit=limit, what=member.label)
-        assert member.outcome is not None, "that was waited for"
-        return member.outcome
+    def outcome(self, worker: WorkerProcess, *, limit: float) -> dict[str, Any]:
+        """The outcome of a process, when it is done."""
+        self.wait(lambda: worker.outcome is not None, limit=limit, what=worker.label)
+        assert worker.outcome is not None, "that was waited for"
+        return worker.outcome
 
-    def stop(self, member: Member, *, limit: float = 30.0) -> dict[str, Any]:
-        """Tell a process that runs until it is told to end, and give what it came to."""
-        member.tell({"stop": True})
-        return self.outcome(member, limit=limit)
+    def stop(self, worker: WorkerProcess, *, limit: float = 30.0) -> dict[str, Any]:
+        """End a process that runs until it is told to end, and give its outcome."""
+        worker.tell(stop=True)
+        return self.outcome(worker, limit=limit)

@@ -1,4 +1,4 @@
-"""What the processes of the benchmarks do: each gets ready, waits for the others, works, says what it came to."""
+"""The roles of a benchmark's processes: each gets ready, waits for the others, works, and gives its outcome."""
 
 from __future__ import annotations
 
@@ -8,43 +8,47 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.bench import statements, workload
 from eventsql_orchestration.bench.figure import percentile
+from eventsql_orchestration.bench.worker import Worker
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.log.buffered import Acknowledgement
-from eventsql_orchestration.log.partitioner import default_partition
 from eventsql_orchestration.model import Event, Publication
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.publishing.buffered import Acknowledgement
+from eventsql_orchestration.topics.partitioner import default_partition
 
-if TYPE_CHECKING:
-    from eventsql_orchestration.bench.worker import Wire
+Outcome: TypeAlias = dict[str, Any]
 
 _NANOSECONDS: Final = 1_000_000_000
 _IN_MILLISECONDS: Final = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process works."""
+def _sleep_until(moment: float) -> None:
+    """Sleep until a time of `time.monotonic`, unless it has passed."""
+    time.sleep(max(0.0, moment - time.monotonic()))
 
-    dsns: Sequence[str]
-    schema: str
 
-    def platform(self, *, transfer: bool = False, straight: bool = True) -> EventSQL:
-        return EventSQL(*self.dsns, schema=self.schema, migrate=False, transfer=transfer, straight=straight)
+def _times(taken: list[float]) -> Outcome:
+    """The number of durations, and their percentiles."""
+    taken.sort()
+    parts = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {"events": len(taken), **{name: percentile(taken, part) for name, part in parts.items() if taken}}
+
+
+def _in_threads(number: int, work: Callable[[int], None]) -> None:
+    """Do `work` for each number below this number at once. Raises the first error."""
+    with ThreadPoolExecutor(number) as threads:
+        list(threads.map(work, range(number)))
 
 
 # Publishing
 
 
 def publish(
-    wire: Wire,
-    place: Place,
+    worker: Worker,
     *,
     topic: str,
     events: int,
@@ -53,90 +57,89 @@ def publish(
     straight: bool,
     transfer: bool,
     rate: float | None = None,
-) -> dict[str, object]:
-    """Publish events in batches, as fast as it goes or so many per second; gives when the first began, the last ended.
+) -> Outcome:
+    """Publish events in batches, as fast as possible or at a rate. Gives the first batch's start and the last's end.
 
-    Batches of one are published by `publish`, one commit each, others by `publish_all`. A publisher that is behind its
-    rate does not wait until it has caught up.
+    `publish` takes batches of one event, with one commit each; `publish_all` takes larger batches. A publisher that is
+    behind its rate publishes without waits until it has caught up.
     """
     pool = workload.publications(topic, min(events, workload.POOL), seed=seed)
-    with place.platform(transfer=transfer, straight=straight) as platform:
+    with worker.platform(transfer=transfer, straight=straight) as platform:
         platform.registry.cached_topic(topic)
-        wire.ready()
+        worker.ready()
         started, published = time.monotonic(), 0
+
         for publications in workload.batches(pool, events, batch):
             if rate is not None:
-                time.sleep(max(0.0, started + published / rate - time.monotonic()))
+                _sleep_until(started + published / rate)
             if len(publications) == 1:
                 platform.publisher.publish(publications[0])
             else:
                 platform.publisher.publish_all(publications)
             published += len(publications)
-            wire.progress(published)
+            worker.progress(published)
+
         if rate is not None:
-            # The last batch has its share of the time too.
-            time.sleep(max(0.0, started + published / rate - time.monotonic()))
+            # The last batch takes its share of the time too.
+            _sleep_until(started + published / rate)
         ended = time.monotonic()
-        wire.say(events=published)
+        worker.say(events=published)
     return {"started": started, "ended": ended}
 
 
-def publish_timed(wire: Wire, place: Place, *, topic: str, rate: float, events: int, threads: int) -> dict[str, object]:
-    """Publish single events at a rate, each with the time at which it was published in its value.
+def publish_timed(worker: Worker, *, topic: str, rate: float, events: int, threads: int) -> Outcome:
+    """Publish single events at a rate, each with its time of publication in its value. Gives the actual rate.
 
     The threads take turns: a commit may take longer than the time until the next event is due.
     """
     pool = workload.publications(topic, min(events, workload.POOL))
-    with place.platform(transfer=True) as platform:
+    with worker.platform(transfer=True) as platform:
         platform.registry.cached_topic(topic)
 
         def publish_share(first: int) -> None:
             for position in range(first, events, threads):
-                time.sleep(max(0.0, started + position / rate - time.monotonic()))
+                _sleep_until(started + position / rate)
                 form = pool[position % len(pool)]
                 value = form.value[:-1] + b',"publishedAt":%d}' % time.time_ns()
                 platform.publisher.publish(Publication(topic, value, key=form.key))
 
-        wire.ready()
+        worker.ready()
         started = time.monotonic()
         _in_threads(threads, publish_share)
-        time.sleep(max(0.0, started + events / rate - time.monotonic()))
-        ended = time.monotonic()
-    return {"rate": events / (ended - started)}
+        _sleep_until(started + events / rate)
+        return {"rate": events / (time.monotonic() - started)}
 
 
-def insert_rows(
-    wire: Wire, place: Place, *, table: str, partitions: int, connections: int, seconds: float
-) -> dict[str, object]:
-    """Commit single rows into a table like the buffer over several connections; gives rows per second."""
-    queries = Queries("bench", place.schema)
+def insert_rows(worker: Worker, *, table: str, partitions: int, connections: int, seconds: float) -> Outcome:
+    """Commit single rows into a table like the buffer over several connections. Gives rows per second."""
+    statement = Queries("bench", worker.schema)("insert_raw", topic=table)
     rows = [
         {"topic": table, "partition": default_partition(each, partitions), "key": each.key, "value": each.value}
         for each in workload.publications(table, 10_000)
     ]
-    with place.platform() as platform:
+    with worker.platform() as platform:
         opened = [platform.database.dedicated() for _ in range(connections)]
         counts = [0] * connections
 
         def insert(number: int) -> None:
             while time.monotonic() < started + seconds:
                 row = rows[(counts[number] * connections + number) % len(rows)]
-                opened[number].execute(queries("insert_raw", topic=table), row)
+                opened[number].execute(statement, row)
                 counts[number] += 1
 
-        wire.ready()
+        worker.ready()
         started = time.monotonic()
         _in_threads(connections, insert)
         elapsed = time.monotonic() - started
         for connection in opened:
             connection.close()
-    return {"rate": sum(counts) / elapsed, "rows": sum(counts)}
+    return {"rate": sum(counts) / elapsed}
 
 
-def publish_buffered(wire: Wire, place: Place, *, topic: str, in_flight: int, seconds: float) -> dict[str, object]:
-    """Publish single events through the buffered publisher, so many unacknowledged at most.
+def publish_buffered(worker: Worker, *, topic: str, in_flight: int, seconds: float) -> Outcome:
+    """Publish single events through the buffered publisher, with a bounded number of unacknowledged events.
 
-    Gives acknowledged events per second, and how long acknowledgements took, in milliseconds.
+    Gives acknowledged events per second, and the percentiles of the time to the acknowledgement in milliseconds.
     """
     pool = workload.publications(topic)
     taken: list[float] = []
@@ -149,10 +152,10 @@ def publish_buffered(wire: Wire, place: Place, *, topic: str, in_flight: int, se
         taken.append((time.perf_counter_ns() - called) / _IN_MILLISECONDS)
         free.release()
 
-    with place.platform(transfer=True) as platform:
+    with worker.platform(transfer=True) as platform:
         platform.registry.cached_topic(topic)
         with platform.buffered_publisher() as publisher:
-            wire.ready()
+            worker.ready()
             started = time.monotonic()
             for publication in cycle(pool):
                 if time.monotonic() - started > seconds:
@@ -162,64 +165,49 @@ def publish_buffered(wire: Wire, place: Place, *, topic: str, in_flight: int, se
             for _ in range(in_flight):
                 free.acquire()
             elapsed = time.monotonic() - started
+
     if failures:
         raise failures[0]
-    taken.sort()
-    return {
-        "events": len(taken),
-        "rate": len(taken) / elapsed,
-        "p50": percentile(taken, 0.5),
-        "p99": percentile(taken, 0.99),
-        "max": taken[-1],
-    }
-
-
-def _in_threads(number: int, work: Callable[[int], None]) -> None:
-    """Do `work` for each number below this one at once; raises the first error of any."""
-    with ThreadPoolExecutor(number) as threads:
-        for done in [threads.submit(work, each) for each in range(number)]:
-            done.result()
+    return {"rate": len(taken) / elapsed, **_times(taken)}
 
 
 # Transferring
 
 
-def transfer(wire: Wire, place: Place) -> dict[str, object]:
-    """Transfer, as `eventsql transfer` does, until told to end."""
-    with place.platform() as platform:
+def transfer(worker: Worker) -> Outcome:
+    """Transfer, as `eventsql transfer` does, until the benchmark says to end."""
+    with worker.platform() as platform:
         platform.open()
-        wire.ready()
-        platform.transfer_until(wire.stopped)
+        worker.ready()
+        platform.transfer.run(worker.stopped)
     return {}
 
 
-def transfer_topic(wire: Wire, place: Place, *, topic: str) -> dict[str, object]:
-    """Transfer what one topic has in the buffer, once; gives the number of events, and when it began and ended."""
-    with place.platform() as platform:
-        platform.database.ensure_schema()
-        wire.ready()
+def transfer_topic(worker: Worker, *, topic: str) -> Outcome:
+    """Transfer the buffered events of one topic, once. Gives the number of events, the start and the end."""
+    with worker.platform() as platform:
+        platform.open()
+        worker.ready()
         started = time.monotonic()
         moved = platform.transfer.run_once([topic])
-        ended = time.monotonic()
-    return {"events": moved.get(topic, 0), "started": started, "ended": ended}
+        return {"events": moved.get(topic, 0), "started": started, "ended": time.monotonic()}
 
 
 # Consuming
 
 
 def consume(
-    wire: Wire,
-    place: Place,
+    worker: Worker,
     *,
     topic: str,
     consumer: str,
     max_events: int,
-    polling_delay: float | None,
-    handler_delay: float,
-) -> dict[str, object]:
-    """Consume with a handler that counts, until told to end; gives the number of events that it was handed.
+    polling_delay: float | None = None,
+    handler_delay: float = 0.0,
+) -> Outcome:
+    """Consume with a handler that counts, until the benchmark says to end.
 
-    With `handler_delay` it sleeps for up to so many seconds on each batch.
+    The handler sleeps for up to `handler_delay` seconds on each batch.
     """
     handled, lock = 0, threading.Lock()
 
@@ -231,19 +219,19 @@ def consume(
             time.sleep(random.uniform(min(0.001, handler_delay), handler_delay))  # noqa: S311 - no secret
 
     options: dict[str, Any] = {} if polling_delay is None else {"polling_delay": polling_delay}
-    with place.platform() as platform:
+    with worker.platform() as platform:
         platform.registry.consumer(topic, consumer)
-        wire.ready()
+        worker.ready()
         with platform.consumers.start_batch(topic, consumer, count, max_events=max_events, **options):
-            while not wire.stopped.wait(0.1):
-                wire.progress(handled)
-    return {"handled": handled}
+            while not worker.stopped.wait(0.1):
+                worker.progress(handled)
+    return {}
 
 
-def consume_timed(wire: Wire, place: Place, *, topic: str, consumer: str, warm_up: float) -> dict[str, object]:
-    """Consume what `publish_timed` publishes until told to end; gives how long events took to come, in milliseconds.
+def consume_timed(worker: Worker, *, topic: str, consumer: str, warm_up: float) -> Outcome:
+    """Consume the events of `publish_timed` until the end. Gives the percentiles of their delays in milliseconds.
 
-    Those that were published within the first `warm_up` seconds do not count.
+    Events of the first `warm_up` seconds do not count.
     """
     arrivals: list[tuple[int, int]] = []
 
@@ -251,45 +239,25 @@ def consume_timed(wire: Wire, place: Place, *, topic: str, consumer: str, warm_u
         now = time.time_ns()
         arrivals.extend((json.loads(event.value)["publishedAt"], now) for event in events)
 
-    with place.platform() as platform:
+    with worker.platform() as platform:
         platform.registry.consumer(topic, consumer)
-        began = wire.ready()
+        began = worker.ready() + int(warm_up * _NANOSECONDS)
         with platform.consumers.start_batch(topic, consumer, record):
-            while not wire.stopped.wait(0.1):
-                wire.progress(len(arrivals))
-    counted = began + int(warm_up * _NANOSECONDS)
-    taken = sorted((came - left) / _IN_MILLISECONDS for left, came in arrivals if left >= counted)
-    if not taken:
-        return {"events": 0}
-    return {
-        "events": len(taken),
-        "p50": percentile(taken, 0.5),
-        "p90": percentile(taken, 0.9),
-        "p99": percentile(taken, 0.99),
-        "max": taken[-1],
-    }
+            worker.stopped.wait()
+    return _times([(arrived - published) / _IN_MILLISECONDS for published, arrived in arrivals if published >= began])
 
 
-def idle(wire: Wire, place: Place, *, topic: str, consumer: str, warm_up: float, seconds: float) -> dict[str, object]:
-    """Consume a topic to which nobody publishes; gives the number of statements that this takes, and the seconds."""
+def idle(worker: Worker, *, topic: str, consumer: str, warm_up: float, seconds: float) -> Outcome:
+    """Consume a topic without new events. Gives the number of statements that this takes, and the seconds."""
 
     def unexpected(events: Sequence[Event], _connection: Connection) -> None:
         raise RuntimeError(f"nobody published, and {len(events)} events came")
 
-    with statements.counted() as counted, place.platform() as platform:
+    with statements.counted() as counted, worker.platform() as platform:
         platform.registry.consumer(topic, consumer)
-        wire.ready()
+        worker.ready()
         with platform.consumers.start_batch(topic, consumer, unexpected):
-            wire.stopped.wait(warm_up)
+            worker.stopped.wait(warm_up)
             before, started = counted.sent, time.monotonic()
-            wire.stopped.wait(seconds)
-            sent, elapsed = counted.sent - before, time.monotonic() - started
-    return {"statements": sent, "seconds": elapsed}
-
-
-ROLES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
-    role.__name__: role
-    for role in (
-        publish, publish_timed, publish_buffered, insert_rows, transfer, transfer_topic, consume, consume_timed, idle,
-    )
-}  # fmt: skip
+            worker.stopped.wait(seconds)
+            return {"statements": counted.sent - before, "seconds": time.monotonic() - started}

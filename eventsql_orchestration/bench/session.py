@@ -1,7 +1,7 @@
-"""One run of benchmarks on one database: topics of their own that are gone at the end, whatever ends it.
+"""One run of benchmarks on a database, or on shards. Its own topics are gone at every end of the run.
 
-What belongs to a benchmark has a name that begins with `eventsql_bench_`. One run at a time has a database; what runs
-that were killed have left there is deleted by the next.
+Topics and tables of a benchmark have names that begin with `eventsql_bench_`. A database takes one run at a time. The
+next run deletes the topics and tables of a killed run.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.bench import machine, workload
+from eventsql_orchestration.bench import machine, roles, workload
 from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample
-from eventsql_orchestration.bench.processes import Crew
+from eventsql_orchestration.bench.processes import Crew, Report, WorkerProcess
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
-from eventsql_orchestration.model import Consumer, Topic
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.model import Topic
 
 PREFIX: Final = "eventsql_bench_"
 
 RAW_BATCH: Final = 5_000
 
 SAMPLE_SECONDS: Final = 0.05
-"""How often committed offsets are looked at while a figure is measured: one statement of some 0.2 ms."""
-
-Report: TypeAlias = Callable[[str, int, int], None]
-"""Told what is being done, how many events of it are done, and how many there are."""
+"""Seconds between two reads of the committed offsets during a measurement. A read is one statement of some 0.2 ms."""
 
 _LOCK: Final = 0x6576_656E_7462_6E63
 
@@ -42,64 +43,69 @@ _DELETE_ATTEMPTS: Final = 6
 
 
 class Session:
-    """Benchmarks on the database of `platform`.
+    """Benchmarks on the database of `platform`, or on its shards.
 
-    `raw_events` is how many events each measurement of the raw COPY rate writes.
+    Each measurement of the raw COPY rate writes `raw_events` events. `home` is the directory for files.
     """
 
     def __init__(
-        self, platform: EventSQL, *, raw_events: int, report: Report = lambda _what, _done, _all: None
+        self,
+        platform: EventSQL,
+        *,
+        raw_events: int,
+        report: Report = lambda _step, _done, _all: None,
+        home: Path = Path(),
     ) -> None:
         self.platform = platform
         self.report = report
-        self.queries = Queries("bench", platform.database.schema)
+        self.home = home
+        self.databases = [shard.database for shard in platform.shards]
+        self.connections: list[Connection] = []
+        self.queries = Queries("bench", self.databases[0].schema)
         self._raw_events = raw_events
         self._raw_rates: list[float] = []
         self._token = secrets.token_hex(3)
         self._application = f"{PREFIX}{self._token}"
-        self._connection: Connection | None = None
+        self._closing = ExitStack()
 
     def __enter__(self) -> Session:
         """Raises `BenchmarkError` when another benchmark runs on this database."""
-        connection = self.platform.database.dedicated()
-        try:
-            self._take_database(connection)
-            self._connection = connection
+        with ExitStack() as opening:
+            for database in self.databases:
+                connection = opening.enter_context(closing(database.dedicated()))
+                self.connections.append(connection)
+                if connection.execute(self.queries("take_database"), {"lock": _LOCK}).fetchone() != (True,):
+                    raise BenchmarkError(f"another benchmark runs on {database}, and each would slow the other: wait")
+
             self._sweep()
-        except BaseException:
-            connection.close()
-            raise
+            self._closing = opening.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _uninterrupted():
-            try:
-                self._vacuum_buffer()
-            finally:
-                self.connection.close()
-
-    def _take_database(self, connection: Connection) -> None:
-        row = connection.execute(self.queries("take_database"), {"lock": _LOCK}).fetchone()
-        if row is None or not row[0]:
-            raise BenchmarkError(
-                f"another benchmark runs on {self.platform.database}, and each would slow the other: wait for it"
-            )
+        with _uninterrupted(), self._closing:
+            self._vacuum_buffer()
 
     @property
     def connection(self) -> Connection:
-        """The benchmark's own connection, in autocommit mode."""
-        assert self._connection is not None, "the session is entered"
-        return self._connection
+        """The benchmark's own connection to its only database, or to the first shard, in autocommit mode."""
+        return self.connections[0]
 
     def describe(self) -> dict[str, object]:
         """The machine and the server."""
         return machine.describe(self.connection, self.queries)
 
-    # What is measured on
+    def numbers(
+        self, query: str, parameters: dict[str, object] | None = None, *, topic: str | None = None
+    ) -> list[int]:
+        """The number that a statement returns on each shard."""
+        rows = [each.execute(self.queries(query, topic=topic), parameters).fetchone() for each in self.connections]
+        return [int(row[0]) for row in rows if row is not None]
+
+    # Topics, tables and processes
 
     @contextmanager
     def topic(self, label: str, *, partitions: int) -> Iterator[str]:
-        """A topic of the benchmark's own for the block; gives its name."""
+        """A topic of the benchmark for the block. Gives its name."""
         name = f"{PREFIX}{label}_{self._token}"
         try:
             self.platform.registry.register_topic(Topic(name, partitions))
@@ -112,77 +118,77 @@ class Session:
 
     @contextmanager
     def raw_table(self) -> Iterator[str]:
-        """A table like the buffer for the block; gives the name of the topic to which it would belong."""
+        """A table like the buffer on every shard for the block. Gives the name of the topic of a table."""
         name = f"{PREFIX}raw_{secrets.token_hex(3)}"
         try:
-            self.connection.execute(self.queries("create_raw", topic=name))
-            self.connection.execute(self.queries("index_raw", topic=name))
+            for connection in self.connections:
+                connection.execute(self.queries("create_raw", topic=name))
+                connection.execute(self.queries("index_raw", topic=name))
             yield name
         finally:
             with _uninterrupted():
                 self._end_sessions()
-                self._drop(event_table(name))
+                for connection in self.connections:
+                    self._drop(connection, event_table(name))
 
     def consumer(self, topic: str, name: str = "bench", *, partitioned: bool = True) -> str:
-        """A consumer of a topic of the benchmark's, at its beginning; gives its name."""
+        """A consumer of a topic of the benchmark, at the topic's beginning. Gives its name."""
         self.platform.registry.register_consumer(Consumer(topic, name, partitioned=partitioned))
         return name
 
     def crew(self) -> Crew:
-        """Processes on this database."""
-        database = self.platform.database
-        url = database.url.update_query_dict({"application_name": self._application})
-        dsn = url.set(drivername="postgresql").render_as_string(hide_password=False).replace(" ", "%20")
-        return Crew(dsn, schema=database.schema)
+        """Processes on this database, or on these shards."""
+        urls = [database.url.update_query_dict({"application_name": self._application}) for database in self.databases]
+        dsns = [
+            url.set(drivername="postgresql").render_as_string(hide_password=False).replace(" ", "%20") for url in urls
+        ]
+        return Crew(dsns, self.databases[0].schema, self.report)
 
     @contextmanager
     def holding_xmin(self) -> Iterator[None]:
-        """Another transaction keeps a snapshot open for the block, so that no row deleted meanwhile can be removed."""
-        connection = self.platform.database.dedicated()
-        try:
-            connection.execute("SET idle_in_transaction_session_timeout TO 0")
-            connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
-            connection.execute(self.queries("hold_snapshot"))
-            yield
-            # Had the server ended it, the figure would be one without it.
-            connection.execute("SELECT 1")
-        except psycopg.OperationalError as error:
-            raise BenchmarkError(f"the transaction that was to stay open did not: {error}") from error
-        finally:
-            connection.close()
+        """Another transaction keeps a snapshot open for the block: no row that is deleted meanwhile can be removed."""
+        with closing(self.databases[0].dedicated()) as connection:
+            try:
+                connection.execute("SET idle_in_transaction_session_timeout TO 0")
+                connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+                connection.execute(self.queries("hold_snapshot"))
+                yield
+                # If the server had ended the transaction, the figure would be wrong.
+                connection.execute("SELECT 1")
+            except psycopg.OperationalError as error:
+                raise BenchmarkError(f"the transaction that was to stay open did not: {error}") from error
 
     def settle(self) -> None:
-        """Give every figure the same start: earlier ones' dead rows removed from the buffer, their writes on disk."""
+        """Give every figure the same start: remove earlier figures' dead rows from the buffer, and flush writes."""
         self._vacuum_buffer()
-        # Only some may; without it the figures still hold.
-        with suppress(psycopg.Error):
-            self.connection.execute("CHECKPOINT")
+        for connection in self.connections:
+            # Only some roles may request a checkpoint. The figures hold without it.
+            with suppress(psycopg.Error):
+                connection.execute("CHECKPOINT")
 
     # Measuring
 
     def beside_raw_copy(self, measure: Callable[[], list[Figure]]) -> list[Figure]:
-        """The figures of `measure`, those in events per second with their ratio to the raw COPY rate.
+        """The figures of `measure`. Figures in events per second get their ratio to the raw COPY rate.
 
-        That rate is measured before and after them, because a machine's speed drifts.
+        The raw COPY rate is measured before and after the figures, because a machine's speed drifts.
         """
         before = self._raw_rate()
         self.settle()
         figures = measure()
         after = self._raw_rate()
-        mean = (before + after) / 2
+
         self._raw_rates += [before, after]
+        mean, raw = (before + after) / 2, {"raw_copy_before": before, "raw_copy_after": after}
         return [
-            Figure(
-                each.name, each.value, each.unit, each.value / mean,
-                {**each.details, "raw_copy_before": before, "raw_copy_after": after},
-            )
+            replace(each, ratio_to_raw_copy=each.value / mean, details={**each.details, **raw})
             if each.unit == EVENTS_PER_SECOND
             else each
             for each in figures
-        ]  # fmt: skip
+        ]
 
     def raw_copy(self) -> list[Figure]:
-        """The mean of all raw COPY rates that this session has measured, where it has."""
+        """The mean of all raw COPY rates that this session has measured, if any."""
         rates = self._raw_rates
         if not rates:
             return []
@@ -190,55 +196,63 @@ class Session:
         return [Figure("raw_copy", sum(rates) / len(rates), EVENTS_PER_SECOND, 1.0, details)]
 
     def _raw_rate(self) -> float:
-        """Events per second that COPY writes into a table like the buffer: encoded beforehand, a commit per batch."""
-        events, done = self._raw_events, 0
-        with self.raw_table() as table:
-            batches = workload.encoded_batches(table, 10, events=events, batch=RAW_BATCH)
-            statement = self.queries("copy_raw", topic=table)
-            started = time.monotonic()
-            for number, block in batches:
-                with self.connection.cursor().copy(statement) as copy:
-                    copy.write(block)
-                done += number
-                self.report("raw COPY", done, events)
-            return events / (time.monotonic() - started)
+        """Events per second that COPY writes into tables like the buffer, on all shards at once.
 
-    def fill_buffer(self, topic: str, *, partitions: int, events: int) -> None:
-        """Put so many events of a topic of the benchmark's into the buffer, which is no part of any figure."""
+        The events are encoded beforehand. Every batch is a commit.
+        """
+        share = self._raw_events // len(self.connections)
+        with self.raw_table() as table, ThreadPoolExecutor(len(self.connections)) as threads:
+            statement = self.queries("copy_raw", topic=table)
+            batches = [workload.encoded_batches(table, 10, events=share, batch=RAW_BATCH) for _ in self.connections]
+            started = time.monotonic()
+            copies = [
+                threads.submit(self._copy, connection, statement, each, "raw COPY", share)
+                for connection, each in zip(self.connections, batches, strict=True)
+            ]
+            for copy in copies:
+                copy.result()
+            return share * len(copies) / (time.monotonic() - started)
+
+    def _copy(
+        self, connection: Connection, statement: sql.SQL, batches: Iterable[tuple[int, bytes]], step: str, events: int
+    ) -> None:
         done = 0
-        statement = self.queries("copy_buffer")
-        for number, block in workload.encoded_batches(topic, partitions, events=events, batch=RAW_BATCH):
-            with self.connection.cursor().copy(statement) as copy:
+        for number, block in batches:
+            with connection.cursor().copy(statement) as copy:
                 copy.write(block)
             done += number
-            self.report("filling the buffer", done, events)
+            self.report(step, done, events)
+
+    def fill_buffer(self, topic: str, *, partitions: int, events: int) -> None:
+        """Put `events` events of a topic of the benchmark into the buffer. No figure includes this."""
+        batches = workload.encoded_batches(topic, partitions, events=events, batch=RAW_BATCH)
+        self._copy(self.connection, self.queries("copy_buffer"), batches, "filling the buffer", events)
 
     def fill_log(self, topic: str, *, events: int) -> None:
-        """Publish and transfer so many events of a topic of the benchmark's, which is no part of any figure."""
+        """Publish and transfer `events` events of a topic of the benchmark. No figure includes this."""
         with self.crew() as crew:
-            publisher = crew.start(
-                "publish",
-                "the publisher",
-                topic=topic,
-                events=events,
-                batch=10_000,
-                seed=0,
-                straight=True,
-                transfer=True,
-            )
+            publishers = start_publishers(crew, topic, events=events, batch=10_000)
             crew.go()
+            self.await_outcomes(crew, publishers, events=events, step="filling the topic")
 
-            def published() -> bool:
-                self.report("filling the topic", publisher.events, events)
-                return publisher.outcome is not None
-
-            crew.wait(published, limit=limit_of(events), what="publishing")
         self.platform.transfer.run_once([topic])
-        # Whoever reads a row first would otherwise find out for the others that it is committed.
+        # Otherwise the first reader of a row would do work for later readers: it marks the row as committed.
         self.connection.execute(self.queries("vacuum_log", topic=topic))
         stored = self.platform.reader.count(topic)
         if stored != events:
             raise BenchmarkError(f"topic {topic!r} was to hold {events} events, and holds {stored}")
+
+    def await_outcomes(
+        self, crew: Crew, workers: Sequence[WorkerProcess], *, events: int, step: str
+    ) -> list[dict[str, Any]]:
+        """Wait for processes that together handle `events`, and give their outcomes."""
+
+        def done() -> bool:
+            self.report(step, sum(each.events for each in workers), events)
+            return all(each.outcome is not None for each in workers)
+
+        crew.wait(done, limit=limit_of(events), what=step)
+        return [crew.outcome(each, limit=1.0) for each in workers]
 
     def watch_offsets(
         self,
@@ -247,40 +261,45 @@ class Session:
         consumer: str,
         *,
         events: int,
-        limit: float,
-        what: str,
+        step: str,
+        limit: float | None = None,
         every: float = SAMPLE_SECONDS,
     ) -> list[Sample]:
-        """How many events a consumer has committed over time, until it has committed `events`."""
-        return watch(
-            crew, lambda: self.consumed(topic, consumer), events=events, limit=limit, what=what, report=self.report,
-            every=every,
-        )  # fmt: skip
+        """The number of events that a consumer has committed over time, until it has committed `events`."""
+        samples = [Sample(time.monotonic(), 0)]
 
-    def consumed(self, topic: str, consumer: str) -> int:
-        """How many events a consumer has committed."""
-        row = self.connection.execute(self.queries("consumed"), {"topic": topic, "consumer": consumer}).fetchone()
-        assert row is not None, "an aggregate gives one row"
-        return int(row[0])
+        def done() -> bool:
+            consumed = sum(self.numbers("consumed", {"topic": topic, "consumer": consumer}))
+            samples.append(Sample(time.monotonic(), consumed))
+            self.report(step, min(consumed, events), events)
+            return consumed >= events
+
+        crew.wait(done, limit=limit or limit_of(events), what=step, every=every)
+        if samples[-1].events > events:
+            raise BenchmarkError(f"{step}: {samples[-1].events} events were consumed of {events}, which is a defect")
+        return samples
 
     # Cleaning up
 
     def _vacuum_buffer(self) -> None:
-        # Only its owner may. A server that is gone has been reported by what came before.
-        with suppress(psycopg.Error):
-            self.connection.execute(self.queries("vacuum_buffer"))
+        for connection in self.connections:
+            # Only the owner may do this. If the server is gone, an earlier statement has reported it.
+            with suppress(psycopg.Error):
+                connection.execute(self.queries("vacuum_buffer"))
 
     def _sweep(self) -> None:
-        """Delete what runs that were killed have left."""
+        """Delete the leftovers of killed runs."""
         for topic in self.platform.registry.topics():
             if topic.name.startswith(PREFIX):
                 self._delete(topic.name)
-        parameters = {"schema": self.platform.database.schema, "prefix": PREFIX}
-        for (table,) in self.connection.execute(self.queries("leftover_tables"), parameters).fetchall():
-            self._drop(table)
+
+        parameters = {"schema": self.databases[0].schema, "prefix": PREFIX}
+        for connection in self.connections:
+            for (table,) in connection.execute(self.queries("leftover_tables"), parameters).fetchall():
+                self._drop(connection, table)
 
     def _delete(self, topic: str) -> None:
-        """Delete a topic, also where transactions that are just ending still keep it."""
+        """Delete a topic, also if transactions that are about to end still keep it."""
         for attempt in range(_DELETE_ATTEMPTS):
             try:
                 self.platform.registry.unregister_topic(topic, force=True)
@@ -289,52 +308,52 @@ class Session:
                 if attempt == _DELETE_ATTEMPTS - 1:
                     raise
 
-    def _drop(self, table: str) -> None:
-        identifier = sql.Identifier(self.platform.database.schema, table)
-        self.connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(identifier))
+    def _drop(self, connection: Connection, table: str) -> None:
+        identifier = sql.Identifier(self.databases[0].schema, table)
+        connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(identifier))
 
     def _end_sessions(self) -> None:
-        """End what processes of this run that are gone have left under way: it may hold what is to be deleted."""
-        # On a server that is gone nothing is under way; what else is wrong with it the next statement says.
-        with suppress(psycopg.Error):
-            self.connection.execute(self.queries("end_sessions"), {"application": self._application})
+        """End the sessions of this run's dead processes: they may lock the topics that are to be deleted."""
+        for connection in self.connections:
+            # A server that is gone has no statement under way. The next statement reports any other error.
+            with suppress(psycopg.Error):
+                connection.execute(self.queries("end_sessions"), {"application": self._application})
 
 
-def watch(
+def start_publishers(
     crew: Crew,
-    consumed: Callable[[], int],
+    topic: str,
     *,
     events: int,
-    limit: float,
-    what: str,
-    report: Report,
-    every: float = SAMPLE_SECONDS,
-) -> list[Sample]:
-    """How many events `consumed` gives over time, until it gives `events`. Raises `BenchmarkError`."""
-    samples = [Sample(time.monotonic(), 0)]
-
-    def done() -> bool:
-        samples.append(Sample(time.monotonic(), consumed()))
-        report(what, min(samples[-1].events, events), events)
-        return samples[-1].events >= events
-
-    crew.wait(done, limit=limit, what=what, every=every)
-    if samples[-1].events > events:
-        raise BenchmarkError(f"{what}: {samples[-1].events} events were consumed of {events}, which is a defect")
-    return samples
+    batch: int,
+    publishers: int = 1,
+    straight: bool = True,
+    transfer: bool = True,
+    rate: float | None = None,
+) -> list[WorkerProcess]:
+    """Start processes that publish `events` together, at `rate` events per second or as fast as they can."""
+    return [
+        crew.start(
+            roles.publish, f"publisher {number}", topic=topic, batch=batch, seed=number,
+            events=events // publishers + (number <= events % publishers),
+            straight=straight, transfer=transfer, rate=None if rate is None else rate / publishers,
+        )
+        for number in range(1, publishers + 1)
+    ]  # fmt: skip
 
 
 def limit_of(events: int) -> float:
-    """Seconds after which a run over so many events is given up: at 2,000 events/s nothing is worth measuring."""
+    """Seconds after which a run over `events` is given up: a rate below 2,000 events/s is not worth measuring."""
     return 60.0 + events / 2_000
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let a second Ctrl-C not end the cleaning up after the first."""
+    """Protect the cleaning up after a first Ctrl-C from a second."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

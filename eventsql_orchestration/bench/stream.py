@@ -2,50 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Final
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Self
 
+from eventsql_orchestration.bench import roles
+from eventsql_orchestration.bench.benchmark import Benchmark, Site, duration, option, workers
 from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample, quarter_rates
-from eventsql_orchestration.bench.processes import Crew
+from eventsql_orchestration.bench.figures import check_publishers
 from eventsql_orchestration.bench.processor import Meter
-from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Report, Session, limit_of, watch
+from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Session, limit_of, start_publishers
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ValidationError
 
-PACED_BATCH: Final = 100
-"""Events per publication where a rate is asked for: a service's batch rather than a loader's."""
+_PROCESSOR_UNIT: Final = "CPU s per million events"
 
 
 @dataclass(frozen=True, slots=True)
-class StreamSize:
-    """How much is published and consumed at once, and by whom.
+class Run:
+    """The measurements of one run of publishing and consuming at once.
 
-    `max_events` is the consumer's. Without `straight` every event goes through the buffer, and a process of its own
-    transfers. `hold_xmin` measures it again while another transaction stays open. With `rate` (events per second) it
-    takes `seconds`, and `events` is not looked at. `handler_delay`: the handler sleeps for up to so many seconds on
-    each batch. None leaves a value to the platform, or to what fits the rate.
+    `started` is the start of the first publication and `published` the end of the last, by `time.monotonic`.
+    `of_shards` is the number of events on each shard. `processor` is the processor seconds of each kind of process
+    until the last offset, if the system tells them.
     """
 
-    events: int = 3_000_000
-    batch: int | None = None
-    publishers: int = 1
-    consumers: int = 1
-    partitions: int = 10
-    max_events: int = 5_000
-    polling_delay: float | None = None
-    straight: bool = True
-    hold_xmin: bool = False
-    rate: float | None = None
-    seconds: float = 60.0
-    handler_delay: float = 0.0
+    events: int
+    started: float
+    published: float
+    samples: Sequence[Sample]
+    of_shards: Sequence[int]
+    processor: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first publication to the last committed offset."""
+        return self.samples[-1].at - self.started
+
+    @property
+    def published_per_second(self) -> float:
+        return self.events / (self.published - self.started)
+
+    def figure(self, name: str) -> Figure:
+        """Events published and consumed per second. `behind` events were not consumed when the last was published."""
+        quarters = quarter_rates(self.started, self.samples, self.events)
+        behind = self.events - max((each.events for each in self.samples if each.at <= self.published), default=0)
+        details = {
+            "seconds": self.seconds,
+            "published_per_second": self.published_per_second,
+            "quarters": quarters,
+            "last_quarter_to_first": quarters[3] / quarters[0],
+            "behind": behind,
+            "processor_seconds": self.processor,
+        }
+        return Figure(name, self.events / self.seconds, EVENTS_PER_SECOND, details=details)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream(Benchmark):
+    """Publish and consume at once: events per second until the last offset is committed, and in each quarter.
+
+    With --rate it reproduces the table of EventSQL's own benchmark: events published and consumed per second when N
+    are offered for a minute. The consumer there slept 1 to 100 ms on each batch: --handler-delay 100.
+
+    With --shards it starts servers on this machine. It measures with one server, with two and so on, each beside the
+    raw COPY rate of the same number of servers, or at the same --rate. The servers share the machine's processors, disk
+    and memory: the figures show the cost of shards in rate and processor time, and not the gain of further machines.
+    """
+
+    name = "stream"
+    summary = "Publish and consume at once."
+
+    events: int = option(3_000_000, "Events", quick=20_000)
+    batch: int | None = option(None, "Events per publication  [default: 5,000; with --rate 100]", kind=int)
+    publishers: int = workers(1, "Processes that publish")
+    consumers: int = workers(1, "Processes that consume")
+    max_events: int = option(5_000, "Events that a handler gets at most")
+    polling_delay: float | None = option(
+        None, "Polling delay of the consumer  [default: its own]", kind=float, least=0.001, metavar="SECONDS"
+    )
+    straight: bool = option(
+        True, "Every event goes through the buffer, none straight into the log", flag="--through-buffer"
+    )
+    hold_xmin: bool = option(False, "Measure it again while another transaction stays open")
+    rate: float | None = option(None, "Offer N events per second instead", kind=float)
+    seconds: float = duration(60.0, "How long, with --rate", quick=2.0)
+    handler_delay: float = option(
+        0.0, "The handler sleeps for up to so many milliseconds on each batch",
+        least=0, most=60_000, metavar="MS", scale=0.001,
+    )  # fmt: skip
+    shards: int | None = option(
+        None, "On 1, 2, … N embedded servers of its own, here, instead of the database", kind=int, most=16
+    )
 
     def __post_init__(self) -> None:
-        """Raise `ValidationError` for fewer events than publishers, and for `hold_xmin` at a rate."""
-        if self.total < self.publishers:
-            raise ValidationError(f"{self.total} events are too few for {self.publishers} publishers")
+        """Raise `ValidationError` for fewer events than publishers, and for sizes that contradict each other."""
+        check_publishers(self.total, self.publishers)
         if self.hold_xmin and self.rate is not None:
-            raise ValidationError("an open transaction is measured at full speed: leave out the rate, or hold no xmin")
+            raise ValidationError("--hold-xmin is measured at full speed: leave out --rate")
+        if self.hold_xmin and self.shards is not None:
+            raise ValidationError("--shards is measured with nothing else open: leave out --hold-xmin")
+
+    @classmethod
+    def sized(cls, *, quick: bool = False, **given: Any) -> Self:
+        if "rate" not in given and "seconds" in given:
+            raise ValidationError("--seconds is for --rate; without it, --events says when it ends")
+        if "rate" in given and "events" in given:
+            raise ValidationError("with --rate, --seconds says when it ends: leave out --events")
+        return super().sized(quick=quick, **given)
 
     @property
     def total(self) -> int:
@@ -53,13 +121,7 @@ class StreamSize:
         return self.events if self.rate is None else max(1, round(self.rate * self.seconds))
 
     @property
-    def publication(self) -> int:
-        """Events per publication."""
-        return self.batch or (5_000 if self.rate is None else PACED_BATCH)
-
-    @property
-    def name(self) -> str:
-        """The name of the figure."""
+    def figure_name(self) -> str:
         parts = ["publish_and_consume"]
         if self.publishers > 1:
             parts.append(f"{self.publishers}_publishers")
@@ -69,141 +131,122 @@ class StreamSize:
             parts.append(f"at_{self.rate:.0f}")
         return "_".join(parts)
 
+    def measure(self, session: Session) -> list[Figure]:
+        name = self.figure_name
+        if self.rate is not None:
+            session.settle()
+            run = self._run(session)
+            published = Figure(f"{name}_published", run.published_per_second, EVENTS_PER_SECOND)
+            return [published, run.figure(f"{name}_consumed")]
 
-FULL: Final = StreamSize()
+        figures = session.beside_raw_copy(lambda: [self._run(session).figure(name)])
+        if self.hold_xmin:
+            held_name = f"{name}_xmin_held"
+            held = session.beside_raw_copy(lambda: [self._run(session, hold_xmin=True).figure(held_name)])
+            ratio = held[0].value / figures[0].value
+            figures += [*held, Figure(f"{held_name}_ratio", ratio, "of the figure without")]
+        return figures
 
-QUICK: Final = StreamSize(events=20_000, seconds=2.0)
+    def _run(self, session: Session, *, hold_xmin: bool = False, servers: Sequence[int] = ()) -> Run:
+        """Publish and consume all events once. `servers` are the process ids of database servers to meter."""
+        events = self.total
+        with session.topic("stream", partitions=self.partitions) as topic, session.crew() as crew:
+            consumer = session.consumer(topic)
+            processes = {
+                "publishers": start_publishers(
+                    crew, topic, events=events, batch=self.batch or (5_000 if self.rate is None else 100),
+                    publishers=self.publishers, straight=self.straight, transfer=self.straight, rate=self.rate,
+                ),
+                "consumers": [
+                    crew.start(
+                        roles.consume, f"consumer {number}", topic=topic, consumer=consumer,
+                        max_events=self.max_events, polling_delay=self.polling_delay, handler_delay=self.handler_delay,
+                    )
+                    for number in range(1, self.consumers + 1)
+                ],
+                "transfers": [] if self.straight else [crew.start(roles.transfer, "the transfer")],
+            }  # fmt: skip
+            crew.ready()
+            pids = {kind: [each.process.pid for each in members] for kind, members in processes.items()}
+            meter = Meter({kind: each for kind, each in {**pids, "servers": servers}.items() if each})
 
+            with session.holding_xmin() if hold_xmin else nullcontext():
+                crew.go()
+                samples = session.watch_offsets(
+                    crew, topic, consumer, events=events, step="publishing and consuming",
+                    limit=limit_of(events) + (0.0 if self.rate is None else self.seconds),
+                    # With more servers, each server is asked less often: the cost stays the same.
+                    every=SAMPLE_SECONDS * max(1, len(servers)),
+                )  # fmt: skip
+            processor = meter.taken()
+            of_shards = session.numbers("consumed", {"topic": topic, "consumer": consumer})
+            outcomes = [crew.outcome(publisher, limit=60.0) for publisher in processes["publishers"]]
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What publishing and consuming at once came to.
+        started, published = min(each["started"] for each in outcomes), max(each["ended"] for each in outcomes)
+        return Run(events, started, published, samples, of_shards, processor)
 
-    `started` and `published` are when the first publication began and the last ended, by `time.monotonic`; `processor`
-    is the processor seconds of each kind of process until the last offset, where the system tells.
-    """
-
-    events: int
-    started: float
-    published: float
-    samples: Sequence[Sample]
-    processor: dict[str, float]
+    # On servers of its own
 
     @property
-    def seconds(self) -> float:
-        """From the first publication to the last committed offset."""
-        return self.samples[-1].at - self.started
-
-    @property
-    def per_second(self) -> float:
-        """Events published and consumed."""
-        return self.events / self.seconds
-
-    @property
-    def published_per_second(self) -> float:
-        return self.events / (self.published - self.started)
-
-    @property
-    def behind(self) -> int:
-        """Events that were not consumed yet when the last was published."""
-        return self.events - max((each.events for each in self.samples if each.at <= self.published), default=0)
-
-    def details(self) -> dict[str, object]:
-        quarters = quarter_rates(self.started, self.samples, self.events)
-        return {
-            "seconds": self.seconds,
-            "published_per_second": self.published_per_second,
-            "quarters": quarters,
-            "last_quarter_to_first": quarters[3] / quarters[0],
-            "behind": self.behind,
-            "processor_seconds": self.processor,
-        }
-
-
-def measure(session: Session, size: StreamSize) -> list[Figure]:
-    """Raises `BenchmarkError`."""
-    if size.rate is not None:
-        session.settle()
-        return _paced(session, size)
-    figures = session.beside_raw_copy(lambda: [_figure(size.name, _run(session, size))])
-    if size.hold_xmin:
-        name = f"{size.name}_xmin_held"
-        held = session.beside_raw_copy(lambda: [_figure(name, _run(session, size, hold_xmin=True))])
-        ratio = held[0].value / figures[0].value
-        figures += [*held, Figure(f"{name}_ratio", ratio, "of the figure without")]
-    return figures
-
-
-def _figure(name: str, run: Run) -> Figure:
-    return Figure(name, run.per_second, EVENTS_PER_SECOND, details=run.details())
-
-
-def _paced(session: Session, size: StreamSize) -> list[Figure]:
-    run = _run(session, size)
-    return [
-        Figure(f"{size.name}_published", run.published_per_second, EVENTS_PER_SECOND),
-        Figure(f"{size.name}_consumed", run.per_second, EVENTS_PER_SECOND, details=run.details()),
-    ]
-
-
-def _run(session: Session, size: StreamSize, *, hold_xmin: bool = False) -> Run:
-    with session.topic("stream", partitions=size.partitions) as topic, session.crew() as crew:
-        consumer = session.consumer(topic)
-        with session.holding_xmin() if hold_xmin else nullcontext():
-            return play(
-                crew, size, topic, consumer, consumed=lambda: session.consumed(topic, consumer), report=session.report
-            )
-
-
-def play(
-    crew: Crew,
-    size: StreamSize,
-    topic: str,
-    consumer: str,
-    *,
-    consumed: Callable[[], int],
-    report: Report,
-    servers: Sequence[int] = (),
-) -> Run:
-    """Publish and consume with the processes of `crew`, until `consumed` gives all events.
-
-    `servers` are the process ids of the database servers, where they are the benchmark's own. Each is asked for
-    offsets the less often the more there are, so that this costs the same. Raises `BenchmarkError`.
-    """
-    events, label = size.total, "publishing and consuming"
-    shares = [events // size.publishers + (n < events % size.publishers) for n in range(size.publishers)]
-    publishers = [
-        crew.start(
-            "publish", f"publisher {number}", topic=topic, events=share, batch=size.publication, seed=number,
-            straight=size.straight, transfer=size.straight,
-            rate=None if size.rate is None else size.rate / size.publishers,
+    def remark(self) -> str:
+        if self.shards is None:
+            return ""
+        return (
+            "all servers and processes share this machine's CPUs: the figures show the cost of shards, not their gain"
         )
-        for number, share in enumerate(shares, start=1)
-    ]  # fmt: skip
-    others = {
-        "consumers": [
-            crew.start(
-                "consume", f"consumer {number}", topic=topic, consumer=consumer, max_events=size.max_events,
-                polling_delay=size.polling_delay, handler_delay=size.handler_delay,
-            )
-            for number in range(1, size.consumers + 1)
-        ],
-        "transfers": [] if size.straight else [crew.start("transfer", "the transfer")],
-    }  # fmt: skip
-    crew.ready()
-    processes = {"publishers": publishers, **others}
-    meter = Meter(
-        {
-            **{kind: [each.process.pid for each in members] for kind, members in processes.items() if members},
-            **({"servers": servers} if servers else {}),
-        }
-    )
-    crew.go()
-    limit = limit_of(events) + (size.seconds if size.rate is not None else 0.0)
-    every = SAMPLE_SECONDS * max(1, len(servers))
-    samples = watch(crew, consumed, events=events, limit=limit, what=label, report=report, every=every)
-    processor = meter.taken()
-    outcomes = [crew.outcome(publisher, limit=60.0) for publisher in publishers]
-    return Run(
-        events, min(each["started"] for each in outcomes), max(each["ended"] for each in outcomes), samples, processor
-    )
+
+    def run(self, site: Site) -> tuple[list[Figure], dict[str, Any]]:
+        if self.shards is None:
+            return super().run(site)
+
+        measured: list[list[Figure]] = []
+        environment: dict[str, Any] = {}
+        with _servers(site.home / "bench-shards", self.shards) as servers:
+            for number in range(1, self.shards + 1):
+                dsns = [server.create_database(f"of_{number}") for server in list(servers)[:number]]
+                with (
+                    EventSQL(*dsns, transfer=False) as platform,
+                    site.session(platform.open(), self.raw_events) as session,
+                ):
+                    measured.append(self._on_shards(session, list(servers.values())[:number]))
+                    environment = session.describe()
+
+        ratios = [
+            Figure(f"{figure.name}_to_1", figure.value / one.value, f"of that of one server ({one.unit})")
+            for figures in measured[1:]
+            for figure, one in zip(figures, measured[0], strict=True)
+        ]
+        figures = [figure for figures in measured for figure in figures]
+        return [*figures, *ratios], {**environment, "benchmark": asdict(self)}
+
+    def _on_shards(self, session: Session, pids: Sequence[int]) -> list[Figure]:
+        """The rate of this number of servers, and the processor time per event."""
+        name = f"{self.figure_name}_{len(pids)}_shard{'s' if len(pids) > 1 else ''}"
+
+        def measure() -> list[Figure]:
+            run = self._run(session, servers=pids)
+            rate = run.figure(name)
+            of_shards = {"of_shards": [events / run.seconds for events in run.of_shards]}
+            figures = [replace(rate, details={**rate.details, **of_shards})]
+            if run.processor:
+                costs = {kind: seconds / run.events * 1e6 for kind, seconds in run.processor.items()}
+                figures.append(Figure(f"{name}_processor", sum(costs.values()), _PROCESSOR_UNIT, details=costs))
+            return figures
+
+        if self.rate is None:
+            return session.beside_raw_copy(measure)
+        # An offered rate has no ratio to the raw COPY rate, which is a server's maximum.
+        session.settle()
+        return measure()
+
+
+@contextmanager
+def _servers(home: Path, number: int) -> Iterator[dict[EmbeddedPostgres, int]]:
+    """Embedded servers in `home`, with their process ids. They are gone after the block."""
+    servers = [EmbeddedPostgres(home / f"server-{each}") for each in range(1, number + 1)]
+    try:
+        yield {server: server.start().pid for server in servers}
+    finally:
+        for server in servers:
+            server.destroy()
+        shutil.rmtree(home, ignore_errors=True)

@@ -1,51 +1,49 @@
-"""The whole table: every figure one after the other, at the sizes that the documentation states."""
+"""Every benchmark by its name, and the whole table: every figure at the sizes of the documentation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
 
-from eventsql_orchestration.bench import (
-    buffered,
-    consume,
-    idle,
-    latency,
-    publish,
-    retention,
-    stream,
-    transfer,
-)
+from eventsql_orchestration.bench.benchmark import Benchmark, option
+from eventsql_orchestration.bench.dagster import Dagster
 from eventsql_orchestration.bench.figure import Figure
+from eventsql_orchestration.bench.figures import Buffered, Consume, Idle, Latency, Publish, Retention, Transfer
 from eventsql_orchestration.bench.session import Session
+from eventsql_orchestration.bench.spark import Spark
+from eventsql_orchestration.bench.stream import Stream
 
 
-@dataclass(frozen=True, slots=True)
-class TableSize:
-    """The sizes of all figures, and how many events the topic holds that loses its oldest half."""
+@dataclass(frozen=True, kw_only=True)
+class All(Benchmark):
+    """Measure every figure at the sizes of docs/benchmarks.md, one after the other."""
 
-    quick: bool = False
-    retention_events: int = retention.FULL.events
+    name = "all"
+    summary = "Measure the whole table."
+
+    quick: bool = option(False, quick=True)
+    retention_events: int = option(50_000_000, "Events of the topic that loses its oldest half", quick=20_000)
+
+    @property
+    def stored_events(self) -> int:
+        return self.retention_events
+
+    def measure(self, session: Session) -> list[Figure]:
+        common: dict[str, Any] = {"quick": self.quick, "partitions": self.partitions}
+        benchmarks: list[Benchmark] = [
+            Stream.sized(**common),
+            Stream.sized(publishers=4, **common),
+            Stream.sized(straight=False, hold_xmin=True, **common),
+            *(each.sized(**common) for each in (Transfer, Publish, Buffered, Latency, Idle, Consume)),
+            Retention.sized(events=self.retention_events, **common),
+        ]
+        return [figure for benchmark in benchmarks for figure in benchmark.measure(session)]
 
 
-FULL: Final = TableSize()
-
-QUICK: Final = TableSize(quick=True, retention_events=retention.QUICK.events)
-
-
-def measure(session: Session, size: TableSize) -> list[Figure]:
-    """Raises `BenchmarkError`."""
-    quick = size.quick
-    streamed = stream.QUICK if quick else stream.FULL
-    retained = replace(retention.QUICK if quick else retention.FULL, events=size.retention_events)
-    return [
-        *stream.measure(session, streamed),
-        *stream.measure(session, replace(streamed, publishers=4)),
-        *stream.measure(session, replace(streamed, straight=False, hold_xmin=True)),
-        *transfer.measure(session, transfer.QUICK if quick else transfer.FULL),
-        *publish.measure(session, publish.QUICK if quick else publish.FULL),
-        *buffered.measure(session, buffered.QUICK if quick else buffered.FULL),
-        *latency.measure(session, latency.QUICK if quick else latency.FULL),
-        *idle.measure(session, idle.QUICK if quick else idle.FULL),
-        *consume.measure(session, consume.QUICK if quick else consume.FULL),
-        *retention.measure(session, retained),
-    ]
+BENCHMARKS: Final = MappingProxyType(
+    {
+        each.name: each
+        for each in (Stream, Publish, Latency, Transfer, Consume, Idle, Buffered, Retention, Spark, Dagster, All)
+    }
+)

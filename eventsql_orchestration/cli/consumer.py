@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Final
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import partition_name, say, show_fields, show_table, write_json
+from eventsql_orchestration.cli.output import Column, partition_of, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import (
     LogPlace,
     NameValue,
@@ -17,10 +17,9 @@ from eventsql_orchestration.cli.parameters import (
     optional_topic_argument,
     topic_argument,
 )
-from eventsql_orchestration.log.lag import LagCause
-from eventsql_orchestration.log.positions import Earliest, Place
-from eventsql_orchestration.log.registration import register_consumer
-from eventsql_orchestration.model import EVERY_EVENT, Consumer, ConsumerState, EventFilter
+from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState, EventFilter
+from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.topics.offsets import Earliest, Place
 
 
 @click.group()
@@ -31,12 +30,14 @@ def consumer() -> None:
 @consumer.command()
 @topic_argument
 @consumer_argument
-@click.option("--partitioned", is_flag=True, help="One offset for each partition of the topic, consumed side by side.")
+@click.option(
+    "--partitioned", is_flag=True, help="Consume the topic's partitions side by side, each with its own offset."
+)
 @click.option(
     "--max-attempts",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How often an event is tried before it is given up  [default: 5, or as it was].",
+    help="Attempts before an event is given up  [default: 5, or as before].",
 )
 @click.option(
     "--start",
@@ -45,18 +46,18 @@ def consumer() -> None:
     type=LogPlace(),
     metavar="PLACE",
     help="Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or "
-    "how long ago that was (15m, 2h, 7d)  [default: earliest].",
+    "a duration before now (15m, 2h, 7d)  [default: earliest].",
 )
-@click.option("--key", "keys", multiple=True, metavar="K", help="Only events with this key; of several, any of them.")
-@click.option("--key-prefix", metavar="P", help="Only events whose key begins so.")
+@click.option("--key", "keys", multiple=True, metavar="K", help="Only events with this key; if repeated, any of them.")
+@click.option("--key-prefix", metavar="P", help="Only events whose key begins with P.")
 @click.option(
     "--metadata",
     type=NameValue(),
     multiple=True,
     metavar="NAME=VALUE",
-    help="Only events whose metadata has this; of several, all of them.",
+    help="Only events with this metadata; if repeated, only events with all of it.",
 )
-@click.option("--no-filter", is_flag=True, help="Every event, where the consumer had a filter.")
+@click.option("--no-filter", is_flag=True, help="Remove the filter.")
 @pass_context
 def create(
     context: CliContext,
@@ -71,18 +72,17 @@ def create(
     metadata: tuple[tuple[str, str], ...],
     no_filter: bool,
 ) -> None:
-    """Create CONSUMER of TOPIC, or find it as it is. The offsets of one that exists stay: `eventsql seek` moves them.
+    """Create CONSUMER of TOPIC, or change it. The offsets of a consumer that exists stay: `eventsql seek` moves them.
 
-    Its attempts and its filter change to those that are given; without any it keeps what it has. One that exists with
-    --partitioned is not changed into one without it, nor the other way round.
+    Its attempts and its filter change if options name them. --partitioned cannot be added to a consumer that exists, or
+    removed from it.
     """
     conditions = _filter(keys, key_prefix, metadata)
     if conditions is not None and no_filter:
         raise click.UsageError("--no-filter contradicts --key, --key-prefix and --metadata")
     with context.definitions() as platform:
         platform.registry.topic(topic)
-        registered = register_consumer(
-            platform.registry,
+        registered = platform.registry.declare_consumer(
             Consumer(topic, consumer, partitioned),
             max_attempts=max_attempts,
             start=Earliest() if start is None else start,
@@ -116,33 +116,13 @@ def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> 
     with context.platform() as platform:
         states = platform.registry.consumers(topic)
     if as_json:
-        write_json([_object(context, state) for state in states])
+        write_json([context.on_its_shard(state, _JSON) for state in states])
         return
-    several = any(state.shard is not None for state in states)
-    show_table(
-        [
-            "topic", "consumer", *(["shard"] if several else []), "partition", "offset", "consumed",
-            "last consumed (UTC)", "state", "filter",
-        ],
-        [
-            (
-                state.topic,
-                state.name,
-                *([state.shard] if several else []),
-                partition_name(state.partition),
-                state.last_event_id,
-                state.consumed_events,
-                state.last_consumption_at,
-                condition(state),
-                state.filter,
-            )
-            for state in states
-        ],
-    )  # fmt: skip
+    show_items(states, {"topic": "topic", "consumer": "name", "shard": "shard", **_PROGRESS, "filter": "filter"})
 
 
 def condition(state: ConsumerState) -> str:
-    """What a consumer partition is up to, in a word; `eventsql lag` says what one that is held back waits for."""
+    """The state of a consumer partition, in a word. `eventsql lag` tells the reason for `held back`."""
     if state.paused:
         return "paused"
     if state.failing:
@@ -154,26 +134,38 @@ def condition(state: ConsumerState) -> str:
     return "active"
 
 
-def _object(context: CliContext, state: ConsumerState) -> dict[str, Any]:
-    return {
-        **context.on_shard(state.shard),
-        "topic": state.topic,
-        "consumer": state.name,
-        "partition": state.partition,
-        "offset": state.last_event_id,
-        "consumed_events": state.consumed_events,
-        "last_consumption_at": state.last_consumption_at,
-        "state": condition(state),
-        "paused": state.paused,
-        "max_attempts": state.max_attempts,
-        "lease_owner": state.lease_owner,
-        "lease_expires_at": state.lease_expires_at,
-        "failed_event_id": state.failed_event_id,
-        "attempts": state.attempts,
-        "failure": state.failure,
-        "retry_at": state.retry_at,
-        "filter": None if state.filter is None else state.filter.as_json(),
-    }
+_PROGRESS: Final[dict[str, Column]] = {
+    "partition": partition_of,
+    "offset": "last_event_id",
+    "consumed": "consumed_events",
+    "last consumed (UTC)": "last_consumption_at",
+    "state": condition,
+}
+
+_FAILURES: Final[dict[str, Column]] = {
+    "leased by": "lease_owner",
+    "failing event": "failed_event_id",
+    "failure": "failure",
+}
+
+_JSON: Final[dict[str, Column]] = {
+    "topic": "topic",
+    "consumer": "name",
+    "partition": "partition",
+    "offset": "last_event_id",
+    "consumed_events": "consumed_events",
+    "last_consumption_at": "last_consumption_at",
+    "state": condition,
+    "paused": "paused",
+    "max_attempts": "max_attempts",
+    "lease_owner": "lease_owner",
+    "lease_expires_at": "lease_expires_at",
+    "failed_event_id": "failed_event_id",
+    "attempts": "attempts",
+    "failure": "failure",
+    "retry_at": "retry_at",
+    "filter": lambda state: None if state.filter is None else state.filter.as_json(),
+}
 
 
 @consumer.command()
@@ -186,7 +178,7 @@ def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -
     with context.platform() as platform:
         states = platform.registry.consumer(topic, consumer)
     if as_json:
-        write_json([_object(context, state) for state in states])
+        write_json([context.on_its_shard(state, _JSON) for state in states])
         return
     partitioned = states[0].partition >= 0
     show_fields(
@@ -198,27 +190,7 @@ def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -
             "filter": states[0].filter,
         }
     )
-    several = any(state.shard is not None for state in states)
-    show_table(
-        [
-            *(["shard"] if several else []), "partition", "offset", "consumed", "last consumed (UTC)", "state",
-            "leased by", "failing event", "failure",
-        ],
-        [
-            (
-                *([state.shard] if several else []),
-                partition_name(state.partition),
-                state.last_event_id,
-                state.consumed_events,
-                state.last_consumption_at,
-                condition(state),
-                state.lease_owner,
-                state.failed_event_id,
-                state.failure,
-            )
-            for state in states
-        ],
-    )  # fmt: skip
+    show_items(states, {"shard": "shard", **_PROGRESS, **_FAILURES})
 
 
 @consumer.command()
@@ -237,7 +209,7 @@ def delete(context: CliContext, *, topic: str, consumer: str) -> None:
 @consumer_argument
 @pass_context
 def pause(context: CliContext, *, topic: str, consumer: str) -> None:
-    """Let no consumption of CONSUMER start until it is resumed; one that is under way goes on."""
+    """Pause CONSUMER until it is resumed. A batch that is under way is finished."""
     with context.platform() as platform:
         platform.registry.pause(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} paused")
@@ -248,7 +220,7 @@ def pause(context: CliContext, *, topic: str, consumer: str) -> None:
 @consumer_argument
 @pass_context
 def resume(context: CliContext, *, topic: str, consumer: str) -> None:
-    """End a pause of CONSUMER, and try an event that blocks it anew."""
+    """Resume CONSUMER, and retry an event that blocks it."""
     with context.platform() as platform:
         platform.registry.resume(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} resumed")

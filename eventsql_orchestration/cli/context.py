@@ -1,21 +1,21 @@
-"""What every command begins with: the settings of this invocation, the database they name, and the platform on it."""
+"""The start of every command: the settings of this invocation, their database, and the platform on it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import click
 
-from eventsql_orchestration.cli.output import keep_secret, say
+from eventsql_orchestration.cli.output import Column, keep_secret, picked, say
+from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.settings import Settings
 
 SETTINGS_FILE: Final = "eventsql.toml"
@@ -31,8 +31,8 @@ def embedded_server(settings: Settings) -> EmbeddedPostgres:
 def resolve_dsn(settings: Settings) -> str:
     """The URL of the database to use, password included.
 
-    Where the settings name none, the embedded server of their home is started and used, and one line on standard error
-    says so. Raises `MissingExtraError`, `EmbeddedServerError`, and `ConfigurationError` where they name several.
+    If the settings name no database, the embedded server of their home is started and used, and one line on standard
+    error says so. Raises `MissingExtraError`, `EmbeddedServerError`, and `ConfigurationError` for several databases.
     """
     if len(settings.dsns) > 1:
         raise ConfigurationError(
@@ -53,10 +53,10 @@ def resolve_dsn(settings: Settings) -> str:
 def open_platform(
     settings: Settings, *, transfer: bool = False, migrate: bool | None = None, shard: str | None = None
 ) -> EventSQL:
-    """The platform on the databases of the settings, or on that of `shard` alone; the caller closes it.
+    """The platform on the databases of the settings, or on the database of `shard` alone. The caller closes it.
 
-    The tables of the embedded server are kept up to date by themselves. A database that the user named is changed by
-    `eventsql migrate` alone, so that a mistyped URL leaves no tables anywhere; `migrate` overrides either.
+    It keeps the tables of the embedded server up to date. Only `eventsql migrate` changes a database that the user
+    named, so that a mistyped URL leaves no tables anywhere. `migrate` overrides both rules.
     """
     if migrate is None:
         migrate = settings.dsn is None
@@ -71,9 +71,9 @@ def _dsn_of(shard: str, dsns: tuple[str, ...], settings: Settings) -> str:
     with EventSQL(*dsns, schema=settings.db_schema, migrate=False, transfer=False) as platform:
         platform.open()
         for dsn, each in zip(dsns, platform.shards, strict=True):
-            if each.shard == shard:
+            if each.name == shard:
                 return dsn
-        names = ", ".join(sorted(each.shard for each in platform.shards if each.shard is not None))
+        names = ", ".join(sorted(each.name for each in platform.shards if each.name is not None))
     raise ConfigurationError(
         f"there is no shard {shard!r}" + (f", but {names}" if names else ": one database is named")
     )
@@ -81,14 +81,14 @@ def _dsn_of(shard: str, dsns: tuple[str, ...], settings: Settings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The platform, and the embedded server that it is on, where it is on one."""
+    """The platform, and its embedded server, if it is on an embedded server."""
 
     platform: EventSQL
     embedded: EmbeddedPostgres | None
 
 
 class CliContext:
-    """The options that stand before the command. Nothing is read or connected before it is asked for."""
+    """The options before the command. Each setting is read, and each connection made, at its first use."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class CliContext:
         home: Path | None = None,
         shard: str | None = None,
     ) -> None:
-        """`dsn` may be several URLs with spaces between them; `dsn_option` gave it."""
+        """`dsn` may be several URLs with spaces between them. `dsn_option` is the option that gave it."""
         self._dsn = dsn
         self._dsn_option = dsn_option
         self.shard = shard
@@ -114,7 +114,7 @@ class CliContext:
         return settings
 
     def source(self, setting: Setting) -> str:
-        """Where a setting has its value from."""
+        """The source of a setting's value: an option, a variable, the settings file, or the default."""
         options = {"dsn": self._dsn, "schema": self._schema, "home": self._home}
         if options[setting] is not None:
             return self._dsn_option if setting == "dsn" else f"--{setting}"
@@ -129,12 +129,16 @@ class CliContext:
         return open_platform(self.settings, transfer=transfer, shard=self.shard)
 
     def on_shard(self, name: str | None) -> dict[str, str]:
-        """The shard of something, as objects of JSON have it: `name`, or that of --shard; none where there is one."""
+        """The shard for a JSON object: `name`, or the shard of --shard. Empty if there is only one database."""
         shard = name or self.shard
         return {} if shard is None else {"shard": shard}
 
+    def on_its_shard(self, item: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
+        """An object for JSON: its shard, if there are several, and these columns."""
+        return {**self.on_shard(item.shard), **picked(item, columns)}
+
     def definitions(self) -> EventSQL:
-        """The platform to define topics and consumers on. Raises `ConfigurationError` where one shard was chosen."""
+        """The platform to define topics and consumers on. Raises `ConfigurationError` if one shard was chosen."""
         if self.shard is not None:
             raise ConfigurationError(
                 "topics and consumers are the same on all shards, and nothing is published where they are not: leave "

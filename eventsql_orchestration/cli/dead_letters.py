@@ -1,10 +1,10 @@
-"""`eventsql dlt`: what consumers have given up, and giving it to them again."""
+"""`eventsql dlt`: list, show and redrive the events that consumers have given up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
@@ -15,47 +15,36 @@ from eventsql_orchestration.cli.output import (
     partition_name,
     say,
     show_fields,
-    show_table,
+    show_items,
     write,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import ConsumerName, NameValue, Time, json_option, topic_argument
-from eventsql_orchestration.log import dead_letters
-from eventsql_orchestration.log.dead_letters import DeadLetter, LetterFilter
-from eventsql_orchestration.platform import EventSQL
-
-Command = TypeVar("Command", bound=Callable[..., object])
+from eventsql_orchestration.cli.parameters import ConsumerName, NameValue, Time, json_option, options, topic_argument
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.consuming import dead_letter_values
+from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
 
 _OFFSET: Final = click.IntRange(min=1)
 
-_FILTER: Final = (
-    click.option("--consumer", type=ConsumerName(), metavar="NAME", help="Those that this consumer gave up."),
+_filter_options: Final = options(
+    click.option("--consumer", type=ConsumerName(), metavar="NAME", help="Dead letters of this consumer."),
     click.option(
-        "--backfill", metavar="ID", help="Those of this backfill, which are left out otherwise, but for those of --id."
+        "--backfill",
+        metavar="ID",
+        help="Dead letters of this backfill; without it or --id, they are left out.",
     ),
-    click.option("--exception", metavar="TYPE", help="Those of this type of exception, such as ValueError."),
-    click.option("--key", metavar="KEY", help="Those with this key."),
+    click.option("--exception", metavar="TYPE", help="Dead letters with this type of exception, such as ValueError."),
+    click.option("--key", metavar="KEY", help="Dead letters with this key."),
     click.option(
-        "--metadata", type=NameValue(), multiple=True, metavar="NAME=VALUE", help="Those with this metadata; repeat it."
+        "--metadata", type=NameValue(), multiple=True, metavar="NAME=VALUE", help="With this metadata; repeat it."
     ),
-    click.option("--id", "ids", type=_OFFSET, multiple=True, metavar="OFFSET", help="This one; repeat it."),
-    click.option("--from", "first", type=_OFFSET, metavar="OFFSET", help="Those at this offset and after it."),
-    click.option("--to", "last", type=_OFFSET, metavar="OFFSET", help="Those up to this offset."),
-    click.option(
-        "--since",
-        type=Time(),
-        metavar="TIME",
-        help="Those given up at this time or later, such as 2026-05-01T12:00:00Z.",
-    ),
-    click.option("--until", type=Time(), metavar="TIME", help="Those given up before this time."),
+    click.option("--id", "ids", type=_OFFSET, multiple=True, metavar="OFFSET", help="At this offset; repeat it."),
+    click.option("--from", "first", type=_OFFSET, metavar="OFFSET", help="At this offset and after it."),
+    click.option("--to", "last", type=_OFFSET, metavar="OFFSET", help="Up to this offset."),
+    click.option("--since", type=Time(), metavar="TIME", help="Given up at 2026-05-01T12:00:00Z or later."),
+    click.option("--until", type=Time(), metavar="TIME", help="Given up before this time."),
 )
-
-
-def filter_options(command: Command) -> Command:
-    """The options that say which dead letters are meant, as `_letters` takes them."""
-    for option in reversed(_FILTER):
-        command = option(command)
-    return command
+"""The options that choose dead letters, as `_letters` takes them."""
 
 
 def _letters(
@@ -75,23 +64,28 @@ def _letters(
 def dlt() -> None:
     """List, show and redrive dead letters.
 
-    TOPIC is the topic that they come from; they lie in TOPIC_dlt, and OFFSET is their place there.
+    TOPIC is the topic of the original events. The dead letters are in TOPIC_dlt, and OFFSET is an offset there.
     """
 
 
 @dlt.command("list")
 @topic_argument
-@filter_options
-@click.option("--redriven/--not-redriven", default=None, help="Those that were redriven, or were not. Without: both.")
+@_filter_options
+@click.option("--redriven/--not-redriven", default=None, help="Only redriven ones, or only others  [default: both].")
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="The oldest N of them."
+    "--limit",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="List the oldest N.",
 )
 @json_option
 @pass_context
 def list_dead_letters(
     context: CliContext, /, *, topic: str, redriven: bool | None, limit: int, as_json: bool, **conditions: Any
 ) -> None:
-    """List the dead letters of TOPIC. Those of a backfill are listed apart, with --backfill."""
+    """List the dead letters of TOPIC. --backfill lists the dead letters of a backfill instead."""
     wanted = _letters(**conditions)
     with context.platform() as platform:
         letters = platform.dead_letters.list(topic, wanted, limit=limit, redriven=redriven)
@@ -99,33 +93,30 @@ def list_dead_letters(
     if as_json:
         write_json([_object(context, letter) for letter in letters])
         return
-    several = any(letter.shard is not None for letter in letters)
-    show_table(
-        [
-            *(["shard"] if several else []), "offset", "event", "partition", "key", "consumer", "attempts", "exception",
-            "message", "given up (UTC)", "redriven (UTC)",
-        ],
-        [
-            (
-                *([letter.shard] if several else []),
-                letter.id,
-                letter.metadata.get(dead_letters.SOURCE_OFFSET),
-                _source_partition(letter),
-                letter.key,
-                letter.consumer,
-                letter.metadata.get(dead_letters.ATTEMPTS),
-                letter.metadata.get(dead_letters.EXCEPTION),
-                letter.metadata.get(dead_letters.MESSAGE),
-                letter.buffered_at,
-                letter.redriven_at,
-            )
-            for letter in letters
-        ],
-    )  # fmt: skip
+    show_items(
+        letters,
+        {
+            "shard": "shard",
+            "offset": "id",
+            "event": _metadata(dead_letter_values.SOURCE_OFFSET),
+            "partition": _source_partition,
+            "key": "key",
+            "consumer": "consumer",
+            "attempts": _metadata(dead_letter_values.ATTEMPTS),
+            "exception": _metadata(dead_letter_values.EXCEPTION),
+            "message": _metadata(dead_letter_values.MESSAGE),
+            "given up (UTC)": "buffered_at",
+            "redriven (UTC)": "redriven_at",
+        },
+    )
+
+
+def _metadata(name: str) -> Callable[[DeadLetter], object]:
+    return lambda letter: letter.metadata.get(name)
 
 
 def _tell_of_backfills(platform: EventSQL, topic: str, wanted: LetterFilter) -> None:
-    """Say which letters are left out because they are of backfills."""
+    """Say which letters are left out because they belong to backfills."""
     if wanted.backfill is not None or wanted.ids is not None:
         return
     for backfill, letters in platform.dead_letters.of_backfills(topic).items():
@@ -136,11 +127,11 @@ def _tell_of_backfills(platform: EventSQL, topic: str, wanted: LetterFilter) -> 
 
 
 def _source_partition(letter: DeadLetter) -> str:
-    partition = str(letter.metadata.get(dead_letters.SOURCE_PARTITION, "-"))
+    partition = str(letter.metadata.get(dead_letter_values.SOURCE_PARTITION, "-"))
     try:
         return partition_name(int(partition))
     except ValueError:
-        # A letter that a factory made, or another program.
+        # A factory or another program made the letter.
         return partition
 
 
@@ -159,7 +150,7 @@ def _object(context: CliContext, letter: DeadLetter) -> dict[str, Any]:
 @json_option
 @pass_context
 def show(context: CliContext, *, topic: str, offset: int, as_json: bool) -> None:
-    """Show the dead letter of TOPIC at OFFSET with its value, as hexadecimal digits where it is not UTF-8 text."""
+    """Show the dead letter of TOPIC at OFFSET with its value: hexadecimal digits if it is not UTF-8 text."""
     with context.platform() as platform:
         letter = platform.dead_letters.show(topic, offset)
     if as_json:
@@ -189,9 +180,9 @@ def show(context: CliContext, *, topic: str, offset: int, as_json: bool) -> None
 
 @dlt.command()
 @topic_argument
-@filter_options
+@_filter_options
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="The oldest N that were not redriven yet.")
-@click.option("--again", is_flag=True, help="Also those that were redriven before.")
+@click.option("--again", is_flag=True, help="Also dead letters that were redriven before.")
 @click.option("--dry-run", is_flag=True, help="Only say how many it would be.")
 @json_option
 @pass_context
@@ -208,11 +199,11 @@ def redrive(
 ) -> None:
     """Publish the dead letters of TOPIC to it again, each once and in order.
 
-    All of them, or those that meet every option that is given. What was redriven before is left out unless --again is
-    given, whichever options it was redriven with.
+    With options, only the dead letters that meet all of them. Dead letters that were redriven before are left out
+    without --again.
 
-    The letters of a backfill are left out too: every consumer of TOPIC gets what is published again, and other
-    consumers had no fault with these events. --backfill ID or --id publishes them all the same. To hand them to the
+    The dead letters of a backfill are left out too: every consumer of TOPIC gets the events that are published again,
+    and other consumers had handled these events. --backfill ID or --id publishes them all the same. To hand them to the
     backfill's consumer alone, replay their offsets: `eventsql backfill TOPIC CONSUMER --from OFFSET --to OFFSET`.
     """
     wanted = _letters(**conditions)

@@ -23,13 +23,13 @@ from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import counted, say, show_table
 from eventsql_orchestration.cli.parameters import Number
-from eventsql_orchestration.dagster.development import UNDER_WAY, LocalDagster, free_port, only_one
-from eventsql_orchestration.dagster.instance import instance_directory, write_instance
-from eventsql_orchestration.dagster.rounds import Counts, TopicRound, account, published_by, runs_of_topics
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster, free_port, only_one
+from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
+from eventsql_orchestration.dagster.local.round_report import Counts, RunCounts, TopicRound, account
 from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import RoundError
-from eventsql_orchestration.platform import EventSQL
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.java import ensure_java
 
@@ -38,11 +38,11 @@ SIMULATION_JOB = "simulation"
 VERIFICATION_JOB = "verification"
 
 SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
-"""Compiling Spark's code thoroughly takes longer than a short session lasts: measured for one range, Java takes 8 s of
-processor time instead of 14. Another file that EVENTSQL_SPARK_CONFIG names has precedence."""
+"""In a short session, optimizing compilation costs more than it saves: for one range, Java takes 8 s of processor time
+with these settings and 14 s without. The file of EVENTSQL_SPARK_CONFIG has precedence."""
 
 SIMULATION_SECONDS = 60.0
-"""Between two rounds of the simulation, without `--once`."""
+"""Seconds between two rounds of the simulation, without `--once`."""
 
 
 @click.command()
@@ -61,7 +61,7 @@ SIMULATION_SECONDS = 60.0
     show_default=True,
     type=click.IntRange(1, 65535),
     metavar="PORT",
-    help="Of the Dagster UI; a free one where somebody else listens there.",
+    help="The Dagster UI's port; if it is taken, a free port is used.",
 )
 @click.option(
     "--timeout",
@@ -91,9 +91,9 @@ def dev(
 ) -> None:
     """Run the whole system here: database, Dagster's webserver and daemon, the code location, a ride simulation.
 
-    Without a database URL it is the embedded PostgreSQL of this directory, which stops when this command ends; its data
-    stays. Dagster's own tables are in schema dagster_dev of the database: give each checkout its own database, since
-    two that share one end each other's runs. Ctrl-C ends everything.
+    Without a database URL, it uses the embedded PostgreSQL of this directory, which stops when this command ends; its
+    data stays. Dagster's own tables are in schema dagster_dev of the database. Give each checkout its own database: two
+    that share one end each other's runs. Ctrl-C ends everything.
     """
     simulation = {"ops": {topic_key(simulates).to_python_identifier(): {"config": {"orders": orders}}}}
     if not definitions.exists():
@@ -103,7 +103,7 @@ def dev(
         )
     console = Console(stderr=True)
     home = context.settings.home
-    # Alone before anything else: whoever comes second must not stop the server that the first one works on.
+    # Take the lock first: a second `dev` must not stop the server of the first one.
     with _termination_as_interrupt(), only_one(instance_directory(home)), context.whole_system() as system:
         java = ensure_java(home)
         console.print(f"Java {java.version} from {java.source}: {java.home}", highlight=False)
@@ -120,14 +120,14 @@ def dev(
                 SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(_spark_settings(home)),
             },
         )
-        # Before the daemon starts: its sensors launch runs for what waits already.
+        # Do this before the daemon starts: its sensors launch runs for events that already wait.
         started, before = datetime.now(UTC), Counts.take(platform)
         with _progress(console) as progress, dagster:
             starting = progress.add_task("Dagster starts")
             dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
             progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
             with dagster.instance() as instance:
-                # Its schedule would begin at the next full minute.
+                # The schedule begins only at the next full minute.
                 for job in dagster.jobs_with(TRANSFER_TAG):
                     dagster.launch(job)
                 _run(dagster, instance, progress, SETUP_JOB, timeout=timeout)
@@ -137,13 +137,7 @@ def dev(
                     return
                 faults = _round(dagster, instance, platform, progress, simulation=simulation, timeout=timeout)
                 runs = instance.get_runs(dg.RunsFilter(created_after=started))
-                topics = account(
-                    before,
-                    Counts.take(platform),
-                    published=published_by(instance, runs),
-                    runs=runs,
-                    runs_of=runs_of_topics(instance, runs),
-                )
+                topics = account(before, Counts.take(platform), RunCounts.take(instance, runs))
     failed = [run for run in runs if run.status is dg.DagsterRunStatus.FAILURE]
     if failed:
         say(f"{counted(len(failed), 'run')} failed and made up for, of job {failed[0].job_name} for example")
@@ -154,7 +148,7 @@ def dev(
 
 
 def _spark_settings(home: Path) -> Path:
-    """A file of settings for sessions that last for seconds."""
+    """Write a file of settings for sessions of a few seconds."""
     file = instance_directory(home) / "spark.conf"
     file.write_text("".join(f"{name} {value}\n" for name, value in SPARK_SETTINGS.items()), encoding="utf-8")
     return file
@@ -162,14 +156,14 @@ def _spark_settings(home: Path) -> Path:
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM, and the end of the terminal, end this command as Ctrl-C does: with everything that it started."""
+    """Let SIGTERM and the end of the terminal end this command as Ctrl-C does, with everything that it started."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in previous.items():
-        # What nohup ignores stays ignored.
+        # A signal that nohup ignores stays ignored.
         if handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
@@ -209,7 +203,7 @@ def _round(
     simulation: Mapping[str, object],
     timeout: float,
 ) -> list[str]:
-    """Simulate, wait until all is consumed, verify; gives what the checks found at fault."""
+    """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
     deadline = time.monotonic() + timeout
     _run(dagster, instance, progress, SIMULATION_JOB, run_config=simulation, timeout=timeout)
     task = progress.add_task("Consuming", total=None)
@@ -218,7 +212,7 @@ def _round(
         counts = Counts.take(platform)
         behind = sum(counts.lag.values()) + sum(counts.buffered.values())
         progress.update(task, description=f"Consuming: {behind} events to go")
-        # One look is not a snapshot over all topics: an event may pass from one that was counted to one that was.
+        # Two equal counts: one count is no snapshot, because events move between topics while they are counted.
         if not behind and counts == settled and not _consuming(instance):
             break
         settled = counts if not behind else None
@@ -232,7 +226,7 @@ def _round(
 
 
 def _consuming(instance: dg.DagsterInstance) -> bool:
-    """Whether any run is under way that may still publish or consume: any but the transfer's."""
+    """Whether a run is under way that may publish or consume: any run except the transfer's."""
     return any(TRANSFER_TAG not in run.tags for run in instance.get_runs(UNDER_WAY))
 
 
@@ -242,7 +236,7 @@ def _left(platform: EventSQL) -> str:
 
 
 def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str]:
-    """What a run's asset checks found, for each that did not pass."""
+    """The asset checks of a run that did not pass, with their figures."""
     evaluations = [
         entry.dagster_event.asset_check_evaluation_data
         for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
@@ -273,7 +267,7 @@ def _serve(
     with Live(lag_table(platform.lag()), console=console, refresh_per_second=2) as live:
         while True:
             dagster.require_running()
-            # One at a time: two would place the same orders.
+            # Only one run at a time: two runs would place the same orders.
             if time.monotonic() >= due and (simulating is None or _ended(instance, simulating)):
                 simulating = dagster.launch(SIMULATION_JOB, run_config=simulation)
                 due = time.monotonic() + SIMULATION_SECONDS
@@ -287,7 +281,7 @@ def _ended(instance: dg.DagsterInstance, run_id: str) -> bool:
 
 
 def _show(topics: list[TopicRound]) -> None:
-    """All but those that nobody consumes and to which nothing came, as to topics of dead letters."""
+    """Print the topics that have consumers, events or faults, without empty topics of dead letters."""
     show_table(
         ["topic", "published", "transferred", "consumed", "consumers", "runs", "lag", "result"],
         [

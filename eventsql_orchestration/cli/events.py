@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -20,22 +21,23 @@ from eventsql_orchestration.cli.parameters import (
     partition_option,
     topic_argument,
 )
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
-from eventsql_orchestration.log.lag import ConsumerLag, LagCause
-from eventsql_orchestration.log.positions import AtOffset, Earliest, Latest, Place, resolve
-from eventsql_orchestration.log.registry import choose_partitions
 from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.topics.catalog import choose_partitions
+from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, Place, resolve
 
 _BATCH: Final = 1_000
 
 _FOLLOW_DELAY: Final = 0.3
-"""Seconds between two looks at a log that had nothing new, unless it is notified of."""
+"""Seconds between two reads of a log without new events. A notification ends the wait."""
 
 _LOCKED_SECONDS: Final = 2.0
-"""How long another consumption may keep the partition before `consume` gives up; its batches take less."""
+"""Seconds that another consumption may keep the partition before `consume` gives up. Its batches take less."""
 
 _STOPPED: Final = frozenset(
     {LagCause.PAUSED, LagCause.BLOCKED, LagCause.LEASED, LagCause.HELD_BACK, LagCause.UNREACHABLE}
@@ -49,8 +51,8 @@ _STOPPED: Final = frozenset(
     "start",
     type=LogPlace(),
     metavar="PLACE",
-    help="Where to begin: earliest, latest (what comes from now on), an offset, a time with its zone at which the "
-    "first event entered the log at the earliest (2026-05-01T12:00:00Z), or how long ago that was (15m, 2h, 7d)  "
+    help="Where to begin: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a duration "
+    "before now (15m, 2h, 7d). From a time, it begins with the first event that entered the log then or later  "
     "[default: earliest, with --follow latest].",
 )
 @max_option
@@ -58,13 +60,7 @@ _STOPPED: Final = frozenset(
 @partition_option
 @pass_context
 def tail(
-    context: CliContext,
-    *,
-    topic: str,
-    start: Place | None,
-    max_events: int | None,
-    follow: bool,
-    partition: int | None,
+    context: CliContext, *, topic: str, start: Place | None, max_events: int | None, follow: bool, partition: int | None
 ) -> None:
     """Print the events of TOPIC as JSON lines. Nothing is committed.
 
@@ -78,13 +74,21 @@ def tail(
             start = Latest() if follow else Earliest()
         if len(platform.shards) > 1 and isinstance(start, AtOffset):
             raise ValidationError("an offset means another event on each shard: name one (--shard NAME)")
-        logs = [_Log(shard, context.shard or shard.shard, topic, start, partition) for shard in platform.shards]
+        after = {shard: _before(shard, topic, start) for shard in platform.shards}
         left = max_events
         wake = _woken_by(platform, topic, follow=follow)
         while left is None or left > 0:
             printed = 0
-            for log in logs:
-                printed += log.print(_BATCH if left is None else min(_BATCH, left - printed))
+            for shard in platform.shards:
+                limit = _BATCH if left is None else min(_BATCH, left - printed)
+                if not limit:
+                    break
+                events = shard.reader.read(topic, after=after[shard], partition=partition, limit=limit)
+                if events:
+                    write_events(events, shard=context.shard or shard.name)
+                    after[shard] = events[-1].id
+                printed += len(events)
+
             left = None if left is None else left - printed
             if printed:
                 continue
@@ -94,29 +98,8 @@ def tail(
             wake.clear()
 
 
-class _Log:
-    """The log of a topic on one shard, and how far it was printed."""
-
-    def __init__(self, platform: EventSQL, shard: str | None, topic: str, start: Place, partition: int | None) -> None:
-        self._platform = platform
-        self._shard = shard
-        self._topic = topic
-        self._partition = partition
-        self._after = _before(platform, topic, start)
-
-    def print(self, limit: int) -> int:
-        """Print the next events, at most so many; gives their number."""
-        if not limit:
-            return 0
-        events = self._platform.reader.read(self._topic, after=self._after, partition=self._partition, limit=limit)
-        if events:
-            write_events(events, shard=self._shard)
-            self._after = events[-1].id
-        return len(events)
-
-
 def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Event:
-    """An event that is set when there may be new events of a topic, where that is to be followed."""
+    """An event that is set when a followed topic may have new events."""
     wake = threading.Event()
     if follow:
         for shard in platform.shards:
@@ -124,8 +107,8 @@ def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Even
     return wake
 
 
-def _before(platform: EventSQL, topic: str, start: Place) -> int:
-    """The offset after which to read. One beyond the end of the log stands for itself: --follow waits for it."""
+def _before(platform: Shard, topic: str, start: Place) -> int:
+    """The offset after which to read. With an offset beyond the end of the log, --follow waits for that event."""
     if isinstance(start, AtOffset):
         return max(0, start.offset - 1)
     database = platform.database
@@ -145,38 +128,28 @@ def consume(
 ) -> None:
     """Print the events of TOPIC that CONSUMER has not consumed yet, as JSON lines, and commit its offsets.
 
-    An offset is committed after its event was written: one that is printed when the command is killed may be printed
-    again. Fails when events wait that the consumer cannot get, because it is paused for example. The output is that of
-    `eventsql tail`. It begins where the consumer stands, which `eventsql seek` changes.
+    An offset is committed after its event was written: an event may be printed again if the command is killed. The
+    command fails if events wait that the consumer cannot get, for example because it is paused. The output has the
+    format of `eventsql tail`. `eventsql seek` moves the consumer to another place.
     """
     with context.platform() as platform:
         states = platform.registry.consumer(topic, consumer)
         partitions = choose_partitions([state for state in states if state.shard == states[0].shard], partition)
-        printer = _Printer(platform, context.shard, topic, consumer, partitions, everything=partition is None)
+        printer = _Printer(platform, context.shard, topic, consumer, partitions, partition is None)
         printer.run(max_events, follow=follow)
 
 
+@dataclass(slots=True)
 class _Printer:
-    """Consumes by printing."""
+    """Consumes by printing. `shard` is the chosen shard, and `everything` means all partitions."""
 
-    def __init__(
-        self,
-        platform: EventSQL,
-        shard: str | None,
-        topic: str,
-        consumer: str,
-        partitions: list[int],
-        *,
-        everything: bool,
-    ) -> None:
-        """`shard` is the one that was chosen of several, which knows no other by itself."""
-        self._platform = platform
-        self._shard = shard
-        self._topic = topic
-        self._consumer = consumer
-        self._partitions = partitions
-        self._everything = everything
-        self._said: list[str] = []
+    _platform: EventSQL
+    _shard: str | None
+    _topic: str
+    _consumer: str
+    _partitions: list[int]
+    _everything: bool
+    _said: list[str] = field(default_factory=list)
 
     def run(self, max_events: int | None, *, follow: bool) -> None:
         left = max_events
@@ -192,7 +165,7 @@ class _Printer:
             if follow:
                 self._say_once(waiting)
             elif any(each.cause in (LagCause.WAITING, LagCause.HELD_BACK) for each in waiting):
-                # They came a moment ago, or another consumption has the partition for as long as its batch takes.
+                # The events came a moment ago, or another consumption has the partition until its batch ends.
                 locked_since = locked_since or time.monotonic()
                 if time.monotonic() - locked_since > _LOCKED_SECONDS:
                     if all(each.cause is not LagCause.WAITING for each in waiting):
@@ -217,15 +190,15 @@ class _Printer:
     def _consume_once(self, partition: int | None, limit: int) -> int:
         consumed = 0
         for shard in self._platform.shards:
-            show = partial(_print, self._shard or shard.shard)
+            show = partial(_print, self._shard or shard.name)
             try:
                 consumed += shard.consumers.consume_once(
                     self._topic, self._consumer, show, partition=partition, max_events=limit
                 )
             except DatabaseUnavailableError:
-                if shard.shard is None:
+                if shard.name is None:
                     raise
-                # The lag says which shard it is.
+                # The lag names the shard.
             if consumed and limit <= _BATCH:
                 break
         return consumed

@@ -1,7 +1,7 @@
 """Files and streams of events: JSON lines, CSV and Parquet, read one record at a time.
 
-Each record is an event's value with the number of its line or row. What cannot be one is a `BadRecord`, and reading
-goes on behind it; a file that cannot be read any further raises `InputError`.
+Each record is an event's value with the number of its line or row. A line or row without a value is a `BadRecord`, and
+reading goes on after it. A file that cannot be read any further raises `InputError`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Protocol, cast
 
 from eventsql_orchestration.errors import InputError, MissingExtraError, ValidationError
-from eventsql_orchestration.rules import MAX_VALUE_BYTES
+from eventsql_orchestration.validation import MAX_VALUE_BYTES
 
 _CHUNK_BYTES: Final = 256 * 1024
 
 _PAUSE: Final = 0.2
-"""Seconds without input after which what has come so far is published."""
+"""Seconds without input after which the events so far are published."""
 
 _BOM: Final = b"\xef\xbb\xbf"
 
 _UNREADABLE: Final = (OSError, EOFError, zlib.error)
-"""What reading raises for a bad disk and for a bad or cut off gzip file."""
+"""Errors of a bad disk, and of a gzip file that is bad or cut off."""
 
 Unit = Literal["line", "row"]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An event's value; `content` is what it says, with numbers as they are written. `number` counts from 1."""
+    """An event's value, and its `content` with numbers in their written form. `number` counts from 1."""
 
     number: int
     value: bytes
@@ -50,21 +50,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A line or row that is no event, and why."""
+    """A line or row that is no event, and the reason."""
 
     number: int
     reason: str
 
 
-class Pause:
-    """Nothing has come for a moment."""
-
-
-PAUSE: Final = Pause()
-
-
 class Source(Protocol):
-    """Where records come from. `total` and `position()` are in the same unit, bytes or rows, for a progress bar."""
+    """A source of records. `total` and `position()` have the same unit, bytes or rows, for a progress bar."""
 
     name: str
     unit: Unit
@@ -72,8 +65,8 @@ class Source(Protocol):
 
     def position(self) -> int: ...
 
-    def records(self) -> Iterator[Record | BadRecord | Pause]:
-        """Raises `InputError`."""
+    def records(self) -> Iterator[Record | BadRecord | None]:
+        """The records, and None after a moment without input. Raises `InputError`."""
         ...
 
 
@@ -84,12 +77,12 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not a JSON value")
 
 
-# Numbers stay as they are written: a key must not change its spelling, and a number may have any number of digits.
+# Numbers stay in their written form: a key keeps its spelling, and a number may have any number of digits.
 _DECODER: Final = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse_constant)
 
 
 def _parse(line: bytes) -> object:
-    """The JSON value of a line; raises `ValueError` that says what is wrong with it."""
+    """The JSON value of a line. Raises `ValueError` with the fault of the line."""
     try:
         return _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
@@ -103,58 +96,37 @@ def _parse(line: bytes) -> object:
 # Lines
 
 
-class _TooLong:
-    """Stands for a line that is longer than an event's value may be."""
+def _lines(chunks: Iterable[bytes | None]) -> Iterator[bytes | None]:
+    """Lines without their line feed, and None for a pause.
 
-
-_TOO_LONG: Final = _TooLong()
-
-
-class _Line:
-    """A line that is put together from the pieces that chunks cut it into; of one that is too long nothing is kept."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._pieces: list[bytes] = []
-
-    def add(self, piece: bytes) -> None:
-        self.size += len(piece)
-        if self.size <= MAX_VALUE_BYTES:
-            self._pieces.append(piece)
-        else:
-            self._pieces.clear()
-
-    def take(self) -> bytes | _TooLong:
-        line = b"".join(self._pieces) if self.size <= MAX_VALUE_BYTES else _TOO_LONG
-        self.size = 0
-        self._pieces.clear()
-        return line
-
-
-def _lines(chunks: Iterable[bytes | Pause]) -> Iterator[bytes | _TooLong | Pause]:
-    """Lines without their line feed, and pauses between them."""
-    line = _Line()
+    A line that is too long for an event's value keeps only its first bytes: one more than the limit.
+    """
+    limit = MAX_VALUE_BYTES + 1
+    line = bytearray()
     for chunk in chunks:
-        if isinstance(chunk, Pause):
-            yield chunk
+        if chunk is None:
+            yield None
             continue
+
         *ends, rest = chunk.split(b"\n")
         for end in ends:
-            line.add(end)
-            yield line.take()
-        line.add(rest)
-    if line.size:
-        yield line.take()
+            line += end[: limit - len(line)]
+            yield bytes(line)
+            line.clear()
+        line += rest[: limit - len(line)]
+    if line:
+        yield bytes(line)
 
 
-def _json_records(chunks: Iterable[bytes | Pause]) -> Iterator[Record | BadRecord | Pause]:
+def _json_records(chunks: Iterable[bytes | None]) -> Iterator[Record | BadRecord | None]:
     number = 0
     for line in _lines(chunks):
-        if isinstance(line, Pause):
-            yield line
+        if line is None:
+            yield None
             continue
+
         number += 1
-        if isinstance(line, _TooLong):
+        if len(line) > MAX_VALUE_BYTES:
             yield BadRecord(number, f"longer than the {MAX_VALUE_BYTES:,} bytes that an event may have")
             continue
         value = line.removesuffix(b"\r")
@@ -178,25 +150,25 @@ class StandardInput:
     def position(self) -> int:
         return 0
 
-    def records(self) -> Iterator[Record | BadRecord | Pause]:
+    def records(self) -> Iterator[Record | BadRecord | None]:
         try:
             yield from _json_records(self._chunks())
         except OSError as error:
             raise InputError(f"{self.name} cannot be read: {error.strerror or error}") from error
 
-    def _chunks(self) -> Iterator[bytes | Pause]:
+    def _chunks(self) -> Iterator[bytes | None]:
         if sys.stdin is None:
             raise InputError(f"{self.name} is closed: name a file with --file")
         stream = sys.stdin.buffer
         try:
             descriptor = stream.fileno()
         except OSError:
-            # Input that is no file of the operating system's has come already.
+            # Input that is not a file of the operating system is already complete.
             yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
             return
         while True:
             if not select.select([descriptor], [], [], _PAUSE)[0]:
-                yield PAUSE
+                yield None
             elif chunk := os.read(descriptor, _CHUNK_BYTES):
                 yield chunk
             else:
@@ -204,7 +176,7 @@ class StandardInput:
 
 
 class _File:
-    """A file that is read as bytes, through gzip where its name ends in `.gz`."""
+    """A file that is read as bytes, through gzip if its name ends in `.gz`."""
 
     unit: Unit = "line"
 
@@ -230,16 +202,16 @@ class _File:
 
 
 class JsonLinesFile(_File):
-    """A file with one JSON value on each line; empty lines count and are no events."""
+    """A file with one JSON value on each line. Empty lines count as lines, but not as events."""
 
-    def records(self) -> Iterator[Record | BadRecord | Pause]:
+    def records(self) -> Iterator[Record | BadRecord | None]:
         return _json_records(self._chunks())
 
 
 class CsvFile(_File):
-    """A CSV file with a header; each row is a JSON object of texts."""
+    """A CSV file with a header. Each row becomes a JSON object of texts."""
 
-    def records(self) -> Iterator[Record | BadRecord | Pause]:
+    def records(self) -> Iterator[Record | BadRecord | None]:
         csv.field_size_limit(MAX_VALUE_BYTES)
         rows = csv.reader(self._text_lines(), strict=True)
         header: list[str] | None = None
@@ -260,9 +232,10 @@ class CsvFile(_File):
 
     def _text_lines(self) -> Iterator[str]:
         for number, line in enumerate(_lines(self._chunks()), start=1):
-            if not isinstance(line, bytes):
+            assert line is not None, "a file has no pauses"
+            if len(line) > MAX_VALUE_BYTES:
                 raise InputError(f"{self.name}, line {number}: longer than {MAX_VALUE_BYTES:,} bytes")
-            # What is not UTF-8 is found again in its row: an error here would end the reading.
+            # The row reports text that is not UTF-8: an error here would end the reading.
             text = (line.removeprefix(_BOM) if number == 1 else line).decode(errors="surrogateescape")
             yield f"{text}\n"
 
@@ -296,7 +269,7 @@ def _is_text(text: str) -> bool:
 
 
 class ParquetFile:
-    """A Parquet file; each row is a JSON object. Times are ISO 8601, decimals text, bytes base64."""
+    """A Parquet file. Each row becomes a JSON object. Times are ISO 8601, decimals text, bytes base64."""
 
     unit: Unit = "row"
 
@@ -318,10 +291,10 @@ class ParquetFile:
     def position(self) -> int:
         return self._read
 
-    def records(self) -> Iterator[Record | BadRecord | Pause]:
+    def records(self) -> Iterator[Record | BadRecord | None]:
         try:
             for batch in self._file.iter_batches(batch_size=10_000):
-                # Row by row: a value that Python cannot hold spoils its own row only.
+                # Read row by row: a value that Python cannot hold spoils only its own row.
                 for position in range(batch.num_rows):
                     self._read += 1
                     yield self._record(batch, position)
@@ -367,7 +340,7 @@ _FORMATS: Final[dict[str, type[JsonLinesFile | CsvFile | ParquetFile]]] = {
 def open_source(path: Path | None) -> Iterator[Source]:
     """Open a file by the ending of its name, or standard input for None.
 
-    Raises `ValidationError` for an ending that is not known, `MissingExtraError`, `InputError`.
+    Raises `ValidationError` for an unknown ending, `MissingExtraError`, `InputError`.
     """
     if path is None:
         yield StandardInput()

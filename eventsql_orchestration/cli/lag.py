@@ -11,30 +11,30 @@ from rich.live import Live
 from rich.table import Table
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import partition_name, show, stdout_is_terminal, table, write_json
+from eventsql_orchestration.cli.output import partition_of, show, stdout_is_terminal, table_of, write_json
 from eventsql_orchestration.cli.parameters import Number, json_option, optional_topic_argument
-from eventsql_orchestration.log.lag import ConsumerLag, LagCause
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 
 
 @click.command(short_help="Show how far consumers are behind, and why.")
 @optional_topic_argument
-@click.option("--watch", is_flag=True, help="Show it anew all the time, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Refresh it until Ctrl-C.")
 @click.option(
     "--interval",
     type=Number(0.1, 86_400),
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often --watch looks.",
+    help="How often --watch refreshes.",
 )
 @json_option
 @pass_context
 def lag(context: CliContext, *, topic: str | None, watch: bool, interval: float, as_json: bool) -> None:
     """Show how far the consumers of TOPIC, or of all topics, are behind.
 
-    The column events counts what is not consumed yet, buffered what of it is not transferred yet; seconds is how long
-    ago the oldest of it was published; offset is how far the partition is consumed, end its newest event, and why the
-    cause. With --json and --watch each look is one line.
+    Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
+    transferred yet; seconds is the age of the oldest; offset is the last consumed event, end the newest event, and why
+    the cause. With --json, --watch prints a line for each refresh.
     """
     with context.platform() as platform:
         if not watch:
@@ -74,26 +74,19 @@ def _why(lag: ConsumerLag) -> str | None:
 
 
 def lag_table(lags: list[ConsumerLag]) -> Table:
-    """Lag as people read it: a row for each consumer partition."""
-    several = any(each.shard is not None for each in lags)
-    return table(
-        [
-            "topic", "consumer", *(["shard"] if several else []), "partition", "events", "seconds", "offset", "end",
-            "buffered", "why",
-        ],
-        [
-            (
-                each.topic,
-                each.consumer,
-                *([each.shard] if several else []),
-                partition_name(each.partition),
-                each.events,
-                each.seconds,
-                each.last_event_id,
-                each.end,
-                each.buffered,
-                _why(each),
-            )
-            for each in lags
-        ],
-    )  # fmt: skip
+    """A table of the lag for people, with a row for each consumer partition."""
+    return table_of(
+        lags,
+        {
+            "topic": "topic",
+            "consumer": "consumer",
+            "shard": "shard",
+            "partition": partition_of,
+            "events": "events",
+            "seconds": "seconds",
+            "offset": "last_event_id",
+            "end": "end",
+            "buffered": "buffered",
+            "why": _why,
+        },
+    )

@@ -8,22 +8,22 @@ from eventsql_orchestration.cli.context import CliContext, open_platform, pass_c
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.database import Database, migrations
 from eventsql_orchestration.errors import DatabaseError
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.shards.shard import Shard
 
 
 @click.command()
 @click.option(
     "--times-in",
     metavar="ZONE",
-    help="Where EventSQL's Java library made the tables: the time zone of its machines, such as Europe/Warsaw. UTC "
-    "unless given. Any other rewrites its tables, while nobody else can use them.",
+    help="If EventSQL's Java library made the tables: the time zone of its machines, such as Europe/Warsaw. The "
+    "default is UTC. Any other zone rewrites the tables, and nobody else can use them meanwhile.",
 )
 @pass_context
 def migrate(context: CliContext, times_in: str | None) -> None:
     """Create the platform's tables, or bring them up to date.
 
     Safe to run at any time, and by several processes at once. Several databases without topics become the shards of one
-    set; databases that are not of one set are left as they are.
+    set. Databases of different sets stay unchanged.
     """
     several = len(context.settings.dsns) > 1
     if several and times_in is not None:
@@ -53,12 +53,12 @@ def _revision(database: Database) -> str | None:
     return before
 
 
-def _migrate(platform: EventSQL, before: str | None, times_in: str) -> None:
-    database = platform.database
+def _migrate(shard: Shard, before: str | None, times_in: str) -> None:
+    database = shard.database
     database.migrate(times_in=times_in)
     after = migrations.head()
-    shard = "" if platform.shard is None else f"shard {platform.shard!r}: "
-    where = f"{shard}schema {database.schema!r} of {database}"
+    named = "" if shard.name is None else f"shard {shard.name!r}: "
+    where = f"{named}schema {database.schema!r} of {database}"
     if before == after:
         say(f"{where} was at revision {after} already")
     else:

@@ -1,4 +1,4 @@
-"""What the commands write: data to standard output, messages to standard error, and no password to either."""
+"""The output of the commands: data on standard output, messages on standard error, and no password on either."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import click
 from rich.console import Console, RenderableType
@@ -22,33 +22,36 @@ from rich.text import Text
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.redaction import hide_passwords
 
+Column: TypeAlias = str | Callable[[Any], object]
+"""The name of an attribute, or a function of the object."""
+
 _UNBOUNDED: Final = 100_000
-"""Columns of a "terminal" that is a pipe or a file: a row there is one line, however long."""
+"""Width of a pipe or a file: a row there is one line of any length."""
 
 _SECRETS: Final = (
-    # Up to the last @: a password that should have been quoted may hold one itself.
+    # Match up to the last @: an unquoted password may contain an @.
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^:/@\s'\"]*:)[^\s'\"]*@", re.IGNORECASE), r"\1***@"),
     (re.compile(r"(password\s*=\s*)('[^']*'|[^\s&'\"]+)", re.IGNORECASE), r"\1***"),
 )
 
 
 class OutputClosedError(BaseException):
-    """Whoever read standard output has had enough.
+    """The reader of standard output has closed it.
 
-    Not an `Exception`: a handler of events in which it is raised has not failed, and is not retried.
+    It is no `Exception`, so that a handler of events that raises it does not count as failed and is not retried.
     """
 
 
 class OutputFailedError(BaseException):
-    """Standard output takes no more, because its disk is full for example; not an `Exception` for the same reason."""
+    """Standard output takes no more, for example because its disk is full. No `Exception` for the same reason."""
 
 
 _urls: Final[list[str]] = []
-"""The URLs that this invocation was given."""
+"""The URLs of this invocation."""
 
 
 def begin_with(urls: Iterable[str]) -> None:
-    """Forget the URLs of an invocation before, and keep the passwords of these secret."""
+    """Forget the URLs of an earlier invocation, and keep the passwords of these URLs secret."""
     _urls[:] = urls
 
 
@@ -58,7 +61,7 @@ def keep_secret(*urls: str) -> None:
 
 
 def redact(text: str) -> str:
-    """`text` without the passwords of the database URLs and connection strings in it, and of those that are in use."""
+    """`text` without the passwords of its database URLs and connection strings, and of this invocation's URLs."""
     text = hide_passwords(text, *_urls)
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
@@ -71,7 +74,7 @@ def say(message: str) -> None:
 
 
 def write(text: str) -> None:
-    """Write data to standard output, and through to whoever reads it.
+    """Write data to standard output, and flush it to the reader.
 
     Raises `OutputClosedError` or `OutputFailedError`.
     """
@@ -80,7 +83,7 @@ def write(text: str) -> None:
     left = memoryview(text.encode())
     try:
         while left:
-            # An unbuffered stream writes what a pipe takes, and says how much that was.
+            # An unbuffered stream writes as much as a pipe takes, and returns the amount.
             written = sys.stdout.buffer.write(left)
             if written is None:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -93,7 +96,7 @@ def write(text: str) -> None:
 
 
 def discard_output() -> None:
-    """Let nothing more go to standard output: the interpreter would fail at its end with what is left for it."""
+    """Discard further standard output: the interpreter would fail at its end on the rest."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -110,7 +113,7 @@ def write_json(value: object, *, indent: int | None = 2) -> None:
 
 def _json(value: object, *, indent: int | None = None) -> str:
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=_as_json)
-    # JSON itself escapes those below U+0020 alone, and a terminal obeys these too.
+    # JSON escapes only characters below U+0020, and a terminal obeys these too.
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -121,7 +124,7 @@ def _as_json(value: object) -> object:
 
 
 def event_object(event: Event, *, shard: str | None = None) -> dict[str, Any]:
-    """An event as the commands print it; `timestamp` is when it was published. With its `shard`, where it is on one."""
+    """An event as the commands print it. `timestamp` is the time of its publication; `shard` is there if it has one."""
     printed: dict[str, Any] = {
         **on_shard(shard),
         "topic": event.topic,
@@ -140,7 +143,7 @@ def event_object(event: Event, *, shard: str | None = None) -> dict[str, Any]:
 
 
 def on_shard(shard: str | None) -> dict[str, Any]:
-    """The name of a shard, where there are several, as objects of JSON have it."""
+    """The name of a shard for a JSON object, if there are several shards."""
     return {} if shard is None else {"shard": shard}
 
 
@@ -164,16 +167,18 @@ def stderr_is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Rows for people: numbers to the right, in groups of three digits; None is a dash."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> Table:
+    """Rows for people. Numbers and the columns of `right` are right-aligned, with groups of digits. None is a dash."""
     listed = [list(row) for row in rows]
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for position, column in enumerate(columns):
         cells = [row[position] for row in listed]
         numeric = bool(cells) and all(isinstance(cell, int | float | None) for cell in cells)
-        # A narrow terminal folds texts; a number that is cut short would be another number.
+        # A narrow terminal folds texts. Numbers stay whole: a number that is cut short is another number.
         whole = not any(isinstance(cell, str) for cell in cells)
-        drawn.add_column(column, justify="right" if numeric else "left", no_wrap=whole, overflow="fold")
+        drawn.add_column(
+            column, justify="right" if numeric or column in right else "left", no_wrap=whole, overflow="fold"
+        )
     for row in listed:
         drawn.add_row(*(Text(_cell(value)) for value in row))
     return drawn
@@ -196,7 +201,7 @@ def _cell(value: object) -> str:
 
 
 def show(renderable: RenderableType) -> None:
-    """Write something of rich's to standard output."""
+    """Write an object of rich to standard output."""
     terminal = stdout_is_terminal()
     console = Console(
         file=io.StringIO() if not terminal else None, width=None if terminal else _UNBOUNDED, highlight=False
@@ -207,8 +212,24 @@ def show(renderable: RenderableType) -> None:
     write("".join(f"{line if terminal else line.rstrip()}\n" for line in lines))
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    show(table(columns, rows))
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> None:
+    show(table(columns, rows, right=right))
+
+
+def picked(item: object, columns: Mapping[str, Column]) -> dict[str, Any]:
+    """The columns of an object by their names."""
+    return {name: getattr(item, each) if isinstance(each, str) else each(item) for name, each in columns.items()}
+
+
+def table_of(items: Sequence[Any], columns: Mapping[str, Column]) -> Table:
+    """A table with a row for each object. The column `shard` is left out if no object has a shard."""
+    several = any(getattr(item, "shard", None) is not None for item in items)
+    shown = {name: column for name, column in columns.items() if name != "shard" or several}
+    return table(list(shown), [list(picked(item, shown).values()) for item in items])
+
+
+def show_items(items: Sequence[Any], columns: Mapping[str, Column]) -> None:
+    show(table_of(items, columns))
 
 
 def show_fields(fields: Mapping[str, object]) -> None:
@@ -219,8 +240,13 @@ def show_fields(fields: Mapping[str, object]) -> None:
     show(grid)
 
 
+def partition_of(item: Any) -> str:
+    """The partition of an object, for people."""
+    return partition_name(item.partition)
+
+
 def partition_name(partition: int) -> str:
-    """A partition for people: the one of what is not partitioned has no number."""
+    """A partition for people. Without partitioning, it has no number."""
     return "all" if partition == NOT_PARTITIONED else str(partition)
 
 

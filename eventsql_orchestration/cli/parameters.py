@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
+from functools import reduce
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import click
 
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 from eventsql_orchestration.model import check_topic_name
-from eventsql_orchestration.rules import check_name, check_time
+from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Place
+from eventsql_orchestration.validation import check_name, check_time
 
 ASK: Final = "-"
-"""What stands for a URL that is to be asked for."""
+"""Stands for a URL that the program asks for."""
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 
 def ask_for_url(what: str = "URL of the database") -> str:
-    """Ask for a URL on the terminal, which does not show it."""
+    """Ask for a URL on the terminal, without an echo."""
     return str(click.prompt(what, hide_input=True, err=True)).strip()
 
 
 def urls_of_file(file: Path) -> str:
-    """What a file says, such as a URL. Raises `ConfigurationError`, without any of it, where it cannot be read."""
+    """The URLs in a file. Raises `ConfigurationError`, without a quotation of the file."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError:
@@ -40,7 +42,7 @@ def urls_of_file(file: Path) -> str:
 
 
 class TopicName(click.ParamType[str]):
-    """A topic's name, refused before anything connects when no topic can be called so."""
+    """A topic's name. A name that no topic can have is refused before any connection."""
 
     name = "topic"
 
@@ -49,7 +51,7 @@ class TopicName(click.ParamType[str]):
 
 
 class ConsumerName(click.ParamType[str]):
-    """A consumer's name, likewise."""
+    """A consumer's name, checked before any connection."""
 
     name = "consumer"
 
@@ -58,7 +60,7 @@ class ConsumerName(click.ParamType[str]):
 
 
 class Number(click.FloatRange):
-    """A number within bounds, a billion at most: neither infinite, nor "nan", which no bound keeps out."""
+    """A number within bounds, a billion at most. It refuses infinity, and "nan", which passes any bound."""
 
     def __init__(self, least: float, most: float = 1e9, *, min_open: bool = False) -> None:
         super().__init__(least, most, min_open=min_open)
@@ -83,7 +85,7 @@ class NameValue(click.ParamType[tuple[str, str]]):
 
 
 class Time(click.ParamType[datetime]):
-    """A time of ISO 8601 with its zone: what one without it would mean depends on the machine."""
+    """A time of ISO 8601 with its zone. Without a zone, its meaning would depend on the machine."""
 
     name = "time"
 
@@ -103,7 +105,7 @@ _ISO: Final = f"P(?:{_NUMBER}W)?(?:{_NUMBER}D)?(?:T(?=\\d)(?:{_NUMBER}H)?(?:{_NU
 
 
 class Duration(click.ParamType[timedelta]):
-    """`15m`, `1h30m`, `7d`, or as ISO 8601 has it: `PT15M`. Months and years differ in length and are none."""
+    """`15m`, `1h30m`, `7d`, or in ISO 8601 `PT15M`. Months and years are refused, because their lengths differ."""
 
     name = "duration"
 
@@ -155,10 +157,18 @@ class Size(click.ParamType[int]):
         return int(Decimal(match[1]) * self._UNITS[match[2]])
 
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def options(*decorators: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """Several options as one decorator. The help shows them in this order."""
+    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(decorators), command)
+
+
 topic_argument = click.argument("topic", type=TopicName())
 optional_topic_argument = click.argument("topic", type=TopicName(), required=False)
 consumer_argument = click.argument("consumer", type=ConsumerName())
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 max_option = click.option("--max", "max_events", type=click.IntRange(min=1), metavar="N", help="End after N events.")
-follow_option = click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
-partition_option = click.option("--partition", type=int, metavar="N", help="This partition alone.")
+follow_option = click.option("--follow", is_flag=True, help="Go on with new events, until Ctrl-C.")
+partition_option = click.option("--partition", type=int, metavar="N", help="Only this partition.")

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.input import (
-    PAUSE,
-    BadRecord,
-    Pause,
-    Record,
-    Source,
-    open_source,
-    stdin_is_terminal,
-)
+from eventsql_orchestration.cli.input import BadRecord, Record, Source, open_source, stdin_is_terminal
 from eventsql_orchestration.cli.output import counted, say, stderr_is_terminal, write_json
 from eventsql_orchestration.cli.parameters import NameValue, Number, topic_argument
+from eventsql_orchestration.client.publisher import ClusterPublisher
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
-from eventsql_orchestration.log.publisher import Publisher
 from eventsql_orchestration.model import Publication, check_partition
 
 _BATCH: Final = 5_000
-"""Events per commit of a stream; larger ones are hardly faster."""
+"""Events per commit of a stream. Larger commits are hardly faster."""
 
 _LINGER: Final = 0.5
-"""Seconds that an event of a stream waits at most for its batch to fill."""
+"""Maximum seconds that an event of a stream waits for its batch to fill."""
 
 _COMMITS_PER_SECOND: Final = 10
-"""How evenly `--rate` spreads the events of a second."""
+"""Commits over which `--rate` spreads the events of a second."""
 
 _SKIPPED_LINES_SHOWN: Final = 20
+
+_RECORDS_PER_UPDATE: Final = 200
+"""Records between two updates of the progress bar."""
 
 
 @click.command()
@@ -65,13 +60,13 @@ _SKIPPED_LINES_SHOWN: Final = 20
     type=click.Choice(["stop", "skip"]),
     default="stop",
     show_default=True,
-    help="A line that is no event ends the command, or is named and left out.",
+    help="A bad line ends the command, or is reported and left out.",
 )
 @click.option(
     "--transfer/--no-transfer",
     default=True,
     show_default=True,
-    help="Move the events into the topic's log too, or leave that to another transfer.",
+    help="Also move the events into the topic's log, or leave that to another transfer.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @pass_context
@@ -91,9 +86,9 @@ def publish(
 ) -> None:
     """Publish JSON lines, CSV or Parquet to TOPIC.
 
-    A JSON line is the value of its event, byte for byte; a row of CSV or Parquet becomes a JSON object. A file is
-    published in one transaction: when a line of it is no event, nothing is published, and the line is named. A stream
-    is committed as it goes: what came before a bad line is published, and the error says how much that is.
+    A JSON line is the value of its event, byte for byte. A row of CSV or Parquet becomes a JSON object. A file is
+    published in one transaction: with a bad line, nothing is published, and the error names the line. A stream is
+    committed batch by batch: the events before a bad line are published, and the error tells their number.
     """
     template = Publication(topic, b"", metadata=dict(metadata), partition=partition)
     if path is not None and str(path) == "-":
@@ -104,49 +99,43 @@ def publish(
             check_partition(topic, partition, found.partitions)
         if path is None and stdin_is_terminal():
             say("reading JSON lines from the terminal; Ctrl-D ends it")
-        with _Publishing(source, template, key=key, skip=on_bad_line == "skip") as publishing:
+        with _progress_bar(source) as update:
+            publishing = _Publishing(source, template, key=key, skip=on_bad_line == "skip", update=update)
             if path is not None and rate is None and batch is None:
                 publishing.at_once(platform.publisher)
             else:
                 publishing.in_batches(platform.publisher, batch or _BATCH, rate)
-        publishing.summarise(as_json=as_json)
+            seconds = time.monotonic() - publishing.began
+        publishing.summarise(seconds, as_json=as_json)
 
 
 class _Publishing:
-    """One run of the command: what was read, skipped and published, and how long it took."""
+    """One run of the command, with the number of skipped and of published events."""
 
-    def __init__(self, source: Source, template: Publication, *, key: str | None, skip: bool) -> None:
+    def __init__(
+        self, source: Source, template: Publication, *, key: str | None, skip: bool, update: Callable[[int], None]
+    ) -> None:
+        """`update` takes the number of records read."""
         self._source = source
         self._template = template
         self._key = key
         self._skip = skip
+        self._update = update
         self._skipped = 0
         self._published = 0
-        self._progress = _ProgressBar(source)
-        self._began = self._ended = time.monotonic()
+        self.began = time.monotonic()
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        self._began = time.monotonic()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._ended = time.monotonic()
-        self._progress.stop()
-
-    def at_once(self, publisher: Publisher) -> None:
+    def at_once(self, publisher: ClusterPublisher) -> None:
         """Publish everything in one commit, or nothing."""
         try:
             self._published = publisher.publish_all(
-                publication for publication in self._publications() if not isinstance(publication, Pause)
+                publication for publication in self._publications() if publication is not None
             )
         except InputError as error:
             raise InputError(f"{error.message}; nothing was published") from error
 
-    def in_batches(self, publisher: Publisher, batch: int, rate: float | None) -> None:
-        """Publish in commits of at most `batch` events, at most `rate` of them per second."""
+    def in_batches(self, publisher: ClusterPublisher, batch: int, rate: float | None) -> None:
+        """Publish in commits of at most `batch` events, with at most `rate` events per second."""
         if rate is not None:
             batch = max(1, min(batch, round(rate / _COMMITS_PER_SECOND)))
         pending: list[Publication] = []
@@ -155,7 +144,7 @@ class _Publishing:
 
         def flush() -> None:
             if rate is not None:
-                due = self._began + self._published / rate
+                due = self.began + self._published / rate
                 time.sleep(max(0.0, due - time.monotonic()))
             under_way.append(len(pending))
             self._published += publisher.publish_all(pending)
@@ -164,23 +153,23 @@ class _Publishing:
 
         try:
             for publication in self._publications():
-                if not isinstance(publication, Pause):
+                if publication is not None:
                     if not pending:
                         since = time.monotonic()
                     pending.append(publication)
-                if pending and (len(pending) >= batch or publication is PAUSE or time.monotonic() - since >= _LINGER):
+                if pending and (len(pending) >= batch or publication is None or time.monotonic() - since >= _LINGER):
                     flush()
             if pending:
                 flush()
         except InputError as error:
             if pending:
-                # Whoever mends the line goes on with it, and need not wonder about those before.
+                # Publish the lines before it: the user corrects the line and goes on from there.
                 flush()
             raise InputError(f"{error.message}; {self._before('before it')}") from error
         except EventSQLError as error:
             raise EventSQLError(f"{error.message}; {self._before('before that')}") from error
         except KeyboardInterrupt:
-            # The server may have committed what this process was not told of any more.
+            # The server may have committed the batch, and the process does not know.
             unknown = f"; {counted(under_way[0], 'further event')} may have been" if under_way else ""
             say(f"interrupted; {self._before('until then')}{unknown}")
             raise
@@ -190,20 +179,22 @@ class _Publishing:
             return "nothing was published"
         return f"{counted(self._published, 'event')} {'was' if self._published == 1 else 'were'} published {when}"
 
-    def _publications(self) -> Iterator[Publication | Pause]:
+    def _publications(self) -> Iterator[Publication | None]:
+        """The events, and None after a moment without input."""
         read = 0
         for record in self._source.records():
-            if isinstance(record, Pause):
-                yield record
+            if record is None:
+                yield None
                 continue
+
             read += 1
             publication = self._publication(record)
             if publication is not None:
                 yield publication
-            self._progress.update(read)
+            self._update(read)
 
     def _publication(self, record: Record | BadRecord) -> Publication | None:
-        """The event of a record; None for one that is skipped."""
+        """The event of a record, or None for a skipped record."""
         try:
             return _event(record, self._template, self._key)
         except (InputError, InvalidPublicationError) as error:
@@ -217,8 +208,7 @@ class _Publishing:
                 say(f"further {self._source.unit}s that are skipped are counted only")
             return None
 
-    def summarise(self, *, as_json: bool) -> None:
-        seconds = self._ended - self._began
+    def summarise(self, seconds: float, *, as_json: bool) -> None:
         rate = self._published / seconds if seconds > 0 else 0.0
         if as_json:
             write_json(
@@ -240,7 +230,7 @@ class _Publishing:
 
 
 def _event(record: Record | BadRecord, template: Publication, key_field: str | None) -> Publication:
-    """The event of a record; raises `InputError` or `InvalidPublicationError` for one that is none."""
+    """The event of a record. Raises `InputError` or `InvalidPublicationError` if the record is no event."""
     if isinstance(record, BadRecord):
         raise InputError(record.reason)
     key = None if key_field is None else _key(record.content, key_field)
@@ -248,7 +238,7 @@ def _event(record: Record | BadRecord, template: Publication, key_field: str | N
 
 
 def _key(content: object, field: str) -> str:
-    """The key in an event's content; raises `InputError` where there is none."""
+    """The key in an event's content. Raises `InputError` if there is none."""
     if not isinstance(content, Mapping):
         raise InputError(f"no JSON object, so it has no field {field!r} for the key")
     if field not in content:
@@ -264,33 +254,25 @@ def _key(content: object, field: str) -> str:
             raise InputError(f"field {field!r} for the key is neither text nor a number")
 
 
-class _ProgressBar:
-    """Shows on a terminal how far the reading is."""
+@contextmanager
+def _progress_bar(source: Source) -> Iterator[Callable[[int], None]]:
+    """Show the progress of the reading on a terminal. The yielded function takes the number of records."""
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[events]:,} events"),
+        TimeElapsedColumn(),
+        *([TimeRemainingColumn()] if source.total is not None else []),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not stderr_is_terminal(),
+    )
+    task = progress.add_task(Path(source.name).name, total=source.total, events=0)
 
-    _EVERY: Final = 200
+    def update(events: int) -> None:
+        if events % _RECORDS_PER_UPDATE == 0 and not progress.disable:
+            progress.update(task, completed=source.position(), events=events)
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[events]:,} events"),
-            TimeElapsedColumn(),
-            *([TimeRemainingColumn()] if source.total is not None else []),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not stderr_is_terminal(),
-        )
-        self._task: TaskID | None = None
-
-    def start(self) -> None:
-        self._task = self._bar.add_task(Path(self._source.name).name, total=self._source.total, events=0)
-        self._bar.start()
-
-    def update(self, events: int) -> None:
-        if self._task is not None and events % self._EVERY == 0 and not self._bar.disable:
-            self._bar.update(self._task, completed=self._source.position(), events=events)
-
-    def stop(self) -> None:
-        self._bar.stop()
+    with progress:
+        yield update

@@ -1,4 +1,4 @@
-"""`eventsql roles`: roles of PostgreSQL for those who publish, transfer, consume and read."""
+"""`eventsql roles`: PostgreSQL roles for publishing, transfer, consuming and reading."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from eventsql_orchestration.database.grants import DEFAULT_PREFIX
 from eventsql_orchestration.database.roles import Roles
 
 _prefix_option = click.option(
-    "--prefix", default=DEFAULT_PREFIX, show_default=True, help="What the names begin with: roles belong to a server."
+    "--prefix",
+    default=DEFAULT_PREFIX,
+    show_default=True,
+    help="Prefix of the names: roles belong to a server.",
 )
-_topic_option = click.option("--topic", "topics", multiple=True, metavar="TOPIC", help="Of this topic; repeat it.")
+_topic_option = click.option(
+    "--topic", "topics", multiple=True, metavar="TOPIC", help="Roles of this topic; repeat it."
+)
 
 
 @click.group()
@@ -23,19 +28,19 @@ def roles() -> None:
     """Create, list and drop roles with the least rights for each work."""
 
 
-@roles.command(short_help="Create the roles, or give those there are the rights that they lack.")
+@roles.command(short_help="Create the roles, or give existing roles the rights that they lack.")
 @_prefix_option
 @_topic_option
 @click.option("--print", "printed", is_flag=True, help="Print the SQL and change nothing.")
 @pass_context
 def create(context: CliContext, *, prefix: str, topics: tuple[str, ...], printed: bool) -> None:
-    """Create the roles, or give those that there are the rights that they lack.
+    """Create the roles, or give existing roles the rights that they lack.
 
-    They are PREFIX_admin, PREFIX_transfer, PREFIX_publisher, PREFIX_stager, PREFIX_consumer and PREFIX_reader, none of
-    which may log in: grant them to the logins of your services. With --topic, a publisher, a consumer and a reader of
-    that topic alone as well, such as PREFIX_publisher_TOPIC. Safe to run again.
+    The roles are PREFIX_admin, PREFIX_transfer, PREFIX_publisher, PREFIX_stager, PREFIX_consumer and PREFIX_reader.
+    They may not log in: grant them to the logins of your services. --topic also creates a publisher, a consumer and a
+    reader for that topic alone, such as PREFIX_publisher_TOPIC. Safe to run again.
 
-    PREFIX_admin becomes the owner of the platform's tables, and their owner a member of it.
+    PREFIX_admin becomes the owner of the platform's tables, and their former owner becomes a member of it.
     """
     if printed:
         _print(context, prefix, topics)
@@ -46,12 +51,12 @@ def create(context: CliContext, *, prefix: str, topics: tuple[str, ...], printed
     say(f"    CREATE ROLE my_service LOGIN PASSWORD '…'; GRANT {prefix}_publisher TO my_service;")
 
 
-@roles.command(short_help="Print the SQL of `create`, for those who apply it by hand.")
+@roles.command(short_help="Print the SQL of `create`, to apply it by hand.")
 @_prefix_option
 @_topic_option
 @pass_context
 def sql(context: CliContext, *, prefix: str, topics: tuple[str, ...]) -> None:
-    """Print the SQL of `eventsql roles create`, for those who apply it by hand."""
+    """Print the SQL of `eventsql roles create`, to apply it by hand."""
     _print(context, prefix, topics)
 
 
@@ -61,11 +66,11 @@ def _print(context: CliContext, prefix: str, topics: tuple[str, ...]) -> None:
             click.echo(Roles(shard.database).sql(prefix=prefix, topics=topics), nl=False)
 
 
-@roles.command("list", short_help="List the roles, and who is a member of each.")
+@roles.command("list", short_help="List the roles and their members.")
 @json_option
 @pass_context
 def list_roles(context: CliContext, *, as_json: bool) -> None:
-    """List the roles of this installation, and who is a member of each."""
+    """List the roles of this installation and their members."""
     with context.platform() as platform:
         states = [state for shard in platform.shards for state in Roles(shard.database).states()]
     rows: dict[str, dict[str, Any]] = {
@@ -88,12 +93,12 @@ def list_roles(context: CliContext, *, as_json: bool) -> None:
         say("there are no roles: `eventsql roles create` makes them")
 
 
-@roles.command(short_help="Drop the roles of some topics, or all of this installation.")
+@roles.command(short_help="Drop the roles of some topics, or all roles of this installation.")
 @_topic_option
-@click.option("--all", "everything", is_flag=True, help="All roles; the platform's tables become the current role's.")
+@click.option("--all", "everything", is_flag=True, help="All roles. The current role gets the platform's tables.")
 @pass_context
 def drop(context: CliContext, *, topics: tuple[str, ...], everything: bool) -> None:
-    """Drop the roles of topics, or all of this installation. No event and no login is dropped."""
+    """Drop the roles of topics, or all roles of this installation. Events and logins stay."""
     if everything == bool(topics):
         raise click.UsageError("name the topics whose roles are to go, with --topic, or --all")
     with context.platform() as platform:

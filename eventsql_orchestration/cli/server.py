@@ -1,4 +1,4 @@
-"""`eventsql server`: the embedded server of a directory, looked at, named and stopped."""
+"""`eventsql server`: show, name and stop the embedded server of a directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from eventsql_orchestration.cli.parameters import json_option
 def server() -> None:
     """Look at the embedded server of this directory, print its URL, stop it.
 
-    It is the one of --home, whatever database is named elsewhere. It runs until it is stopped, over the end of the
-    command that started it; its data, port and password stay.
+    It is the server of --home, also if a database is named elsewhere. It runs on after the command that started it,
+    until it is stopped. Its data, port and password stay.
     """
 
 
@@ -22,7 +22,7 @@ def server() -> None:
 @json_option
 @pass_context
 def status(context: CliContext, *, as_json: bool) -> None:
-    """Show whether it runs, where its files are, its process, its port and PostgreSQL's version. Starts nothing."""
+    """Show whether it runs, its directory, process and port, and PostgreSQL's version. Starts nothing."""
     embedded = embedded_server(context.settings)
     running = embedded.status()
     shown: dict[str, object] = {"directory": str(embedded.directory), "running": running is not None}
@@ -31,7 +31,7 @@ def status(context: CliContext, *, as_json: bool) -> None:
     if as_json:
         write_json(shown)
     else:
-        # Numbers that are names: without separators.
+        # These numbers are names: show them without separators.
         show_fields(
             {name: value if value is None or isinstance(value, bool) else str(value) for name, value in shown.items()}
         )
@@ -40,9 +40,9 @@ def status(context: CliContext, *, as_json: bool) -> None:
 @server.command()
 @pass_context
 def url(context: CliContext) -> None:
-    """Print its URL, password included; starts it where it does not run.
+    """Print its URL, password included. Start it if it does not run.
 
-    For whatever else takes one from its environment: EVENTSQL_DSN=$(eventsql server url).
+    For a program that takes the URL from its environment: EVENTSQL_DSN=$(eventsql server url).
     """
     embedded = embedded_server(context.settings)
     running = embedded.status()
@@ -55,7 +55,7 @@ def url(context: CliContext) -> None:
 @server.command()
 @pass_context
 def stop(context: CliContext) -> None:
-    """Stop it. Sessions end, what they had not committed is rolled back; the next command that needs it starts it."""
+    """Stop it. Sessions end and uncommitted work is rolled back. The next command that needs it starts it again."""
     embedded = embedded_server(context.settings)
     if embedded.stop():
         say(f"the embedded server of {embedded.directory} has stopped; its data stays")

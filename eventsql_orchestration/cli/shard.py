@@ -13,24 +13,23 @@ import click
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, keep_secret, say, show_fields, show_table, write_json
 from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, json_option, urls_of_file
+from eventsql_orchestration.client.eventsql import EventSQL, ShardStatus
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.platform import EventSQL
-from eventsql_orchestration.sharded import ShardedEventSQL
-from eventsql_orchestration.sharded.addition import Addition, ShardAddition
-from eventsql_orchestration.sharded.platform import Standing
+from eventsql_orchestration.shards.add_shard import Addition, ShardAddition
+from eventsql_orchestration.shards.shard import Shard
 
 
 @click.group()
 def shard() -> None:
     """List shards, and add one while events flow.
 
-    The shards that there are stand before the command: eventsql --dsn URL --dsn URL shard …
+    Name the existing shards before the command: eventsql --dsn URL --dsn URL shard …
     """
 
 
-def _sharded(platform: EventSQL) -> ShardedEventSQL:
-    if not isinstance(platform, ShardedEventSQL):
+def _sharded(platform: EventSQL) -> EventSQL:
+    if len(platform.shards) == 1:
         raise ConfigurationError(
             "this is about several databases, and one is named: name all shards before the command, --dsn URL for each"
         )
@@ -51,12 +50,12 @@ _PUBLISHED: Final = {True: "yes", False: "not yet", None: "not known"}
 @json_option
 @pass_context
 def list_shards(context: CliContext, *, as_json: bool) -> None:
-    """List the shards, and which can be reached.
+    """List the shards and their states.
 
-    One that is prepared, or being added, is listed where its URL is named beside those of the others.
+    To list a shard that is prepared or being added, name its URL with the others.
     """
     with context.platform() as platform:
-        members = _sharded(platform).standing()
+        members = _sharded(platform).status()
     if as_json:
         write_json([asdict(each) for each in members])
         return
@@ -67,8 +66,8 @@ def list_shards(context: CliContext, *, as_json: bool) -> None:
     _say_what_is_left(members)
 
 
-def what_is_left(shard: Standing) -> str | None:
-    """What is to be done about a shard that is not added yet."""
+def what_is_left(shard: ShardStatus) -> str | None:
+    """The next step for a shard that is not added yet; None if there is none."""
     if shard.state == "prepared":
         return (
             f"shard {shard.shard!r} is prepared and takes no events: give its URL to every process, then add it with "
@@ -79,7 +78,7 @@ def what_is_left(shard: Standing) -> str | None:
     return None
 
 
-def _say_what_is_left(shards: Sequence[Standing]) -> None:
+def _say_what_is_left(shards: Sequence[ShardStatus]) -> None:
     for left in filter(None, map(what_is_left, shards)):
         say(left)
 
@@ -88,15 +87,16 @@ def _say_what_is_left(shards: Sequence[Standing]) -> None:
 @json_option
 @pass_context
 def status(context: CliContext, *, as_json: bool) -> None:
-    """Show which shards are not added yet, which consumers are held back, and which publications are not finished.
+    """Show shards that are not added yet, consumers that are held back, and publications that are not finished.
 
-    A consumer gets the events of an added shard once it has consumed what lay on the others before. Whatever consumes
-    or transfers on all shards lets it go too, and finishes what Spark or an asset has published over several shards at
-    once, so this need not be run: what it shows waits for something, as for a shard that is down.
+    A consumer gets the events of an added shard after it has consumed the older events of the other shards. This
+    command releases consumers, and finishes publications by Spark or an asset over several shards. So does each process
+    that consumes or transfers on all shards: this command is not needed. Rows that it shows wait, for example for a
+    shard that is down.
     """
     with context.platform() as platform:
         sharded = _sharded(platform)
-        shards = [each for each in sharded.standing() if what_is_left(each) is not None]
+        shards = [each for each in sharded.status() if what_is_left(each) is not None]
         held, unfinished = sharded.held_back(), sharded.unfinished()
     if as_json:
         publications = [{**asdict(each), "id": str(each.id)} for each in unfinished]
@@ -151,9 +151,10 @@ def add(
 ) -> None:
     """Add a database to the shards: a plan and, with --execute, the addition.
 
-    Publishers and consumers go on. Keys that move to the new shard wait while it is added, all others do not. Processes
-    publish keys that moved once they have its URL: --prepare it, give it to them, and --execute then. A command that
-    was interrupted is finished by running it again. With one database before the command, that becomes the first shard.
+    Publishers and consumers go on. Keys that move to the new shard wait while it is added; all other keys go on. A
+    process needs the new URL to publish keys that moved: run --prepare, give the URL to every process, then run
+    --execute. If the command is interrupted, run it again to finish. With one database before the command, that
+    database becomes the first shard.
     """
     if prepare and execute:
         raise click.UsageError("--prepare and --execute are two steps: give one of them")
@@ -161,15 +162,14 @@ def add(
     settings = context.settings
     if not settings.dsns:
         raise ConfigurationError("name the shards that there are before the command: eventsql --dsn URL shard add …")
-    options = {"schema": settings.db_schema, "transfer": False}
-    platforms = [EventSQL(dsn, **options) for dsn in (*settings.dsns, added)]  # type: ignore[arg-type]
+    shards = [Shard(dsn, schema=settings.db_schema, transfer=False) for dsn in (*settings.dsns, added)]
     try:
-        addition = ShardAddition(platforms[:-1], platforms[-1], name=name, on_step=say)
+        addition = ShardAddition(shards[:-1], shards[-1], name=name, on_step=say)
         plan = addition.execute(only_prepare=prepare) if prepare or execute else addition.plan()
     finally:
-        for platform in platforms:
-            platform.close()
-    database = platforms[-1].database
+        for each in shards:
+            each.close()
+    database = shards[-1].database
     if as_json:
         write_json({**asdict(plan), "database": str(database), "executed": execute})
     elif execute or prepare:

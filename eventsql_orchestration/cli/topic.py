@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say, show_table, write_json
-from eventsql_orchestration.cli.parameters import Duration, Size, json_option, topic_argument
+from eventsql_orchestration.cli.parameters import Duration, Size, json_option, options, topic_argument
 from eventsql_orchestration.cli.topic_output import description, form, kept, size, topic_object
+from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, check_partitions
-from eventsql_orchestration.platform import EventSQL
 
-Command = TypeVar("Command", bound=Callable[..., None])
-
-
-def _retention_options(command: Command) -> Command:
-    for option in (
-        click.option("--keep-forever", is_flag=True, help="Nothing may be dropped: no bound holds any more."),
-        click.option(
-            "--retention-events", type=click.IntRange(min=1), metavar="N", help="All but the newest N may be dropped."
-        ),
-        click.option(
-            "--retention-size", type=Size(), metavar="SIZE", help="What is beyond it may be dropped: 10GiB, 500MB."
-        ),
-        click.option(
-            "--retention-age", type=Duration(), metavar="DURATION", help="Older events may be dropped: 7d, 12h, PT36H."
-        ),
-    ):
-        command = option(command)
-    return command
+_retention_options = options(
+    click.option("--retention-age", type=Duration(), metavar="DURATION", help="Keep events for 7d, 12h, PT36H."),
+    click.option("--retention-size", type=Size(), metavar="SIZE", help="Keep the newest 10GiB, 500MB."),
+    click.option("--retention-events", type=click.IntRange(min=1), metavar="N", help="Keep the newest N events."),
+    click.option("--keep-forever", is_flag=True, help="Keep all events: remove the bounds."),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """What the options say of retention. Raises `ValidationError`, and `click.UsageError` where they contradict."""
+    """The options of retention. Raises `ValidationError`, and `click.UsageError` if they contradict each other."""
 
     retention_age: timedelta | None
     retention_size: int | None
@@ -62,7 +49,7 @@ class _Bounds:
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def on_top_of(self, before: Retention | None) -> Retention | None:
-        """A topic's retention with these bounds in the place of its own; None where there are none."""
+        """A topic's retention, with these bounds in place of its own bounds. None without bounds."""
         if self.keep_forever:
             return Retention()
         return replace(before or Retention(), **self.named) if self.named else None
@@ -70,7 +57,7 @@ class _Bounds:
 
 @click.group()
 def topic() -> None:
-    """Create, list, describe, alter and delete topics, and drop what they need not keep."""
+    """Create, list, describe, alter and delete topics, and drop events beyond their retention."""
 
 
 @topic.command()
@@ -82,14 +69,14 @@ def topic() -> None:
     metavar="N",
     help="1 to 32767; without it the topic is not partitioned (-1).",
 )
-@click.option("--dead-letters", is_flag=True, help="Also create TOPIC_dlt, which takes what its consumers give up.")
+@click.option("--dead-letters", is_flag=True, help="Also create TOPIC_dlt for the events that its consumers give up.")
 @_retention_options
 @pass_context
 def create(context: CliContext, /, *, topic: str, partitions: int, dead_letters: bool, **retention: Any) -> None:
-    """Create TOPIC, or find it as it is.
+    """Create TOPIC, or change it.
 
-    The number of partitions of a topic that has neither events nor consumers is changed, and so are the bounds of its
-    retention that are given.
+    A topic that exists gets the bounds of retention that options name. If it has no events and no consumers, it also
+    gets the number of partitions.
     """
     wanted, bounds = Topic(topic, partitions), _Bounds(**retention)
     letters = Topic(wanted.dead_letter_topic) if dead_letters else None
@@ -109,12 +96,12 @@ def create(context: CliContext, /, *, topic: str, partitions: int, dead_letters:
 @_retention_options
 @pass_context
 def alter(context: CliContext, /, *, topic: str, partitions: int | None, **retention: Any) -> None:
-    """Change the partitions or the retention of TOPIC; what is not named stays.
+    """Change the partitions or the retention of TOPIC.
 
-    The number of partitions of a topic that has some can be changed while publishers and consumers go on: every
-    consumer finishes the old partitions before it begins with the new ones, so that keys stay in their order
-    (`eventsql topic describe` shows who has yet to). Retention drops old segments of the log whole, and none that a
-    consumer has yet to pass.
+    The number of partitions of a partitioned topic can change while publishers and consumers go on: every consumer
+    finishes the old partitions before it begins with the new ones, so that keys stay in their order (`eventsql topic
+    describe` shows consumers that have not finished). Retention drops whole old segments of the log, and keeps segments
+    that a consumer has not passed.
     """
     bounds = _Bounds(**retention)
     if partitions is not None:
@@ -138,7 +125,7 @@ def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:
     if changed is None:
         say(f"topic {topic.name!r} has {counted(partitions, 'partition')} already")
         return
-    # Each shard has offsets of its own: `topic describe` tells them.
+    # Each shard has its own offsets: `topic describe` shows them.
     after = f" after offset {changed.after:,}" if len(platform.shards) == 1 else " on every shard"
     say(f"topic {topic.name!r} has {counted(partitions, 'partition')}{after}; it had {changed.before:,}")
     if waiting := {name for shard in platform.shards for name in shard.layouts.unsettled(topic.name)}:
@@ -212,11 +199,11 @@ def delete(context: CliContext, *, topic: str, force: bool) -> None:
 @topic.command()
 @click.argument("topics", nargs=-1, metavar="[TOPIC]...")
 @click.option("--dry-run", is_flag=True, help="Only say what would be dropped.")
-@click.option("--force", is_flag=True, help="Drop what consumers have not passed yet too: they lose it.")
+@click.option("--force", is_flag=True, help="Also drop events that consumers have not consumed: they lose them.")
 @json_option
 @pass_context
 def retain(context: CliContext, *, topics: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
-    """Drop the segments that are beyond the retention of each TOPIC, of all topics by default.
+    """Drop the segments beyond the retention of each TOPIC, or of all topics.
 
     `eventsql transfer` does it once a minute, and Dagster's housekeeping once an hour.
     """

@@ -1,20 +1,20 @@
-"""How `eventsql topic` shows topics: in words, and as objects of JSON."""
+"""The output of `eventsql topic`: topics in words, and as JSON objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import counted, partition_name, say, show_fields, show_table
-from eventsql_orchestration.log.lag import ConsumerLag, LagCause
-from eventsql_orchestration.log.layouts import Layout
+from eventsql_orchestration.cli.output import Column, counted, partition_of, say, show_fields, show_items
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.model import Retention, Topic
-from eventsql_orchestration.platform import EventSQL
-from eventsql_orchestration.sharded import ShardedEventSQL
-from eventsql_orchestration.sharded.gates import HeldBack
 from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.shards.barriers import HeldBack
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.topics.layouts import Layout
 
 
 def form(topic: Topic) -> str:
@@ -24,7 +24,7 @@ def form(topic: Topic) -> str:
 
 
 def kept(topic: Topic) -> str:
-    """What retention keeps of a topic, for people."""
+    """The part of a topic that retention keeps, for people."""
     bounds = topic.retention or Retention()
     texts = [] if bounds.seconds is None else [_age(bounds.seconds)]
     if bounds.bytes is not None:
@@ -47,13 +47,13 @@ def size(number: int) -> str:
     """A number of bytes, for people."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if number >= 2**power:
-            # Rounded where it is not a round number in this unit.
+            # Round a number that is not whole in this unit.
             return f"{number / 2**power:,.4g} {unit}"
     return counted(number, "byte")
 
 
 def topic_object(topic: Topic) -> dict[str, Any]:
-    """A topic as JSON has it."""
+    """A topic for JSON."""
     return {
         "topic": topic.name,
         "partitions": topic.partitions,
@@ -64,9 +64,9 @@ def topic_object(topic: Topic) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """A consumer that does not get all of a topic's events yet: those up to offset `until`, or none where it is None.
+    """A consumer that gets events of a topic only up to offset `until`, or no events if `until` is None.
 
-    That is so on a shard that was added, until it has consumed what was before on those of `waits_for`.
+    An added shard holds back a consumer until it has consumed the older events on the shards of `waits_for`.
     """
 
     shard: str | None
@@ -82,15 +82,15 @@ class Unsettled:
                 "with the next"
             )
         others = ", ".join(self.waits_for) or "the other shards, as `eventsql shard status` shows"
-        shard = "this shard" if self.shard is None else self.shard
         return (
-            f"consumer {self.consumer!r} is held back from {shard}, until it has consumed what was before on {others}"
+            f"consumer {self.consumer!r} is held back from {self.shard or 'this shard'}, until it has consumed what "
+            f"was before on {others}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One partition of a topic's log: how many events it holds, and the offset of the newest."""
+    """One partition of a topic's log: the number of its events, and the offset of the newest."""
 
     shard: str | None
     partition: int
@@ -99,55 +99,55 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """A layout of a topic on a shard."""
+
+    shard: str | None
+    layout: Layout
+
+
+_LAYOUT: Final[dict[str, Column]] = {
+    "layout": lambda each: each.layout.number,
+    "partitions": lambda each: each.layout.partitions,
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
-    """What there is to say of a topic, of each shard where there are several."""
+    """A topic, with its layouts, logs and consumers on each shard."""
 
     topic: Topic
     dead_letters: str | None
-    layouts: Sequence[tuple[str | None, Layout]]
+    layouts: Sequence[ShardLayout]
     unsettled: Sequence[Unsettled]
     logs: Sequence[Log]
     consumers: Sequence[ConsumerLag]
 
     def as_json(self, context: CliContext) -> dict[str, Any]:
+        def objects(items: Sequence[Any], columns: Mapping[str, Column]) -> list[dict[str, Any]]:
+            return [context.on_its_shard(each, columns) for each in items]
+
+        created: dict[str, Column] = {
+            "after": lambda each: each.layout.after,
+            "created_at": lambda each: each.layout.created_at,
+        }
+        consumers: dict[str, Column] = {
+            "consumer": "consumer",
+            "partition": "partition",
+            "offset": "last_event_id",
+            "lag_events": "events",
+        }
         return {
             **context.on_shard(None),
             **topic_object(self.topic),
             "dead_letter_topic": self.dead_letters,
-            "layouts": [
-                {
-                    **context.on_shard(shard),
-                    "layout": each.number,
-                    "partitions": each.partitions,
-                    "after": each.after,
-                    "created_at": each.created_at,
-                }
-                for shard, each in self.layouts
-            ],
-            "unsettled_consumers": [
-                {
-                    **context.on_shard(each.shard),
-                    "consumer": each.consumer,
-                    "until": each.until,
-                    "waits_for": each.waits_for,
-                }
-                for each in self.unsettled
-            ],
+            "layouts": objects(self.layouts, {**_LAYOUT, **created}),
+            "unsettled_consumers": objects(
+                self.unsettled, {"consumer": "consumer", "until": "until", "waits_for": "waits_for"}
+            ),
             "events": sum(log.events for log in self.logs),
-            "log": [
-                {**context.on_shard(log.shard), "partition": log.partition, "events": log.events, "end": log.end}
-                for log in self.logs
-            ],
-            "consumers": [
-                {
-                    **context.on_shard(each.shard),
-                    "consumer": each.consumer,
-                    "partition": each.partition,
-                    "offset": each.last_event_id,
-                    "lag_events": each.events,
-                }
-                for each in self.consumers
-            ],
+            "log": objects(self.logs, {"partition": "partition", "events": "events", "end": "end"}),
+            "consumers": objects(self.consumers, consumers),
         }
 
     def show(self) -> None:
@@ -162,54 +162,41 @@ class Description:
                 "dead letters": self.dead_letters,
             }
         )
-        several = any(log.shard is not None for log in self.logs)
-        on = ["shard"] if several else []
-
-        def where(shard: str | None) -> list[str | None]:
-            return [shard] if several else []
-
-        show_table(
-            [*on, "partition", "events", "newest offset"],
-            [(*where(log.shard), partition_name(log.partition), log.events, log.end) for log in self.logs],
-        )
+        show_items(self.logs, {"shard": "shard", "partition": partition_of, "events": "events", "newest offset": "end"})
         if self.layouts:
-            show_table(
-                [*on, "layout", "partitions", "after offset", "since (UTC)"],
-                [
-                    (*where(shard), each.number, each.partitions, each.after, each.created_at)
-                    for shard, each in self.layouts
-                ],
-            )
+            after: dict[str, Column] = {
+                "after offset": lambda each: each.layout.after,
+                "since (UTC)": lambda each: each.layout.created_at,
+            }
+            show_items(self.layouts, {"shard": "shard", **_LAYOUT, **after})
         for waiting in self.unsettled:
             say(str(waiting))
         if self.consumers:
-            show_table(
-                [*on, "consumer", "partition", "offset", "lag"],
-                [
-                    (*where(each.shard), each.consumer, partition_name(each.partition), each.last_event_id, each.events)
-                    for each in self.consumers
-                ],
-            )
+            show_items(
+                self.consumers,
+                {"shard": "shard", "consumer": "consumer", "partition": partition_of, "offset": "last_event_id",
+                 "lag": "events"},
+            )  # fmt: skip
 
 
 def description(platform: EventSQL, topic: str) -> Description:
-    """Raises `TopicNotFoundError`. Of shards that are down nothing is said but their lag."""
+    """Describe a topic. A shard that is down shows only its lag. Raises `TopicNotFoundError`."""
     found = platform.registry.topic(topic)
     consumers = platform.lag(topic)
     reached = sorted(
-        (shard for shard in platform.shards if not _down(shard, consumers)), key=lambda shard: shard.shard or ""
+        (shard for shard in platform.shards if not _down(shard, consumers)), key=lambda shard: shard.name or ""
     )
-    layouts = [(shard.shard, layout) for shard in reached for layout in shard.layouts.of(topic)]
-    # Of one that was repartitioned, those too that it had.
-    had = range(max((each.partitions for _, each in layouts), default=0)) or found.all_partitions
+    layouts = [ShardLayout(shard.name, layout) for shard in reached for layout in shard.layouts.of(topic)]
+    # A topic that was repartitioned shows its earlier partitions too.
+    had = range(max((each.layout.partitions for each in layouts), default=0)) or found.all_partitions
     return Description(
         found,
         platform.dead_letters.topic_of(topic),
         layouts,
-        _unsettled(topic, reached, platform.held_back() if isinstance(platform, ShardedEventSQL) else []),
+        _unsettled(topic, reached, platform.held_back()),
         [
             Log(
-                shard.shard, partition, shard.reader.count(topic, partition=partition),
+                shard.name, partition, shard.reader.count(topic, partition=partition),
                 shard.reader.end(topic, partition),
             )
             for shard in reached
@@ -219,14 +206,14 @@ def description(platform: EventSQL, topic: str) -> Description:
     )  # fmt: skip
 
 
-def _unsettled(topic: str, shards: Iterable[EventSQL], held: Iterable[HeldBack]) -> list[Unsettled]:
+def _unsettled(topic: str, shards: Iterable[Shard], held: Iterable[HeldBack]) -> list[Unsettled]:
     waits_for = {(each.consumer, each.shard): each.waits_for for each in held if each.topic == topic}
     return [
-        Unsettled(shard.shard, name, None if until == HELD else until, waits_for.get((name, shard.shard or ""), ()))
+        Unsettled(shard.name, name, None if until == HELD else until, waits_for.get((name, shard.name or ""), ()))
         for shard in shards
         for name, until in shard.layouts.unsettled(topic).items()
     ]
 
 
-def _down(shard: EventSQL, lags: Sequence[ConsumerLag]) -> bool:
-    return any(lag.shard == shard.shard and lag.cause is LagCause.UNREACHABLE for lag in lags)
+def _down(shard: Shard, lags: Sequence[ConsumerLag]) -> bool:
+    return any(lag.shard == shard.name and lag.cause is LagCause.UNREACHABLE for lag in lags)

@@ -17,14 +17,14 @@ from rich.tree import Tree
 from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
 from eventsql_orchestration.cli.output import counted, on_shard, partition_name, say, show, timestamp, write_json
 from eventsql_orchestration.cli.parameters import json_option, topic_argument
-from eventsql_orchestration.dagster.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
-from eventsql_orchestration.dagster.provenance import DEPTH, WIDTH, Input, Origin, Tracer
-from eventsql_orchestration.dagster.runs import Runs, ServedRuns, StoredRuns
-from eventsql_orchestration.dagster.webserver import without_credentials
+from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
+from eventsql_orchestration.dagster.local.webserver import without_credentials
+from eventsql_orchestration.dagster.trace.runs import Runs, ServedRuns, StoredRuns
+from eventsql_orchestration.dagster.trace.tracer import DEPTH, WIDTH, TracedEvents, TracedInput, Tracer
 from eventsql_orchestration.errors import EventSQLError
 
 MAX_DEPTH: Final = 100
-"""Each of them takes some frames of Python's stack."""
+"""Each run takes some frames of Python's stack."""
 
 NOT_SHOWN: Final = "status and times of runs are not shown"
 HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
@@ -33,14 +33,14 @@ HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
 @click.command(short_help="Show where an event comes from.")
 @topic_argument
 @click.argument("offset", type=click.IntRange(min=1))
-@click.option("--dagster-url", metavar="URL", help="Where Dagster's UI is, such as http://127.0.0.1:3000.")
+@click.option("--dagster-url", metavar="URL", help="The URL of Dagster's UI, such as http://127.0.0.1:3000.")
 @click.option(
     "--depth",
     type=click.IntRange(0, MAX_DEPTH),
     metavar="N",
     default=DEPTH,
     show_default=True,
-    help="How many runs behind one another are followed.",
+    help="Maximum length of a chain of runs.",
 )
 @click.option(
     "--width",
@@ -48,7 +48,7 @@ HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
     metavar="N",
     default=WIDTH,
     show_default=True,
-    help="How many publishers of one range are followed.",
+    help="Maximum number of publishers of one range.",
 )
 @json_option
 @pass_context
@@ -57,15 +57,15 @@ def trace(
 ) -> None:
     """Follow the event of TOPIC at OFFSET back to where it comes from.
 
-    Of several shards, --shard names the one that holds it: eventsql --shard NAME trace TOPIC OFFSET.
+    With several shards, --shard names the shard of the event: eventsql --shard NAME trace TOPIC OFFSET.
 
-    An event that an asset published names its run; the run's claims, and what it has told Dagster, name the ranges that
-    it had read; their events name the runs before, down to what services have published. Status and times of runs come
-    from --dagster-url, from the instance of DAGSTER_HOME or from that of `eventsql dev`; without any of these, what the
-    database knows is shown.
+    An event that an asset published names its run. The run's claims, and its metadata in Dagster, name the ranges that
+    it had read. The events of these ranges name earlier runs, down to the events that services published. Status and
+    times of runs come from --dagster-url, from the instance of DAGSTER_HOME, or from the instance of `eventsql dev`.
+    Without any of these, the facts of the database are shown.
     """
     with (
-        # A run may have read on another shard than the one that it published to.
+        # A run can read on one shard and publish to another.
         open_platform(context.settings) as platform,
         _runs(context, platform.shards[0].database.dsn, dagster_url) as (runs, lacking),
     ):
@@ -83,7 +83,7 @@ def trace(
 
 @contextlib.contextmanager
 def _runs(context: CliContext, dsn: str, url: str | None) -> Iterator[tuple[Runs | None, str | None]]:
-    """Whom to ask for runs, or why there is nobody."""
+    """The place to look up runs, or the reason why there is none."""
     if url is not None:
         yield ServedRuns(url), None
         return
@@ -98,7 +98,7 @@ def _runs(context: CliContext, dsn: str, url: str | None) -> Iterator[tuple[Runs
         runs, lacking = None, None
         try:
             runs = StoredRuns(opened.enter_context(dg.DagsterInstance.from_config(directory)))
-        except Exception as error:  # noqa: BLE001 - an instance may have any storage, which fails in ways of its own
+        except Exception as error:  # noqa: BLE001 - an instance may have any storage, with its own errors
             lacking = _not_reached(error)
         yield runs, lacking
 
@@ -108,8 +108,8 @@ def _not_reached(error: Exception) -> str:
     return f"{NOT_SHOWN}, Dagster cannot be reached ({message}): {HOW_TO_REACH}"
 
 
-def _has_run(origin: Origin) -> bool:
-    return origin.publisher.run_id is not None or (origin.original is not None and _has_run(origin.original))
+def _has_run(origin: TracedEvents) -> bool:
+    return origin.run_id is not None or (origin.original is not None and _has_run(origin.original))
 
 
 def _link(run_id: str | None, url: str | None) -> str | None:
@@ -117,11 +117,11 @@ def _link(run_id: str | None, url: str | None) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """What a publisher or a run says of itself, without what would command a terminal or break a line."""
+    """Text of a publisher or a run, without characters that control a terminal or break a line."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def _object(origin: Origin, url: str | None) -> dict[str, Any]:
+def _object(origin: TracedEvents, url: str | None) -> dict[str, Any]:
     run = origin.run
     return {
         **on_shard(origin.shard),
@@ -129,18 +129,18 @@ def _object(origin: Origin, url: str | None) -> dict[str, Any]:
         "events": origin.events,
         "first_offset": origin.first,
         "last_offset": origin.last,
-        "run_id": origin.publisher.run_id,
-        "asset": origin.publisher.asset,
-        "partition": origin.publisher.partition,
+        "run_id": origin.run_id,
+        "asset": origin.asset,
+        "partition": origin.partition,
         "run": None if run is None else {name: value for name, value in asdict(run).items() if name != "inputs"},
-        "url": _link(origin.publisher.run_id, url),
+        "url": _link(origin.run_id, url),
         "inputs": [_input_object(each, url) for each in origin.inputs],
         "copy_of": None if origin.original is None else _object(origin.original, url),
         "notes": list(origin.notes),
     }
 
 
-def _input_object(read: Input, url: str | None) -> dict[str, Any]:
+def _input_object(read: TracedInput, url: str | None) -> dict[str, Any]:
     return {
         **{name: value for name, value in asdict(read.range).items() if name != "shard"},
         **on_shard(read.range.shard),
@@ -150,13 +150,13 @@ def _input_object(read: Input, url: str | None) -> dict[str, Any]:
     }
 
 
-def _tree(origin: Origin, url: str | None) -> Tree:
+def _tree(origin: TracedEvents, url: str | None) -> Tree:
     tree = Tree(_events(origin))
     _grow(tree, origin, url)
     return tree
 
 
-def _events(origin: Origin) -> Text:
+def _events(origin: TracedEvents) -> Text:
     on = "" if origin.shard is None else f" on {origin.shard}"
     if origin.events == 1:
         return Text.assemble((origin.topic, "bold"), f" event {origin.first}{on}")
@@ -164,9 +164,9 @@ def _events(origin: Origin) -> Text:
     return Text.assemble((origin.topic, "bold"), offsets)
 
 
-def _grow(tree: Tree, origin: Origin, url: str | None) -> None:
+def _grow(tree: Tree, origin: TracedEvents, url: str | None) -> None:
     branch = tree
-    if origin.publisher.run_id is not None:
+    if origin.run_id is not None:
         branch = tree.add(_run(origin, url))
     elif origin.original is None and not origin.notes:
         tree.add("published by a service or a program, not by a run")
@@ -179,15 +179,15 @@ def _grow(tree: Tree, origin: Origin, url: str | None) -> None:
         _grow_input(branch.add(_range(read)), read, url)
 
 
-def _run(origin: Origin, url: str | None) -> Text:
-    publisher, run = origin.publisher, origin.run
-    link = _link(publisher.run_id, url)
+def _run(origin: TracedEvents, url: str | None) -> Text:
+    run = origin.run
+    link = _link(origin.run_id, url)
     line = Text("run ")
-    line.append(_plain(publisher.run_id or ""), style="bold" if link is None else f"bold link {link}")
-    if publisher.asset is not None:
-        line.append(f", asset {_plain(publisher.asset)}")
-    if publisher.partition is not None:
-        line.append(f" [{_plain(publisher.partition)}]")
+    line.append(_plain(origin.run_id or ""), style="bold" if link is None else f"bold link {link}")
+    if origin.asset is not None:
+        line.append(f", asset {_plain(origin.asset)}")
+    if origin.partition is not None:
+        line.append(f" [{_plain(origin.partition)}]")
     if run is not None:
         line.append(f", {run.status}", style="green" if run.status == "SUCCESS" else "yellow")
         if run.ended is not None:
@@ -197,7 +197,7 @@ def _run(origin: Origin, url: str | None) -> Text:
     return line
 
 
-def _range(read: Input) -> Text:
+def _range(read: TracedInput) -> Text:
     given = read.range
     offsets = "no event" if given.upto <= given.after else f"offsets {given.after + 1} to {given.upto}"
     line = Text.assemble("read ", (_plain(given.topic), "bold"), f" {offsets}")
@@ -212,7 +212,7 @@ def _range(read: Input) -> Text:
     return line
 
 
-def _grow_input(branch: Tree, read: Input, url: str | None) -> None:
+def _grow_input(branch: Tree, read: TracedInput, url: str | None) -> None:
     for note in read.notes:
         branch.add(Text(_plain(note), style="italic"))
     for origin in read.origins:

@@ -1,4 +1,4 @@
-"""`eventsql transfer`: moves published events from the buffer into the ordered logs of their topics."""
+"""`eventsql transfer`: move published events from the buffer into the ordered logs of their topics."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import click
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import counted, say
 from eventsql_orchestration.cli.parameters import Number
-from eventsql_orchestration.database.notifications import BUFFER
 
 _REPORT_SECONDS: Final = 1.0
 
 
 class _Report:
-    """Says what was moved, at most once a second."""
+    """Reports the moved events, at most once a second."""
 
     def __init__(self) -> None:
         self._moved: dict[str, int] = {}
@@ -42,28 +41,28 @@ class _Report:
 
 
 @click.command(short_help="Move published events into their topics' logs.")
-@click.option("--once", is_flag=True, help="Move what is there now, and end.")
+@click.option("--once", is_flag=True, help="Move the events that are there now, and end.")
 @click.option(
     "--interval",
     type=Number(0.01, 86_400),
     default=0.2,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait at most before the next look when nothing was left to move.",
+    help="Maximum wait before the next look when no events are left to move.",
 )
 @click.option(
-    "--retain/--no-retain", default=True, show_default=True, help="Drop what topics need not keep, once a minute."
+    "--retain/--no-retain", default=True, show_default=True, help="Drop events beyond their retention, once a minute."
 )
 @pass_context
 def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) -> None:
     """Move published events into the ordered logs of their topics, until Ctrl-C or SIGTERM.
 
-    Several may run at once, here or in other programs, and share the topics. A database that goes away while it runs is
-    waited for. Old segments of topics with a retention are dropped on the way; beside --once, use `eventsql topic
+    Several may run at once, here or in other programs, and share the topics. If the database goes away, the command
+    waits for it. It also drops old segments of topics with a retention. With --once it does not: use `eventsql topic
     retain`.
     """
     with context.platform() as platform:
-        # A database that is down when the command starts is an error, not something to wait for.
+        # A database that is down when the command starts is an error. The command does not wait for it.
         platform.open()
         report = _Report()
         if once:
@@ -74,26 +73,20 @@ def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) 
             return
 
         wake = threading.Event()
-        several = len(platform.shards) > 1
-        if not several:
-            platform.listener.subscribe(BUFFER, None, wake.set)
         with _until_terminated(wake) as stop:
             say("transferring; Ctrl-C ends it")
             if retain:
-                # It may wait for readers of a segment, and the transfer must not: it ends with the process.
+                # Retention may wait for readers of a segment; the transfer must not. The thread ends with the process.
                 threading.Thread(target=platform.retention.run, args=(stop,), name="retention", daemon=True).start()
             try:
-                if several:
-                    platform.transfer_until(stop, polling_delay=interval, on_moved=report.add)
-                else:
-                    platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
+                platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
             finally:
                 report.flush()
 
 
 @contextmanager
 def _until_terminated(wake: threading.Event) -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, with `wake`, so that a service manager's stop finishes the batch under way."""
+    """An event that SIGTERM sets together with `wake`: on a service manager's stop, the batch under way is finished."""
     stop = threading.Event()
 
     def terminate(_signal: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Seeking, dead letters and repartitioning over shards."""
+"""Seeking, dead letters, repartitioning and lag, on one database or over several shards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Final
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import DatabaseBusyError, ShardError, TopicNotFoundError, ValidationError
-from eventsql_orchestration.log.dead_letters import (
+from eventsql_orchestration.client.registry import ClusterRegistry
+from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming.dead_letters import (
     DeadLetter,
     DeadLetterCause,
     DeadLetterFactory,
@@ -19,43 +19,42 @@ from eventsql_orchestration.log.dead_letters import (
     LetterFilter,
     RedrivePlan,
 )
-from eventsql_orchestration.log.lag import ConsumerLag, LagCause
-from eventsql_orchestration.log.patience import Patience
-from eventsql_orchestration.log.positions import AtOffset, Position
-from eventsql_orchestration.log.registry import choose_partitions
-from eventsql_orchestration.log.repartition import PATIENCE_SECONDS, Repartitioner, Repartitioning
-from eventsql_orchestration.log.seek import Move, Seeker
-from eventsql_orchestration.model import ConsumerState, Event
-from eventsql_orchestration.sharded.decisions import Decisions, Unfinished
-from eventsql_orchestration.sharded.everywhere import everywhere
-from eventsql_orchestration.sharded.gates import Gates, HeldBack
-from eventsql_orchestration.sharded.member import Member
-from eventsql_orchestration.sharded.members import Members
-from eventsql_orchestration.sharded.registry import ShardedRegistry
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import DatabaseBusyError, ShardError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.maintenance.repartitioning import PATIENCE_SECONDS, Repartitioning
+from eventsql_orchestration.maintenance.seek import Move
+from eventsql_orchestration.model import Event
+from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.shards.barriers import Barriers, HeldBack
+from eventsql_orchestration.shards.cluster import Cluster
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator, Unfinished
+from eventsql_orchestration.topics.catalog import choose_partitions
+from eventsql_orchestration.topics.offsets import AtOffset, Position
 
 ABANDONED_SECONDS: Final = 5.0
-"""After so long, a publication over several shards that is announced and not decided is given up for a repartitioning,
-which such a one of that topic could not outlive in any case."""
+"""Seconds until a repartitioning gives up a publication over several shards that is announced and not decided. The
+repartitioning of its topic ends the publication in any case."""
 
 
 @checked
-class ShardedSeeker(Seeker):
-    """A `Seeker` over shards: a consumer moves on all of them, one after the other."""
+class ClusterSeeker:
+    """Moves a consumer to another position. Several shards move it one after the other."""
 
-    def __init__(self, members: Members, registry: ShardedRegistry, gates: Gates) -> None:
-        self._members = members
-        self._sharded = registry
-        self._gates = gates
+    def __init__(self, cluster: Cluster, registry: ClusterRegistry, barriers: Barriers) -> None:
+        self._cluster = cluster
+        self._lone = None if cluster.lone is None else cluster.lone.seeker
+        self._registry = registry
+        self._barriers = barriers
 
     def plan(self, topic: str, consumer: str, position: Position, *, partition: int | None = None) -> list[Move]:
-        _check_position(position)
-        self._choose(topic, consumer, partition)
-        moves: list[Move] = []
-        for member in self._members.up():
-            with self._members.using(member):
-                planned = member.platform.seeker.plan(topic, consumer, position, partition=partition)
-            moves += [replace(move, shard=member.name) for move in planned]
-        return moves
+        """The moves that `execute` would make now; nothing is changed."""
+        if self._lone is not None:
+            return self._lone.plan(topic, consumer, position, partition=partition)
+        self._check(topic, consumer, position, partition)
+        planned = self._cluster.each_up(lambda shard: shard.seeker.plan(topic, consumer, position, partition=partition))
+        return [replace(move, shard=shard.label) for shard, moves in planned for move in moves]
 
     def execute(
         self,
@@ -67,74 +66,82 @@ class ShardedSeeker(Seeker):
         force: bool = False,
         choose: Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]] | None = None,
     ) -> list[Move]:
-        """As on one database, on all shards, which must be up. Where one fails, the error says which have moved.
+        """Move the consumer, or one `partition`, or the partitions that `choose` gives. See `Seeker.execute`.
 
-        Where the consumer goes back on shards to which others were added, it gets the events of those after it has
-        consumed what was there before them, so that a key's events come in their order again.
+        All shards must be up. If a shard fails, the error says which shards have moved the consumer. If shards were
+        added, the consumer gets the events of the new shards after it has consumed the older events of the old shards:
+        a key's events come in their order again.
         """
-        _check_position(position)
-        self._choose(topic, consumer, partition)
 
-        def move(member: Member) -> list[Move]:
-            moves = member.platform.seeker.execute(
-                topic, consumer, position, partition=partition, force=force, choose=choose
+        def move(shard: Shard) -> list[Move]:
+            return shard.seeker.execute(topic, consumer, position, partition=partition, force=force, choose=choose)
+
+        if self._cluster.lone is not None:
+            return move(self._cluster.lone)
+        self._check(topic, consumer, position, partition)
+        with self._barriers.moving(topic, consumer):
+            done = self._cluster.fan_out(move)
+        return [replace(each, shard=shard.label) for shard, moves in done.items() for each in moves]
+
+    def _check(self, topic: str, consumer: str, position: Position, partition: int | None) -> None:
+        if isinstance(position, AtOffset):
+            raise ValidationError(
+                "an offset means another place on each shard: seek to a time, or one shard by itself (--shard NAME, "
+                "platform.shards[i].seeker)"
             )
-            return [replace(each, shard=member.name) for each in moves]
-
-        with self._gates.moving(topic, consumer):
-            done = everywhere(self._members, move)
-        return [each for moves in done.values() for each in moves]
-
-    def _choose(self, topic: str, consumer: str, partition: int | None) -> None:
-        states = self._sharded.consumer(topic, consumer)
+        states = self._registry.consumer(topic, consumer)
         choose_partitions([state for state in states if state.shard == states[0].shard], partition)
 
 
-def _check_position(position: Position) -> None:
-    if isinstance(position, AtOffset):
-        raise ValidationError(
-            "an offset means another place on each shard: seek to a time, or one shard by itself (--shard NAME, "
-            "platform.shards[i].seeker)"
-        )
-
-
 @checked
-class ShardedDeadLetters(DeadLetters):
-    """`DeadLetters` over shards: a letter lies on the shard of its event, and is redriven there."""
+class ClusterDeadLetters:
+    """Dead letters. A letter lies on the shard of its event, and is redriven there."""
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
-        self._made_by: DeadLetterFactory | None = None
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lone = None if cluster.lone is None else cluster.lone.dead_letters
+        self._factory: DeadLetterFactory | None = None
 
     @property
-    def made_by(self) -> DeadLetterFactory | None:
-        """The factory that is configured."""
-        return self._made_by
+    def factory(self) -> DeadLetterFactory | None:
+        """The configured factory."""
+        return self._factory
 
     def configure(self, factory: DeadLetterFactory | None) -> None:
-        self._made_by = factory
-        for platform in self._members.platforms:
-            platform.dead_letters.configure(factory)
+        """Make dead letters by `factory`; if it is None, put them into the topic's dead letter topic."""
+        self._factory = factory
+        for shard in self._cluster.shards:
+            shard.dead_letters.configure(factory)
+
+    def _on(self, connection: Connection | None) -> DeadLetters:
+        shard = self._cluster.up()[0] if connection is None else self._cluster.of_connection(connection)
+        return shard.dead_letters
 
     def topic_of(self, topic: str, connection: Connection | None = None) -> str | None:
-        if connection is not None:
-            return self._members.of_connection(connection).platform.dead_letters.topic_of(topic, connection)
-        return self._members.up()[0].platform.dead_letters.topic_of(topic)
+        """The topic that takes the dead letters of `topic`; None if there is none."""
+        return self._on(connection).topic_of(topic, connection)
 
     def accepts(self, topic: str, connection: Connection | None = None) -> bool:
-        return self._made_by is not None or self.topic_of(topic, connection) is not None
+        """Whether a factory or a topic takes the dead letters of a topic."""
+        return self._on(connection).accepts(topic, connection)
+
+    def blocking(self, state: ConsumerState, connection: Connection | None = None) -> str | None:
+        """Why a partition stays at the event that it retries; None if the event will be tried again."""
+        return self._on(connection).blocking(state, connection)
 
     def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
-        return self._members.of_connection(connection).platform.dead_letters.bury(connection, event, cause)
+        """Publish the dead letter of `event` in the caller's transaction; False if the topic takes no dead letters."""
+        return self._on(connection).bury(connection, event, cause)
 
     def plan_redrive(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> RedrivePlan:
-        _check_ids(letters)
-        plans = [
-            each.platform.dead_letters.plan_redrive(topic, letters, limit=limit, again=again)
-            for each in self._members.up()
-        ]
+        """The effect that `redrive` would have now; nothing is changed."""
+        self._check_ids(letters)
+        planned = self._cluster.each_up(
+            lambda shard: shard.dead_letters.plan_redrive(topic, letters, limit=limit, again=again)
+        )
+        plans = [plan for _, plan in planned]
         redrives = sum(plan.redrives for plan in plans)
         return RedrivePlan(
             sum(plan.letters for plan in plans),
@@ -145,60 +152,77 @@ class ShardedDeadLetters(DeadLetters):
     def redrive(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> int:
-        """As on one database, one shard after the other; those that are down keep theirs."""
-        _check_ids(letters)
+        """Publish the events of dead letters again; gives their number. See `DeadLetters.redrive`.
+
+        Several shards redrive one after the other. Letters on a shard that is down stay there.
+        """
+        self._check_ids(letters)
         redriven = 0
-        for member in self._members.up():
+        for shard in self._cluster.up():
             left = None if limit is None else limit - redriven
-            with self._members.using(member):
-                redriven += member.platform.dead_letters.redrive(topic, letters, limit=left, again=again)
+            with self._cluster.using(shard):
+                redriven += shard.dead_letters.redrive(topic, letters, limit=left, again=again)
         return redriven
 
     def prune(self, topic: str | None = None) -> int:
-        return sum(member.platform.dead_letters.prune(topic) for member in self._members.up())
+        """Delete the records of deleted letters; gives their number. See `DeadLetters.prune`."""
+        return sum(count for _, count in self._cluster.each_up(lambda shard: shard.dead_letters.prune(topic)))
 
     def show(self, topic: str, letter_id: int) -> DeadLetter:
-        """Offsets are per shard. Raises `ShardError`: look on one, `platform.shards[i].dead_letters`."""
+        """One dead letter by its offset. Raises `DeadLetterNotFoundError`; `ShardError` if there are several shards.
+
+        Offsets are per shard: use `platform.shards[i].dead_letters`.
+        """
+        if self._lone is not None:
+            return self._lone.show(topic, letter_id)
         raise ShardError(
             f"offset {letter_id} of topic {topic!r} means another letter on each shard: name one (--shard NAME, "
             "platform.shards[i].dead_letters)"
         )
 
     def of_backfills(self, topic: str) -> dict[str, int]:
+        """The number of letters that each backfill has left in a dead letter topic, by the backfill's id."""
         found: Counter[str] = Counter()
-        for member in self._members.up():
-            found.update(member.platform.dead_letters.of_backfills(topic))
+        for _, counts in self._cluster.each_up(lambda shard: shard.dead_letters.of_backfills(topic)):
+            found.update(counts)
         return dict(found)
 
     def list(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int = 100, redriven: bool | None = None
     ) -> list_of[DeadLetter]:
-        """The oldest of all shards that are up, each with its shard."""
-        _check_ids(letters)
+        """The oldest dead letters, each with its shard if there are several. See `DeadLetters.list`."""
+        if self._lone is not None:
+            return self._lone.list(topic, letters, limit=limit, redriven=redriven)
+        self._check_ids(letters)
         found: list_of[DeadLetter] = []
-        for member in self._members.up():
-            with self._members.using(member):
-                listed = member.platform.dead_letters.list(topic, letters, limit=limit, redriven=redriven)
+        for shard, listed in self._cluster.each_up(
+            lambda shard: shard.dead_letters.list(topic, letters, limit=limit, redriven=redriven)
+        ):
             for letter in listed:
-                letter.shard = member.name
+                letter.shard = shard.label
             found += listed
         return sorted(found, key=lambda letter: letter.buffered_at)[:limit]
 
-
-def _check_ids(letters: LetterFilter | None) -> None:
-    if letters is not None and (letters.ids is not None or letters.after or letters.upto is not None):
-        raise ValidationError(
-            "offsets of dead letters mean others on each shard: name one (--shard NAME, "
-            "platform.shards[i].dead_letters), or say otherwise which are meant"
-        )
+    def _check_ids(self, letters: LetterFilter | None) -> None:
+        if self._lone is not None or letters is None:
+            return
+        if letters.ids is not None or letters.after or letters.upto is not None:
+            raise ValidationError(
+                "offsets of dead letters mean others on each shard: name one (--shard NAME, "
+                "platform.shards[i].dead_letters), or say otherwise which are meant"
+            )
 
 
 @checked
-class ShardedRepartitioner(Repartitioner):
-    """A `Repartitioner` over shards: keys stay on their shard, and in order there, so one after the other will do."""
+class ClusterRepartitioner:
+    """Changes the number of a topic's partitions.
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    Several shards change one after the other. Keys stay on their shard, and in order there.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._coordinator = TwoPhaseCoordinator(cluster.reachable)
 
     def repartition(
         self,
@@ -208,12 +232,15 @@ class ShardedRepartitioner(Repartitioner):
         finish: Callable[[], object] = lambda: None,
         patience: float = PATIENCE_SECONDS,
     ) -> Repartitioning | None:
-        """As on one database, on all shards; gives what it came to on the last that changed.
+        """Change the number of partitions; None if the topic has that number. See `Repartitioner.repartition`.
 
-        What was published over several shards before comes first, on all of them: `DatabaseBusyError`, and nothing
-        changed, where it is not finished in `patience` seconds. Where it fails in between, some have changed: do it
-        again.
+        With several shards, gives the result of the last shard that changed. Earlier publications over several shards
+        come first, on all of them. If they are not finished in `patience` seconds, nothing is changed and
+        `DatabaseBusyError` is raised. If a later shard fails, the shards before it have changed: call this again.
         """
+        if self._cluster.lone is not None:
+            lone = self._cluster.lone
+            return lone.repartitioner.repartition(topic, partitions, finish=finish, patience=patience)
 
         def finish_all() -> None:
             finish()
@@ -221,27 +248,24 @@ class ShardedRepartitioner(Repartitioner):
 
         begun = False
 
-        def change(member: Member) -> Repartitioning | None:
+        def change(shard: Shard) -> Repartitioning | None:
             nonlocal begun
             if not begun:
                 self._await_finished(topic, patience)
                 begun = True
-            return member.platform.repartitioner.repartition(topic, partitions, finish=finish_all, patience=patience)
+            return shard.repartitioner.repartition(topic, partitions, finish=finish_all, patience=patience)
 
-        done = everywhere(self._members, change)
+        done = self._cluster.fan_out(change)
         return next((change for change in reversed(list_of(done.values())) if change is not None), None)
 
     def _finish(self) -> list_of[Unfinished]:
-        decisions = Decisions(
-            lambda: {member.name: member.platform for member in self._members.known() if member.down is None}
-        )
-        return decisions.finish(abandoned_after=ABANDONED_SECONDS)
+        return self._coordinator.finish(abandoned_after=ABANDONED_SECONDS)
 
     def _await_finished(self, topic: str, patience: float) -> None:
-        """See to it that what has been announced until now is finished, or given up."""
-        trying = Patience(patience)
+        """Wait until the publications that are announced now are finished or given up."""
+        trying = Backoff(patience)
         left = self._finish()
-        # Those that are announced from now on are waited for by each attempt.
+        # Each shard's repartitioning waits for publications that are announced later.
         known = {each.id for each in left}
         while left:
             if not trying.lasts():
@@ -252,40 +276,42 @@ class ShardedRepartitioner(Repartitioner):
             left = [each for each in self._finish() if each.id in known]
 
 
-class ShardedLag:
-    """Lag over shards; a shard that is down is shown as such."""
+class ClusterLag:
+    """The lag of consumers, with rows for shards that are down."""
 
-    def __init__(self, members: Members, gates: Gates) -> None:
-        self._members = members
-        self._gates = gates
+    def __init__(self, cluster: Cluster, barriers: Barriers) -> None:
+        self._cluster = cluster
+        self._barriers = barriers
 
     def read(self, topic: str | None) -> list[ConsumerLag]:
-        """By topic, consumer, shard and partition. Raises `TopicNotFoundError`, and where no shard is up."""
-        # Before anything is read, so that what is let go just now does not count as held back.
-        held = {(each.topic, each.consumer, each.shard): each for each in self._gates.settle()}
+        """By topic, consumer, shard and partition. Raises `TopicNotFoundError`, and if no shard is up."""
+        if self._cluster.lone is not None:
+            return self._cluster.lone.lag(topic)
+        # Settle first: a consumer that is released now is not shown as held back.
+        held = {(each.topic, each.consumer, each.shard): each for each in self._barriers.settle()}
         lags: list[ConsumerLag] = []
-        for member in self._members.up():
+        for shard in self._cluster.up():
             try:
-                with self._members.using(member):
-                    lags += [replace(lag, shard=member.name) for lag in member.platform.lag(topic)]
+                with self._cluster.using(shard):
+                    lags += [replace(lag, shard=shard.label) for lag in shard.lag(topic)]
             except TopicNotFoundError:
-                if member.active:
+                if shard.active:
                     raise
-        for member in self._members.known():
-            if member.down is not None:
-                lags += self._unreachable(member, lags)
+        for shard in self._cluster.known():
+            if shard.down is not None:
+                lags += self._unreachable(shard, lags)
         return sorted(
             (self._held_back(lag, held.get((lag.topic, lag.consumer, lag.shard or ""))) for lag in lags),
             key=lambda lag: (lag.topic, lag.consumer, lag.shard or "", lag.partition),
         )
 
-    def _unreachable(self, member: Member, others: Iterable[ConsumerLag]) -> list[ConsumerLag]:
-        """The partitions that a shard must have, because the others have them; how far they are is not known."""
+    def _unreachable(self, shard: Shard, others: Iterable[ConsumerLag]) -> list[ConsumerLag]:
+        """The partitions of a shard that is down, known from the other shards; their lag is not known."""
         partitions = sorted({(lag.topic, lag.consumer, lag.partition) for lag in others})
-        down = member.seconds_down
+        down = shard.seconds_down
         return [
             ConsumerLag(
-                topic, consumer, partition, 0, down, 0, 0, 0, LagCause.UNREACHABLE, str(member.down), member.name
+                topic, consumer, partition, 0, down, 0, 0, 0, LagCause.UNREACHABLE, str(shard.down), shard.label
             )
             for topic, consumer, partition in partitions
         ]
@@ -293,14 +319,13 @@ class ShardedLag:
     def _held_back(self, lag: ConsumerLag, held: HeldBack | None) -> ConsumerLag:
         if held is None or lag.cause is not LagCause.HELD_BACK:
             return lag
-        down = {member.name for member in self._members.known() if member.down is not None}
+        down = {shard.label for shard in self._cluster.known() if shard.down is not None}
         names = ", ".join(f"{name} (down)" if name in down else name for name in held.waits_for)
         return replace(lag, detail=f"until it has consumed what was before on {names}")
 
     def buffered(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for member in self._members.up():
-            with self._members.using(member):
-                for topic, events in member.platform.buffered().items():
-                    counts[topic] = counts.get(topic, 0) + events
-        return counts
+        """The number of events of each topic that wait in the buffer; topics without buffered events are left out."""
+        counts: Counter[str] = Counter()
+        for _, found in self._cluster.each_up(lambda shard: shard.buffered()):
+            counts.update(found)
+        return dict(counts)

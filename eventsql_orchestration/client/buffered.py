@@ -1,171 +1,271 @@
-"""Publishing at high rates over shards: a buffered publisher on each."""
+"""Publishing at high rates: on each shard, events of many callers share a commit."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Iterable
-from typing import Unpack
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar, Unpack
 
 from eventsql_orchestration.boundary import checked, checks_itself
+from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.errors import PublisherClosedError, WrongShardError
-from eventsql_orchestration.log.asynchronous import AsyncPublisher
-from eventsql_orchestration.log.buffered import CLOSE_TIMEOUT, Acknowledgement, BoundOptions, Bounds, BufferedPublisher
-from eventsql_orchestration.log.publisher import Publisher, check_publication
 from eventsql_orchestration.model import Publication, Topic
-from eventsql_orchestration.sharded.member import Member
-from eventsql_orchestration.sharded.members import Members
-from eventsql_orchestration.sharded.registry import ShardedRegistry
-from eventsql_orchestration.sharding import ShardSet
+from eventsql_orchestration.publishing.async_publisher import AsyncCollector
+from eventsql_orchestration.publishing.buffered import Acknowledgement, Collector
+from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, BufferOptions
+from eventsql_orchestration.publishing.publisher import check_publication
+from eventsql_orchestration.shards.cluster import Cluster
+from eventsql_orchestration.shards.shard import Shard
+
+AnyCollector = TypeVar("AnyCollector", Collector, AsyncCollector)
 
 
-class _LanePublisher(Publisher):
-    """A shard's publisher as its lanes use it: what goes wrong there is noticed by the platform."""
+class _Watched:
+    """The publisher of one of several shards. It tells the cluster that the shard is down, or that keys moved."""
 
-    def __init__(self, members: Members, member: Member) -> None:
-        self._members = members
-        self._member = member
+    def __init__(self, cluster: Cluster, shard: Shard) -> None:
+        self._cluster = cluster
+        self._shard = shard
 
     @property
     def hashes_keys(self) -> bool:
-        return self._member.platform.publisher.hashes_keys
+        return self._shard.publisher.hashes_keys
 
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
-        return self._member.platform.publisher.partition_of(publication, topic)
+        return self._shard.publisher.partition_of(publication, topic)
 
-    def publish_all(
-        self,
-        publications: Iterable[Publication],
-        *,
-        connection: object = None,  # noqa: ARG002 - lanes commit by themselves
-        placed: ShardSet | None = None,  # noqa: ARG002 - nor does one choose the shard twice
-    ) -> int:
-        """As `Publisher.publish_all`. Raises `WrongShardError` for keys that have moved since they were given."""
+    def publish_all(self, publications: Iterable[Publication]) -> int:
         try:
-            with self._members.using(self._member):
-                return self._member.platform.publisher.publish_all(publications)
+            with self._cluster.using(self._shard):
+                return self._shard.publisher.publish_all(publications)
         except WrongShardError:
-            # Those that are given from now on go where they belong.
-            self._members.refresh()
+            # Later events go to the right shard.
+            self._cluster.refresh()
             raise
 
 
-@checked
-class ShardedBufferedPublisher(BufferedPublisher):
-    """A `BufferedPublisher` over shards: the bounds are those of each shard.
+class _PerShard(Generic[AnyCollector]):
+    """A collector for each shard that has received an event."""
 
-    An event that was given before a shard was added, and whose key belongs to the new one by the time it is committed,
-    fails with `WrongShardError`: publish it again.
+    def __init__(self, cluster: Cluster, make: Callable[[Shard, BatchPublisher], AnyCollector]) -> None:
+        self._cluster = cluster
+        self._make: Callable[[Shard, BatchPublisher], AnyCollector] = make
+        self._lock = threading.Lock()
+        self.closed = False
+        self._of: dict[Shard, AnyCollector] = {}
+        self.lone: AnyCollector | None = None if cluster.lone is None else make(cluster.lone, cluster.lone.publisher)
+
+    def on(self, shard: Shard) -> AnyCollector:
+        """The collector of a shard. Raises `PublisherClosedError`."""
+        found = self._of.get(shard)
+        if found is None:
+            with self._lock:
+                if self.closed:
+                    raise PublisherClosedError
+                if shard not in self._of:
+                    self._of[shard] = self._make(shard, _Watched(self._cluster, shard))
+                found = self._of[shard]
+        return found
+
+    def all(self) -> list[AnyCollector]:
+        return [self.lone] if self.lone is not None else list(self._of.values())
+
+    def close(self) -> list[AnyCollector]:
+        """Make no more collectors; gives the existing ones."""
+        with self._lock:
+            self.closed = True
+        return self.all()
+
+
+@checked
+class BufferedPublisher:
+    """Publishes events of any number of threads, many with each commit, and acknowledges each event after its commit.
+
+    `BufferLimits` lists the options. They bound memory: when the buffer is full, `publish` waits for room. With several
+    shards, the limits apply to each shard.
+
+    Events of one key are committed in the order in which they were given. So are events without a key that name the
+    same partition, and all events of a topic without partitions. Events of different keys have no order, even in one
+    partition.
+
+    An event that fails does not stop the events after it. If the caller gives it again, it comes after them. If the
+    order of a key matters more than speed, wait for the key's last event before giving the next. If a shard is added
+    and the key of a waiting event moves to it, the event fails with `WrongShardError`: publish it again.
+
+    Close the publisher, or use it as a context manager: events that are not acknowledged when the process ends may be
+    lost.
     """
 
-    def __init__(self, members: Members, registry: ShardedRegistry, **bounds: Unpack[BoundOptions]) -> None:
-        Bounds(**bounds)
-        self._members = members
-        self._sharded = registry
-        self._bounds = bounds
-        self._lock = threading.Lock()
-        self._closed = False
-        self._of: dict[Member, BufferedPublisher] = {}
+    def __init__(self, cluster: Cluster, registry: ClusterRegistry, **limits: Unpack[BufferOptions]) -> None:
+        BufferLimits(**limits)
+        self._cluster = cluster
+        self._registry = registry
+        self._collectors: _PerShard[Collector] = _PerShard(
+            cluster, lambda shard, to: Collector(to, shard.registry, **limits)
+        )
+        self._lone = self._collectors.lone
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more events."""
+        return self._collectors.closed
 
     @checks_itself
     def publish(self, publication: Publication, *, timeout: float | None = None) -> Acknowledgement:
-        """As on one database. Raises also `ShardUnavailableError`, `ShardPendingError`."""
-        self._sharded.check_same(check_publication(publication).topic)
-        if publication.key is None:
-            return self._on(self._members.any()).publish(publication, timeout=timeout)
-        deadline = time.monotonic() + self._members.timeout
-        while True:
-            member = self._members.named(self._members.open().owner(publication.key))
-            if member.down is not None:
-                self._members.reach_in_time(member, deadline)
-            try:
-                member.check_active()
-                return self._on(member).publish(publication, timeout=timeout)
-            except WrongShardError as error:
-                self._members.reconsider(error, [publication.topic], deadline)
+        """Give one event. Its acknowledgement is done when the event is committed or has failed.
 
-    def _on(self, member: Member) -> BufferedPublisher:
-        found = self._of.get(member)
-        if found is None:
-            with self._lock:
-                if self._closed:
-                    raise PublisherClosedError
-                found = self._of.get(member)
-                if found is None:
-                    publisher = _LanePublisher(self._members, member)
-                    found = self._of[member] = BufferedPublisher(publisher, member.platform.registry, **self._bounds)
-        return found
+        If the buffer is full, this waits for room for at most `timeout` seconds.
+
+        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseUnavailableError` (if it had to look up the
+        topic), `DatabaseBusyError` if there is no room in time, `PublisherClosedError`; with several shards also
+        `ShardUnavailableError`, `ShardPendingError`. The event is not published then.
+
+        The acknowledgement has the database's error for this event, or `PartitionOutOfRangeError` if its topic has lost
+        its partition since. Neither affects other events of the same commit. `DatabaseUnavailableError` and other
+        errors of the database affect the whole commit. If the connection broke during the commit, its events may be
+        published all the same; publishing them again may publish them twice.
+
+        Callbacks of the acknowledgement run in the thread that commits. They should be short and must not wait for
+        other events.
+        """
+        if self._lone is not None:
+            return self._lone.publish(publication, timeout=timeout)
+        self._registry.check_same(check_publication(publication).topic)
+        if publication.key is None:
+            return self._collectors.on(self._cluster.any()).publish(publication, timeout=timeout)
+        deadline = time.monotonic() + self._cluster.timeout
+        while True:
+            shard = self._cluster.owner(publication.key)
+            if shard.down is not None:
+                self._cluster.health.reach(shard, deadline)
+            try:
+                shard.check_active()
+                return self._collectors.on(shard).publish(publication, timeout=timeout)
+            except WrongShardError as error:
+                self._cluster.reconsider(error, [publication.topic], deadline)
 
     def flush(self, *, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for each in list(self._of.values()):
+        """Wait until every event that was given before is acknowledged, or has failed.
+
+        Raises `DatabaseBusyError` if that takes longer than `timeout` seconds; the events are still on their way.
+        """
+        deadline = _deadline(timeout)
+        for each in self._collectors.all():
             each.flush(timeout=_left(deadline))
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._closed = True
-        for each in list(self._of.values()):
+        """Take no more events, and commit those that were given.
+
+        An event that is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its
+        outcome is known.
+        """
+        deadline = _deadline(timeout)
+        for each in self._collectors.close():
             each.close(_left(deadline))
+
+    def __enter__(self) -> BufferedPublisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @checked
-class ShardedAsyncPublisher(AsyncPublisher):
-    """An `AsyncPublisher` over shards, as `ShardedBufferedPublisher` is a `BufferedPublisher`."""
+class AsyncPublisher:
+    """Publishes events of any number of tasks, many with each commit, and acknowledges each event after its commit.
 
-    def __init__(self, members: Members, registry: ShardedRegistry, **bounds: Unpack[BoundOptions]) -> None:
-        Bounds(**bounds)
-        self._members = members
-        self._sharded = registry
-        self._bounds = bounds
-        self._shut = False
-        self._of: dict[Member, AsyncPublisher] = {}
+    Options, order and failures are the same as in `BufferedPublisher`. When the buffer is full, tasks wait for room, in
+    the order in which they came.
+
+    The publisher belongs to the event loop of its first use. Close it, or use it with `async with`: events that are not
+    acknowledged when the process ends may be lost. Cancelling a task that waits for an acknowledgement, or the future
+    of an event, does not take the event back.
+    """
+
+    def __init__(self, cluster: Cluster, registry: ClusterRegistry, **limits: Unpack[BufferOptions]) -> None:
+        BufferLimits(**limits)
+        self._cluster = cluster
+        self._registry = registry
+        self._collectors: _PerShard[AsyncCollector] = _PerShard(
+            cluster, lambda shard, to: AsyncCollector(to, shard.registry, **limits)
+        )
+        self._lone = self._collectors.lone
         self._compared: set[str] = set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more events."""
+        return self._collectors.closed
+
+    @checks_itself
+    async def publish(self, publication: Publication) -> None:
+        """Publish one event; it is committed when this returns.
+
+        Raises as `enqueue`, and the errors of its future. If the task is cancelled, the event may still be published.
+        """
+        future = await self.enqueue(publication)
+        await future
 
     @checks_itself
     async def enqueue(self, publication: Publication) -> asyncio.Future[None]:
-        """As on one database. Raises also `ShardUnavailableError`, `ShardPendingError`."""
+        """Give one event, when there is room; the future is done when the event is committed or has failed.
+
+        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseUnavailableError` (if it had to look up the
+        topic), `PublisherClosedError`; with several shards also `ShardUnavailableError`, `ShardPendingError`. The event
+        is not published then. It is not published either if the task is cancelled before this returns. The future has
+        the errors of an acknowledgement of `BufferedPublisher.publish`.
+        """
+        if self._lone is not None:
+            return await self._lone.enqueue(publication)
         if check_publication(publication).topic not in self._compared:
-            await asyncio.to_thread(self._sharded.check_same, publication.topic)
+            await asyncio.to_thread(self._registry.check_same, publication.topic)
             self._compared.add(publication.topic)
         if publication.key is None:
-            member = await asyncio.to_thread(self._members.any)
-            return await self._on(member).enqueue(publication)
-        deadline = time.monotonic() + self._members.timeout
+            shard = await asyncio.to_thread(self._cluster.any)
+            return await self._collectors.on(shard).enqueue(publication)
+        deadline = time.monotonic() + self._cluster.timeout
         while True:
-            member = self._members.named(self._members.open().owner(publication.key))
-            if member.down is not None:
-                await asyncio.to_thread(self._members.reach_in_time, member, deadline)
+            shard = self._cluster.owner(publication.key)
+            if shard.down is not None:
+                await asyncio.to_thread(self._cluster.health.reach, shard, deadline)
             try:
-                member.check_active()
-                return await self._on(member).enqueue(publication)
+                shard.check_active()
+                return await self._collectors.on(shard).enqueue(publication)
             except WrongShardError as error:
-                await asyncio.to_thread(self._members.reconsider, error, [publication.topic], deadline)
-
-    def _on(self, member: Member) -> AsyncPublisher:
-        if self._shut:
-            raise PublisherClosedError
-        if member not in self._of:
-            publisher = _LanePublisher(self._members, member)
-            self._of[member] = AsyncPublisher(publisher, member.platform.registry, **self._bounds)
-        return self._of[member]
+                await asyncio.to_thread(self._cluster.reconsider, error, [publication.topic], deadline)
 
     async def flush(self) -> None:
-        for each in list(self._of.values()):
+        """Wait until every event that was given before is committed, or has failed; its future is done then."""
+        for each in self._collectors.all():
             await each.flush()
 
-    async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - as the base class
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._shut = True
-        for each in list(self._of.values()):
+    async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - the rest is reported
+        """Take no more events, and commit those that were given.
+
+        An event that is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its
+        outcome is known.
+        """
+        deadline = _deadline(timeout)
+        for each in self._collectors.close():
             await each.aclose(_left(deadline))
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._shut = True
-        for each in list(self._of.values()):
+        """As `aclose`, for code that is not a task. The calling thread waits, even if it runs the event loop."""
+        deadline = _deadline(timeout)
+        for each in self._collectors.close():
             each.close(_left(deadline))
+
+    async def __aenter__(self) -> AsyncPublisher:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
 
 
 def _left(deadline: float | None) -> float | None:

@@ -1,85 +1,98 @@
-"""Consuming and transferring on all shards: on each by itself, on those that are down when they are back."""
+"""Consuming, transfer and retention: each shard separately; a shard that is down takes part when it is back."""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.client.registry import ClusterRegistry
+from eventsql_orchestration.consuming.batch import BatchHandler, EventHandler
+from eventsql_orchestration.consuming.leases import LeasedHandler
+from eventsql_orchestration.consuming.throttle import Throttles
+from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Consumption
 from eventsql_orchestration.errors import (
     DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
     PartitionOutOfRangeError,
 )
-from eventsql_orchestration.log.consumer import Consumers
-from eventsql_orchestration.log.consumption import BatchHandler, EventHandler
-from eventsql_orchestration.log.leased import LeasedHandler
-from eventsql_orchestration.log.pacing import Paces
-from eventsql_orchestration.log.retention import RUN_SECONDS, Dropped, Retainer
-from eventsql_orchestration.log.running import MAX_WORKERS, Consumption
-from eventsql_orchestration.log.transfer import Transfer
-from eventsql_orchestration.rules import Duration
-from eventsql_orchestration.sharded.decisions import Decisions
-from eventsql_orchestration.sharded.gates import Gates
-from eventsql_orchestration.sharded.member import Member
-from eventsql_orchestration.sharded.members import Members
-from eventsql_orchestration.sharded.registry import ShardedRegistry
+from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
+from eventsql_orchestration.shards.barriers import Barriers
+from eventsql_orchestration.shards.cluster import Cluster
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
+from eventsql_orchestration.validation import Duration
 
 
 @checked
-class ShardedConsumption(Consumption):
-    """A running consumer of this process, on all shards. Shards that are down, or join later, are taken up then."""
+class ClusterConsumption:
+    """A running consumer of this process. It starts on a shard that is down, or joins later, when the shard is up."""
 
-    def __init__(self, members: Members, begin: Callable[[Member], Consumption]) -> None:
-        self._members = members
-        self._begin_on = begin
+    def __init__(self, cluster: Cluster, begin: Callable[[Shard], Consumption]) -> None:
+        self._cluster = cluster
+        self._begin = begin
         self._ending = False
-        self._on: dict[Member, Consumption] = {}
+        self._on: dict[Shard, Consumption] = {}
         self._taking = threading.Lock()
         try:
-            for member in members.up():
-                self._take(member)
+            for shard in cluster.up():
+                self._take(shard)
         except BaseException:
             self.stop()
             raise
-        members.attend(self._take_missing)
+        if cluster.lone is None:
+            cluster.background.add(self._take_missing)
 
-    def _take(self, member: Member) -> None:
+    def _take(self, shard: Shard) -> None:
         with self._taking:
-            if member not in self._on and not self._ending:
-                try:
-                    with self._members.using(member):
-                        self._on[member] = self._begin_on(member)
-                except DatabaseUnavailableError:
-                    # Taken up when it is back; where none is there, nothing could be.
-                    self._members.up()
+            if shard in self._on or self._ending:
+                return
+            try:
+                with self._cluster.using(shard):
+                    self._on[shard] = self._begin(shard)
+            except DatabaseUnavailableError:
+                if self._cluster.lone is not None:
+                    raise
+                # The consumer starts on the shard when it is back. Raises if no shard is up.
+                self._cluster.up()
 
     def _take_missing(self) -> None:
-        for member in self._members.known():
-            if member.down is None and member not in self._on:
-                self._take(member)
+        for shard in self._cluster.known():
+            if shard.down is None and shard not in self._on:
+                self._take(shard)
 
     def stop(self, timeout: float = 10.0) -> bool:
+        """Finish the current batches and end.
+
+        False if some batches still run after `timeout` seconds. They are then rolled back, and later writes by their
+        handlers fail. Their partitions are given up, so that other processes may consume them.
+
+        A handler may call this. The call then returns at once, and says whether the other batches have ended. The
+        handler's own batch is finished, and no other batch begins.
+        """
         self.stop_soon()
         return self.await_end(time.monotonic() + timeout)
 
     def stop_soon(self) -> None:
-        self._members.neglect(self._take_missing)
+        """Begin no more batches; returns at once."""
+        self._cluster.background.remove(self._take_missing)
         with self._taking:
             self._ending = True
         for each in list(self._on.values()):
             each.stop_soon()
 
     def await_end(self, deadline: float) -> bool:
-        # Each of them: what the last ones are at must be rolled back too.
+        """The rest of `stop`, until a time of `time.monotonic`."""
+        # Call each, without stopping at the first False: the last batches must be rolled back too.
         ended = [each.await_end(deadline) for each in list(self._on.values())]
         return all(ended)
 
-    def __enter__(self) -> ShardedConsumption:
+    def __enter__(self) -> ClusterConsumption:
         return self
 
     def __exit__(
@@ -89,25 +102,27 @@ class ShardedConsumption(Consumption):
 
 
 @checked
-class ShardedConsumers(Consumers):
-    """`Consumers` over shards. `workers` is per shard, and so are the offsets of events.
+class ClusterConsumers:
+    """Starts consumers in this process. Any number of processes may run one consumer; they share its partitions.
 
-    A handler that must know its shard is started on each by itself: `for shard in platform.shards:
-    shard.consumers.start(topic, consumer, partial(handle, shard.shard))`.
+    With several shards, `workers` is per shard, and so are the offsets of events. Start a handler that must know its
+    shard on each shard: `for shard in platform.shards: shard.consumers.start(topic, consumer, partial(handle,
+    shard.name))`.
     """
 
-    def __init__(self, members: Members, registry: ShardedRegistry, gates: Gates) -> None:
-        self._members = members
-        self._sharded = registry
-        self._gates = gates
-        self.paces = Paces()
-        for platform in members.platforms:
-            self.join(platform.consumers)
-        self._started: weakref.WeakSet[ShardedConsumption] = weakref.WeakSet()
+    def __init__(self, cluster: Cluster, registry: ClusterRegistry, barriers: Barriers) -> None:
+        self._cluster = cluster
+        self._registry = registry
+        self._barriers = barriers
+        self._throttles = Throttles()
+        for shard in cluster.shards:
+            self.join(shard)
+        # The threads of running consumptions keep them alive.
+        self._started: weakref.WeakSet[ClusterConsumption] = weakref.WeakSet()
 
-    def join(self, consumers: Consumers) -> None:
-        """Have the consumers of a shard keep pace with those of the others."""
-        consumers.paces = self.paces
+    def join(self, shard: Shard) -> None:
+        """Throttle the consumers of all shards together, this shard included."""
+        shard.consumers.throttles = self._throttles
 
     def start(
         self,
@@ -117,13 +132,16 @@ class ShardedConsumers(Consumers):
         *,
         polling_delay: Duration = 1.0,
         workers: int = MAX_WORKERS,
-    ) -> Consumption:
-        return self._start_on_all(
+    ) -> ClusterConsumption:
+        """Hand each event to `handler(event, connection)`, in order within each consumer partition.
+
+        The handler's writes through `connection` commit together with the offset: exactly once. See `Consumers.start`
+        for failures and the options.
+        """
+        return self._start(
             topic,
             consumer,
-            lambda member: member.platform.consumers.start(
-                topic, consumer, handler, polling_delay=polling_delay, workers=workers
-            ),
+            lambda shard: shard.consumers.start(topic, consumer, handler, polling_delay=polling_delay, workers=workers),
         )
 
     def start_batch(
@@ -137,11 +155,15 @@ class ShardedConsumers(Consumers):
         polling_delay: Duration = 1.0,
         max_polling_delay: Duration = 10.0,
         workers: int = MAX_WORKERS,
-    ) -> Consumption:
-        return self._start_on_all(
+    ) -> ClusterConsumption:
+        """Hand events to `handler(events, connection)`, `min_events` to `max_events` at a time.
+
+        See `Consumers.start_batch`.
+        """
+        return self._start(
             topic,
             consumer,
-            lambda member: member.platform.consumers.start_batch(
+            lambda shard: shard.consumers.start_batch(
                 topic, consumer, handler, min_events=min_events, max_events=max_events, polling_delay=polling_delay,
                 max_polling_delay=max_polling_delay, workers=workers,
             ),
@@ -159,100 +181,122 @@ class ShardedConsumers(Consumers):
         polling_delay: Duration = 1.0,
         max_polling_delay: Duration = 10.0,
         workers: int = MAX_WORKERS,
-    ) -> Consumption:
-        return self._start_on_all(
+    ) -> ClusterConsumption:
+        """Hand events to `handler(events, lease)` outside of any transaction: for work that takes longer than seconds.
+
+        See `Consumers.start_leased`.
+        """
+        return self._start(
             topic,
             consumer,
-            lambda member: member.platform.consumers.start_leased(
+            lambda shard: shard.consumers.start_leased(
                 topic, consumer, handler, lease=lease, min_events=min_events, max_events=max_events,
                 polling_delay=polling_delay, max_polling_delay=max_polling_delay, workers=workers,
             ),
         )  # fmt: skip
 
-    def _start_on_all(self, topic: str, consumer: str, begin: Callable[[Member], Consumption]) -> Consumption:
-        self._sharded.check_same_consumer(topic, consumer)
-        started = ShardedConsumption(self._members, begin)
+    def _start(self, topic: str, consumer: str, begin: Callable[[Shard], Consumption]) -> ClusterConsumption:
+        self._registry.check_same_consumer(topic, consumer)
+        started = ClusterConsumption(self._cluster, begin)
         self._started.add(started)
-        self._members.attend(self._gates.settle)
+        if self._cluster.lone is None:
+            self._cluster.background.add(self._barriers.settle)
         return started
 
     def consume_once(
         self, topic: str, consumer: str, handler: BatchHandler, *, partition: int | None = None, max_events: int = 1_000
     ) -> int:
-        """One pass over the consumer's partitions on each shard that is up; `partition` is that of every shard."""
-        self._gates.settle()
-        states = self._sharded.consumer(topic, consumer)
-        if partition is not None and partition not in {state.partition for state in states}:
-            raise PartitionOutOfRangeError(f"consumer {consumer!r} of topic {topic!r} has no partition {partition}")
+        """Consume the waiting events once, in this thread; gives the number of events.
+
+        With several shards, this consumes on each shard that is up, and `partition` is a number on every shard. Raises
+        `TopicNotFoundError`, `ConsumerNotFoundError`, `PartitionOutOfRangeError`, and the handler's errors.
+        """
+        if self._cluster.lone is not None:
+            return self._cluster.lone.consumers.consume_once(
+                topic, consumer, handler, partition=partition, max_events=max_events
+            )
+        self._barriers.settle()
+        states = self._registry.consumer(topic, consumer)
         on = {state.shard for state in states if partition is None or state.partition == partition}
-        consumed = 0
-        for member in self._members.up():
-            if member.name in on:
-                with self._members.using(member):
-                    consumed += member.platform.consumers.consume_once(
-                        topic, consumer, handler, partition=partition, max_events=max_events
-                    )
-        return consumed
+        if not on:
+            raise PartitionOutOfRangeError(f"consumer {consumer!r} of topic {topic!r} has no partition {partition}")
+        consumed = self._cluster.each_up(
+            lambda shard: (
+                shard.consumers.consume_once(topic, consumer, handler, partition=partition, max_events=max_events)
+                if shard.label in on
+                else 0
+            )
+        )
+        return sum(count for _, count in consumed)
 
     def close(self, timeout: float = 10.0) -> bool:
+        """Stop all consumptions that were started here or on a shard, within `timeout` seconds in all."""
         deadline = time.monotonic() + timeout
-        self._members.neglect(self._gates.settle)
+        self._cluster.background.remove(self._barriers.settle)
         stopping = list(self._started)
         self._started.clear()
         for each in stopping:
             each.stop_soon()
         ended = [each.await_end(deadline) for each in stopping]
-        # What was started on a shard by itself.
-        ended += [
-            platform.consumers.close(max(0.0, deadline - time.monotonic())) for platform in self._members.platforms
-        ]
+        ended += [shard.consumers.close(max(0.0, deadline - time.monotonic())) for shard in self._cluster.shards]
         return all(ended)
 
 
 @checked
-class ShardedTransfer(Transfer):
-    """A `Transfer` over shards. Finishes what was published over several at once, too."""
+class ClusterTransfer:
+    """Moves published events from the buffer into the logs of their topics.
 
-    def __init__(self, members: Members, gates: Gates) -> None:
-        self._members = members
-        self._gates = gates
-        self.decisions = Decisions(
-            lambda: {member.name: member.platform for member in members.known() if member.down is None}
-        )
+    With several shards, it also finishes publications over several shards.
+    """
+
+    def __init__(self, cluster: Cluster, barriers: Barriers) -> None:
+        self._cluster = cluster
+        self._barriers = barriers
+        self.coordinator = TwoPhaseCoordinator(cluster.reachable)
 
     def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
-        """As on one database, on each shard that is up; gives the number of events moved per topic on all together."""
+        """Move the buffered events of some topics or of all; gives the number of events moved per topic.
+
+        It ends after `deadline` of `time.monotonic`. A shard that fails does not stop the other shards. Its error is
+        raised after they are done, unless the shard is down. Raises `DatabaseUnavailableError` if no shard is up.
+        """
+        if self._cluster.lone is not None:
+            return self._cluster.lone.transfer.run_once(topics, deadline=deadline)
         wanted = None if topics is None else list(topics)
-        moved: dict[str, int] = {}
+        moved: Counter[str] = Counter()
         failed: list[EventSQLError] = []
-        self.decisions.finish()
-        for member in self._members.up():
+        self.coordinator.finish()
+        for shard in self._cluster.up():
             try:
-                with self._members.using(member):
-                    counts = member.platform.transfer.run_once(wanted, deadline=deadline)
+                with self._cluster.using(shard):
+                    moved.update(shard.transfer.run_once(wanted, deadline=deadline))
             except DatabaseUnavailableError:
                 continue
             except DatabaseError as error:
                 failed.append(error)
-                continue
-            for topic, count in counts.items():
-                moved[topic] = moved.get(topic, 0) + count
         if failed:
             raise failed[0]
-        self._members.up()
-        self._gates.settle()
-        return moved
+        self._cluster.up()
+        self._barriers.settle()
+        return dict(moved)
 
     def run(
         self,
         stop: threading.Event,
         *,
         polling_delay: float | Callable[[], float] = 0.2,
-        wake: threading.Event | None = None,  # noqa: ARG002 - each shard has its own
+        wake: threading.Event | None = None,
         on_moved: Callable[[dict[str, int]], None] | None = None,
     ) -> None:
-        """Transfer on every shard until `stop` is set, each in a thread of its own; shards that join are taken up."""
-        running: dict[Member, threading.Thread] = {}
+        """Transfer until `stop` is set, at once when a process announces events in the buffer.
+
+        Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. `on_moved` gets
+        the number of events moved per topic. Each of several shards has a thread, and so has a shard that joins.
+        """
+        if self._cluster.lone is not None:
+            self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
+            return
+        running: dict[Shard, threading.Thread] = {}
         reporting = threading.Lock()
 
         def report(moved: dict[str, int]) -> None:
@@ -261,48 +305,43 @@ class ShardedTransfer(Transfer):
                     on_moved(moved)
 
         while not stop.is_set():
-            for member in self._members.known():
-                if member not in running:
-                    running[member] = threading.Thread(
-                        target=member.platform.transfer_until,
+            for shard in self._cluster.known():
+                if shard not in running:
+                    running[shard] = threading.Thread(
+                        target=shard.transfer_until,
                         args=(stop,),
                         kwargs={"polling_delay": polling_delay, "on_moved": report},
-                        name=f"eventsql-transfer-{member.name}",
+                        name=f"eventsql-transfer-{shard.label}",
                         daemon=True,
                     )
-                    running[member].start()
-            self.decisions.finish()
-            self._gates.settle()
+                    running[shard].start()
+            self.coordinator.finish()
+            self._barriers.settle()
             stop.wait(1.0)
         for thread in running.values():
             thread.join(10.0)
 
-    def close(self) -> None:
-        for platform in self._members.platforms:
-            platform.transfer.close()
-
 
 @checked
-class ShardedRetainer(Retainer):
-    """A `Retainer` over shards: each keeps of a topic what its retention says."""
+class ClusterRetainer:
+    """Drops events that their topic's retention no longer keeps. The retention applies to each shard separately."""
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
 
     def run_once(
         self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
     ) -> list[Dropped]:
+        """Drop events that are no longer kept; without `execute`, only list them. See `Retainer.run_once`."""
         wanted = None if topics is None else list(topics)
-        dropped: list[Dropped] = []
-        for member in self._members.up():
-            with self._members.using(member):
-                dropped += member.platform.retention.run_once(wanted, force=force, execute=execute)
-        return dropped
+        dropped = self._cluster.each_up(lambda shard: shard.retention.run_once(wanted, force=force, execute=execute))
+        return [each for _, found in dropped for each in found]
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
+        """Run once every `every` seconds until `stop` is set."""
         threads = [
-            threading.Thread(target=platform.retention.run, args=(stop,), kwargs={"every": every}, daemon=True)
-            for platform in self._members.platforms
+            threading.Thread(target=shard.retention.run, args=(stop,), kwargs={"every": every}, daemon=True)
+            for shard in self._cluster.shards
         ]
         for thread in threads:
             thread.start()

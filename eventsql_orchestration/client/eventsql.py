@@ -1,49 +1,44 @@
-"""`EventSQL` over several databases."""
+"""`EventSQL`: the whole platform, on one database or over several shards."""
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.client.admin import ClusterDeadLetters, ClusterLag, ClusterRepartitioner, ClusterSeeker
+from eventsql_orchestration.client.buffered import AsyncPublisher, BufferedPublisher
+from eventsql_orchestration.client.consumers import ClusterConsumers, ClusterRetainer, ClusterTransfer
+from eventsql_orchestration.client.publisher import ClusterPublisher
+from eventsql_orchestration.client.registry import ClusterRegistry
+from eventsql_orchestration.consuming.claims import Claims
+from eventsql_orchestration.consuming.lag import ConsumerLag
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.errors import ShardError
-from eventsql_orchestration.log.asynchronous import AsyncPublisher
-from eventsql_orchestration.log.buffered import BoundOptions, BufferedPublisher
-from eventsql_orchestration.log.lag import ConsumerLag
-from eventsql_orchestration.platform import EventSQL
-from eventsql_orchestration.rules import DEFAULT_SCHEMA
-from eventsql_orchestration.sharded.buffered import ShardedAsyncPublisher, ShardedBufferedPublisher
-from eventsql_orchestration.sharded.consumers import ShardedConsumers, ShardedRetainer, ShardedTransfer
-from eventsql_orchestration.sharded.decisions import Unfinished
-from eventsql_orchestration.sharded.gates import Gates, HeldBack
-from eventsql_orchestration.sharded.member import Member
-from eventsql_orchestration.sharded.members import Members, OnShardDown
-from eventsql_orchestration.sharded.operations import (
-    ShardedDeadLetters,
-    ShardedLag,
-    ShardedRepartitioner,
-    ShardedSeeker,
-)
-from eventsql_orchestration.sharded.publisher import ShardedPublisher
-from eventsql_orchestration.sharded.registry import ShardedRegistry
-
-_OF_ONE: Final = frozenset({"claims", "database", "layouts", "listener", "notifier", "reader"})
-"""What makes sense on one database alone."""
+from eventsql_orchestration.publishing.lanes import BufferOptions
+from eventsql_orchestration.shards.barriers import Barriers, HeldBack
+from eventsql_orchestration.shards.cluster import Cluster, OnShardDown
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.shards.two_phase_coordinator import Unfinished
+from eventsql_orchestration.topics.layouts import Layouts
+from eventsql_orchestration.topics.reader import Reader
+from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 
-class SingleShardError(ShardError, AttributeError):
-    """What was asked for is of one database: take it of one of `platform.shards`."""
+class SingleShardError(ShardError):
+    """An attribute belongs to one database, and the platform has several: use that of one of `platform.shards`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A shard: its name, its database, the generation with which it came, and what it is up to.
+class ShardStatus:
+    """A shard: its name, its database, the generation with which it joined, and its state.
 
-    `state` is `takes events`, `down`, `joining` while it is being added, or `prepared` for that, without a generation.
+    `state` is `takes events`, `down`, `joining` (the shard is being added), or `prepared` (it is ready to be added, and
+    has no generation).
     """
 
     shard: str
@@ -53,8 +48,18 @@ class Standing:
 
 
 @checked
-class ShardedEventSQL(EventSQL):
-    """Events over several PostgreSQL databases; `EventSQL(url, url, …)` makes one. See docs/shards.md."""
+class EventSQL:
+    """Events over one PostgreSQL database, or over several databases as its shards.
+
+    `dsn` is the URL of the database, `more` are the URLs of further shards (docs/shards.md). The first use connects,
+    and brings the tables in `schema` up to date unless `migrate` is False. With `transfer`, a thread moves buffered
+    events into their logs from the first publication of this object on. With `straight`, batches may go directly to
+    their log if no other process holds the topic (publishing/publisher.py). One object serves any number of threads.
+    Close it, or use it as a context manager.
+
+    With several databases, an event whose shard is down fails; with `on_shard_down="wait"`, it waits for up to
+    `shard_timeout` seconds. An event whose shard is being added also waits for up to `shard_timeout` seconds.
+    """
 
     def __init__(
         self,
@@ -70,133 +75,188 @@ class ShardedEventSQL(EventSQL):
         self._options: dict[str, Any] = {
             "schema": schema, "migrate": migrate, "transfer": transfer, "straight": straight,
         }  # fmt: skip
-        self.shard = None
-        platforms = [EventSQL(each, **self._options) for each in (dsn, *more)]
-        self._members = Members(platforms, migrate=migrate, on_down=on_shard_down, timeout=shard_timeout)
-        self._gates = Gates(self._members)
-        self.registry: ShardedRegistry = ShardedRegistry(self._members, self._gates)
-        sharded = self.registry
-        self.publisher = self._publisher = ShardedPublisher(self._members, sharded)
-        self.dead_letters = self._dead_letters = ShardedDeadLetters(self._members)
-        self.transfer: ShardedTransfer = ShardedTransfer(self._members, self._gates)
-        self.repartitioner = ShardedRepartitioner(self._members)
-        self.retention = ShardedRetainer(self._members)
-        self.consumers: ShardedConsumers = ShardedConsumers(self._members, sharded, self._gates)
-        self.seeker = ShardedSeeker(self._members, sharded, self._gates)
-        self._sharded_lag = ShardedLag(self._members, self._gates)
-        self._buffering: weakref.WeakSet[BufferedPublisher | AsyncPublisher] = weakref.WeakSet()
+        shards = [Shard(each, **self._options) for each in (dsn, *more)]
+        self._cluster = Cluster(shards, migrate=migrate, on_down=on_shard_down, timeout=shard_timeout)
+        self._barriers = Barriers(self._cluster)
+        self.registry = ClusterRegistry(self._cluster, self._barriers)
+        self.publisher = ClusterPublisher(self._cluster, self.registry)
+        self.dead_letters = ClusterDeadLetters(self._cluster)
+        self.transfer = ClusterTransfer(self._cluster, self._barriers)
+        self.repartitioner = ClusterRepartitioner(self._cluster)
+        self.retention = ClusterRetainer(self._cluster)
+        self.consumers = ClusterConsumers(self._cluster, self.registry, self._barriers)
+        self.seeker = ClusterSeeker(self._cluster, self.registry, self._barriers)
+        self._lag = ClusterLag(self._cluster, self._barriers)
+        self._buffering: list[BufferedPublisher | AsyncPublisher] = []
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {', '.join(map(repr, self.shards))}>"
+        on = ", ".join(
+            f"{shard.database}" + ("" if shard.name is None else f" ({shard.name})") for shard in self.shards
+        )
+        return f"<{type(self).__name__} on {on}>"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_ONE:
-            raise SingleShardError(
-                f"platform.{name} is of one database, and this platform has {len(self.shards)}: use "
-                f"platform.shards[i].{name}, or --shard NAME on the command line; a queue, an event store and views "
-                "live on one of them"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    # On one database
 
     @property
-    def shards(self) -> tuple[EventSQL, ...]:
-        """The platforms on each database by itself; `shard` is the name of each, once it was reached."""
-        return self._members.platforms
+    def database(self) -> Database:
+        """The only database. Raises `SingleShardError` if there are several."""
+        return self._only("database").database
 
-    def open(self) -> ShardedEventSQL:
-        """Check now, and not at the first use, that the databases are the shards of one set.
+    @property
+    def reader(self) -> Reader:
+        """Reads the log of the only database. Raises `SingleShardError` if there are several."""
+        return self._only("reader").reader
 
-        Raises `ShardSetError` where they are not, and `DatabaseUnavailableError` where none can be reached.
+    @property
+    def claims(self) -> Claims:
+        """Claims on the only database. Raises `SingleShardError` if there are several."""
+        return self._only("claims").claims
+
+    @property
+    def layouts(self) -> Layouts:
+        """The layouts of topics in the only database. Raises `SingleShardError` if there are several."""
+        return self._only("layouts").layouts
+
+    @property
+    def listener(self) -> Listener:
+        """Listens to the only database. Raises `SingleShardError` if there are several."""
+        return self._only("listener").listener
+
+    def _only(self, name: str) -> Shard:
+        if self._cluster.lone is not None:
+            return self._cluster.lone
+        raise SingleShardError(
+            f"platform.{name} is of one database, and this platform has {len(self.shards)}: use "
+            f"platform.shards[i].{name}, or --shard NAME on the command line; a queue, an event store and views "
+            "live on one of them"
+        )
+
+    # The shards
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """A `Shard` for each database. With several, each has a `name` after it was reached."""
+        return self._cluster.shards
+
+    def open(self) -> EventSQL:
+        """Connect now instead of at the first use, and check the tables. Raises database errors.
+
+        With several databases, raises `ShardSetError` if they are not the shards of one set, and
+        `DatabaseUnavailableError` if none can be reached.
         """
-        self._members.open()
+        self._cluster.open()
         return self
 
-    def shard_of(self, key: str) -> EventSQL:
-        """The platform on the shard of a key, whose connections take events of that key (`connection=`).
+    def shard_of(self, key: str) -> Shard:
+        """The shard of a key. Its connections take events of the key (`connection=`).
 
-        Raises `ShardSetError` where this process has no URL of it.
+        Raises `ShardSetError` if this process does not know the shard's URL.
         """
-        return self._members.named(self._members.open().owner(key)).platform
+        return self._cluster.owner(key)
 
     def add_url(self, dsn: str) -> None:
-        """Tell a running platform the URL of a shard that was added, or is being added, to the others.
+        """Tell a running platform the URL of a shard that was added, or is being added.
 
-        Its consumers and transfers go on with that one too. Raises `ShardSetError` for any other database.
+        The platform's consumers and transfers start on that shard too. Raises `ShardSetError` for any other database,
+        and if this platform was opened with one URL.
         """
-        platform = EventSQL(dsn, **self._options)
-        # Before anything is published to it or consumed from it.
-        platform.publisher.configure_partitioner(self._publisher.chosen)
-        platform.dead_letters.configure(self._dead_letters.made_by)
-        self.consumers.join(platform.consumers)
-        self._members.add(platform)
+        shard = Shard(dsn, **self._options)
+        # Configure the shard before anything is published to it or consumed from it.
+        shard.publisher.configure_partitioner(self.publisher.partitioner)
+        shard.dead_letters.configure(self.dead_letters.factory)
+        self.consumers.join(shard)
+        self._cluster.add(shard)
 
-    def standing(self) -> list[Standing]:
-        """Each shard, those first that were there first, and whether it can be reached; then those only prepared."""
-        self._members.refresh()
-        standing = [self._standing(member) for member in self._members.known()]
-        return sorted(standing, key=lambda each: each.state == "prepared")
+    def status(self) -> list[ShardStatus]:
+        """Each shard, the oldest first, then the prepared shards; none if there is a single URL."""
+        if self._cluster.lone is not None:
+            return []
+        self._cluster.refresh()
+        found = [self._status(shard) for shard in self._cluster.known()]
+        return sorted(found, key=lambda each: each.state == "prepared")
 
-    def _standing(self, member: Member) -> Standing:
-        name, where = member.name, str(member.platform.database)
-        came = max(1, self._members.generation_of(member))
-        if member.down is not None:
-            return Standing(name, where, came, "down")
-        if member.active:
-            return Standing(name, where, came, "takes events")
-        # The shards that were there know of it from the first fence on.
-        known = name in self._members.state.generations[-1]
-        return Standing(name, where, came, "joining") if known else Standing(name, where, None, "prepared")
+    def _status(self, shard: Shard) -> ShardStatus:
+        name, where = shard.label, str(shard.database)
+        came = max(1, self._cluster.generation_of(shard))
+        if shard.down is not None:
+            return ShardStatus(name, where, came, "down")
+        if shard.active:
+            return ShardStatus(name, where, came, "takes events")
+        # The older shards know of it from the first fence on.
+        known = name in self._cluster.state.generations[-1]
+        return ShardStatus(name, where, came, "joining") if known else ShardStatus(name, where, None, "prepared")
 
     def held_back(self) -> list[HeldBack]:
-        """Let go the consumers that may go on with a shard that joined; gives those that may not yet."""
-        self._members.open()
-        return self._gates.settle()
+        """Release consumers that may start on a shard that joined; gives the consumers that may not yet."""
+        return self._barriers.settle()
 
     def unfinished(self) -> list[Unfinished]:
-        """Finish what Spark has published over several shards at once; gives what waits for a shard that is down."""
-        self._members.open()
-        return self.transfer.decisions.finish()
+        """Finish publications over several shards; gives the publications that could not be finished, and why."""
+        return [] if self._cluster.lone is not None else self.transfer.coordinator.finish()
 
-    def buffered_publisher(self, **options: Unpack[BoundOptions]) -> BufferedPublisher:
-        publisher = ShardedBufferedPublisher(self._members, self.registry, **options)
-        self._buffering.add(publisher)
+    # Publishing at high rates
+
+    def buffered_publisher(self, **options: Unpack[BufferOptions]) -> BufferedPublisher:
+        """A publisher that commits events of many threads together; `close()` closes it. Options: `BufferLimits`."""
+        publisher = BufferedPublisher(self._cluster, self.registry, **options)
+        self._keep(publisher)
         return publisher
 
-    def async_publisher(self, **options: Unpack[BoundOptions]) -> AsyncPublisher:
-        publisher = ShardedAsyncPublisher(self._members, self.registry, **options)
-        self._buffering.add(publisher)
+    def async_publisher(self, **options: Unpack[BufferOptions]) -> AsyncPublisher:
+        """As `buffered_publisher`, for asyncio."""
+        publisher = AsyncPublisher(self._cluster, self.registry, **options)
+        self._keep(publisher)
         return publisher
+
+    def _keep(self, publisher: BufferedPublisher | AsyncPublisher) -> None:
+        # Keep it until it is closed, even if its caller forgets it: it may have events that are not committed.
+        self._buffering = [*(each for each in self._buffering if not each.closed), publisher]
+
+    # Lag
 
     def lag(self, topic: str | None = None) -> list[ConsumerLag]:
-        """The lag of every consumer partition on every shard; one that is down is shown as unreachable."""
-        return self._sharded_lag.read(topic)
+        """The lag of every consumer partition, of one topic or of all. Raises `TopicNotFoundError`.
+
+        With several shards, a shard that is down is shown as unreachable.
+        """
+        return self._lag.read(topic)
 
     def buffered(self) -> dict[str, int]:
-        """On the shards that are up, together."""
-        return self._sharded_lag.buffered()
+        """The number of events of each topic that wait in the buffer; topics without buffered events are left out.
+
+        With several shards, the sum over the shards that are up.
+        """
+        return self._lag.buffered()
 
     def announce(self, topics: Iterable[str]) -> None:
+        """Notify consumers in all processes that events were moved into the logs of these topics."""
         wanted = list(topics)
-        for platform in self.shards:
-            platform.announce(wanted)
+        for shard in self.shards:
+            shard.announce(wanted)
 
-    def transfer_until(self, stop: threading.Event, **options: Any) -> None:
-        self.transfer.run(stop, **options)
+    # Closing
 
     def close(self, timeout: float = 10.0) -> bool:
+        """Stop the consumers and the transfer of this object and close its connections, in about `timeout` seconds.
+
+        Consumers may finish their current batches; gives False if some were rolled back. Events that wait in buffered
+        publishers are committed first. Published events are transferred as far as time allows.
+        """
         deadline = time.monotonic() + timeout
         ended = self.consumers.close(timeout)
         for publisher in list(self._buffering):
             publisher.close(max(0.0, deadline - time.monotonic()))
         self.publisher.close()
-        self._members.close()
-        # Side by side: one that is down must not take the time of the others.
+        self._cluster.close()
+        if self._cluster.lone is not None:
+            return self._cluster.lone.close(max(0.0, deadline - time.monotonic())) and ended
+        # Close shards side by side: a shard that is down must not take the time of the other shards.
         results: list[bool] = []
         closing = [
             threading.Thread(
-                target=lambda platform=platform: results.append(platform.close(max(0.5, deadline - time.monotonic())))
+                target=lambda shard=shard: results.append(shard.close(max(0.5, deadline - time.monotonic())))
             )
-            for platform in self.shards
+            for shard in self.shards
         ]
         for thread in closing:
             thread.start()
@@ -204,5 +264,8 @@ class ShardedEventSQL(EventSQL):
             thread.join()
         return ended and all(results)
 
-    def __enter__(self) -> ShardedEventSQL:
+    def __enter__(self) -> EventSQL:
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,4 +1,4 @@
-"""Publishing over shards: each event on the shard of its key, or on any where it has none."""
+"""Publishing: each event on the shard of its key, or on any shard if it has no key."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import NoReturn
 import sqlalchemy
 
 from eventsql_orchestration.boundary import checked, checks_itself
+from eventsql_orchestration.client.registry import ClusterRegistry
+from eventsql_orchestration.client.streaming import Stream
 from eventsql_orchestration.database import Connection, driver_connection
 from eventsql_orchestration.errors import (
     PartlyPublishedError,
@@ -22,129 +24,152 @@ from eventsql_orchestration.errors import (
     ShardUnavailableError,
     WrongShardError,
 )
-from eventsql_orchestration.log import encoding
-from eventsql_orchestration.log.partitioner import Partitioner, default_partition
-from eventsql_orchestration.log.publisher import (
+from eventsql_orchestration.model import Publication, Topic
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.publisher import (
     STRAIGHT_BYTES,
     STRAIGHT_MOST,
     Publisher,
     check_many,
     check_publication,
 )
-from eventsql_orchestration.model import Publication, Topic
-from eventsql_orchestration.rules import check_kind
-from eventsql_orchestration.sharded.member import Member
-from eventsql_orchestration.sharded.members import Members
-from eventsql_orchestration.sharded.placing import Placing
-from eventsql_orchestration.sharded.registry import ShardedRegistry
-from eventsql_orchestration.sharded.streaming import Stream
 from eventsql_orchestration.sharding import ShardSet
+from eventsql_orchestration.shards.cluster import Cluster
+from eventsql_orchestration.shards.router import Router
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.topics.partitioner import Partitioner, default_partition
 
 
 @checked
-class ShardedPublisher(Publisher):
-    """A `Publisher` over shards."""
+class ClusterPublisher:
+    """Publishes events, alone or in batches, in a commit of its own or in a caller's transaction."""
 
-    def __init__(self, members: Members, registry: ShardedRegistry) -> None:
-        self._members = members
-        self._sharded = registry
-        self._chosen: Partitioner = default_partition
+    def __init__(self, cluster: Cluster, registry: ClusterRegistry) -> None:
+        self._cluster = cluster
+        self._lone = None if cluster.lone is None else cluster.lone.publisher
+        self._registry = registry
+        self._partitioner: Partitioner = default_partition
         self._threads: ThreadPoolExecutor | None = None
         self._threads_lock = threading.Lock()
 
     def close(self) -> None:
+        """Close the threads and connections; the next publication opens new ones."""
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=False)
-        for platform in self._members.platforms:
-            platform.publisher.close()
+        for shard in self._cluster.shards:
+            shard.publisher.close()
 
     @property
-    def chosen(self) -> Partitioner:
-        """The partitioner that is configured."""
-        return self._chosen
+    def partitioner(self) -> Partitioner:
+        """The function that chooses partitions: by the hash of the key, unless another function was configured."""
+        return self._partitioner
 
     def configure_partitioner(self, partitioner: Partitioner) -> None:
-        """Choose partitions within a shard by `partitioner`; the shard is always that of the key."""
-        self._chosen = partitioner
-        for platform in self._members.platforms:
-            platform.publisher.configure_partitioner(partitioner)
+        """Choose partitions by `partitioner(publication, partitions)` instead of by the hash of the key.
+
+        With several shards, it chooses a partition within the shard of the key. It may be called several times for an
+        event.
+        """
+        self._partitioner = partitioner
+        for shard in self._cluster.shards:
+            shard.publisher.configure_partitioner(partitioner)
 
     @property
     def hashes_keys(self) -> bool:
-        """Whether partitions within a shard are those of the keys' hash."""
-        return self._chosen is default_partition
+        """Whether the key's hash chooses the partition of an event that has a key and names no partition."""
+        return self._partitioner is default_partition
 
     @checks_itself
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
+        """The partition of a publication; `topic` is its topic, if the caller has looked it up.
+
+        Raises `TopicNotFoundError`, and `PartitionOutOfRangeError` if the topic does not have the partition.
+        """
         check_publication(publication)
-        if publication.key is None:
-            return self._members.any().platform.publisher.partition_of(publication, topic)
-        return self._members.keyed(
+        if self._lone is not None or publication.key is None:
+            return self._cluster.any().publisher.partition_of(publication, topic)
+        return self._cluster.keyed(
             publication.key,
-            lambda member, _shards: member.platform.publisher.partition_of(publication, topic),
+            lambda shard, _set: shard.publisher.partition_of(publication, topic),
             topic=publication.topic,
         )
 
     @checks_itself
     def publish(
-        self,
-        publication: Publication,
-        *,
-        connection: Connection | sqlalchemy.Connection | None = None,
-        placed: ShardSet | None = None,
+        self, publication: Publication, *, connection: Connection | sqlalchemy.Connection | None = None
     ) -> None:
-        """Publish one event on the shard of its key; without a key, on one that can be reached.
+        """Publish one event; it is committed when this returns.
 
-        With `connection`, the event is part of that transaction, and its key must belong to the shard that the
-        connection leads to: `WrongShardError` names it otherwise, and `shard_of` finds it beforehand.
+        With `connection` (psycopg or SQLAlchemy, on the same database), the event is part of the caller's transaction,
+        and is published when the transaction commits (an outbox). See `Publisher.publish` for connections that cannot
+        be used, and for errors.
 
-        Raises `ShardUnavailableError` where the shard of the key is down, after the platform's `shard_timeout` where it
-        waits for such; `ShardPendingError` where it is being added for longer than that. Nothing was published then.
-        Otherwise as on one database.
+        With several shards, the event goes to the shard of its key; without a key, to any shard that can be reached. A
+        `connection` must lead to the shard of the key: otherwise `WrongShardError` names the shard. `shard_of` finds
+        the shard beforehand. Raises `ShardUnavailableError` if the shard of the key is down (with
+        `on_shard_down="wait"`, after `shard_timeout`), and `ShardPendingError` if its addition takes longer than
+        `shard_timeout`. Nothing was published then.
         """
-        check_kind("placed", placed, ShardSet | None)
-        self._sharded.check_same(check_publication(publication).topic)
+        if self._lone is not None:
+            self._lone.publish(publication, connection=connection)
+            return
+        self._registry.check_same(check_publication(publication).topic)
         if connection is not None:
             with self._joined(connection) as publisher:
                 publisher.publish(publication, connection=connection)
         elif publication.key is None:
-            member = self._members.any()
-            with self._members.using(member):
-                member.platform.publisher.publish(publication)
+            shard = self._cluster.any()
+            with self._cluster.using(shard):
+                shard.publisher.publish(publication)
         else:
-            self._members.keyed(publication.key, _publishing(self._members, publication), topic=publication.topic)
+            self._cluster.keyed(
+                publication.key,
+                lambda shard, shards: self._publish_on(shard, publication, shards),
+                topic=publication.topic,
+            )
+
+    def _publish_on(self, shard: Shard, publication: Publication, shards: ShardSet) -> None:
+        with self._cluster.using(shard):
+            shard.publisher.publish(publication, placed=shards)
 
     def publish_all(
         self,
         publications: Iterable[Publication],
         *,
         connection: Connection | sqlalchemy.Connection | None = None,
-        placed: ShardSet | None = None,  # noqa: ARG002 - of one shard
     ) -> int:
         """Publish any number of events, of any topics, in order and in one commit on each shard; gives their number.
 
-        Those without a key go to one shard together. When it raises, nothing is published, unless it is
-        `PartlyPublishedError`: that says which shards have committed, and why the others have not. With `connection`,
-        all must belong to the shard that it leads to. Otherwise as `publish`, and as on one database.
+        `publications` may be longer than memory: beyond the first 16 MiB it is read as it is written. If it raises, or
+        an event cannot be published, nothing is published; the caller must then roll back its own transaction. Raises
+        `RedefinitionError` if a topic was redefined while events were read, or in the caller's transaction: publish
+        again. Otherwise raises as `publish`.
+
+        With several shards, events without a key go to one shard together. With `connection`, all keys must belong to
+        the shard of the connection. `PartlyPublishedError` says which shards have committed, and why the others have
+        not.
         """
+        if self._lone is not None:
+            return self._lone.publish_all(publications, connection=connection)
         if connection is not None:
             with self._joined(connection) as publisher:
                 return publisher.publish_all(publications, connection=connection)
         check_many(publications)
         first, rest = _begin(publications)
+        router = Router(self._cluster, self._registry.check_same)
         if rest is None:
-            return _Batch(self._members, self._sharded, self._submit).publish(first)
-        return Stream(self._members, self._sharded).publish(chain(first, map(check_publication, rest)))
+            return _Batch(self._cluster, router, self._submit).publish(first)
+        return Stream(self._cluster, router).publish(chain(first, map(check_publication, rest)))
 
     @contextmanager
     def _joined(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Publisher]:
-        """The publisher of the shard that a caller's connection leads to."""
+        """The publisher of the shard of a caller's connection."""
         try:
-            yield self._members.of_connection(driver_connection(connection)).platform.publisher
+            yield self._cluster.of_connection(driver_connection(connection)).publisher
         except WrongShardError:
-            # Whoever asks now which shard it is shall not be told the same again.
-            self._members.refresh()
+            # A caller that asks for the shard now gets the new answer.
+            self._cluster.refresh()
             raise
 
     def _submit(self, work: Callable[[], int]) -> Future[int]:
@@ -154,83 +179,73 @@ class ShardedPublisher(Publisher):
             return self._threads.submit(work)
 
 
-def _publishing(members: Members, publication: Publication) -> Callable[[Member, ShardSet], None]:
-    def publish(member: Member, shards: ShardSet) -> None:
-        with members.using(member):
-            member.platform.publisher.publish(publication, placed=shards)
-
-    return publish
-
-
 def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
-    """As many of the first events as memory is taken for, and the others, if there may be any."""
+    """The first events, up to the limits of memory, and an iterator over the rest if there may be more."""
     first: list[Publication] = []
     size, source = 0, iter(publications)
     for publication in source:
         first.append(publication)
-        size += encoding.size(check_publication(publication))
+        size += copy_format.size(check_publication(publication))
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None
 
 
 class _Batch:
-    """One call of `publish_all` whose events are in memory."""
+    """One call of `publish_all` with events that are in memory."""
 
-    def __init__(
-        self, members: Members, registry: ShardedRegistry, submit: Callable[[Callable[[], int]], Future[int]]
-    ) -> None:
-        self._members = members
-        self._placing = Placing(members, registry)
+    def __init__(self, cluster: Cluster, router: Router, submit: Callable[[Callable[[], int]], Future[int]]) -> None:
+        self._cluster = cluster
+        self._router = router
         self._submit = submit
-        self._deadline = time.monotonic() + members.timeout
+        self._deadline = time.monotonic() + cluster.timeout
         self._committed: dict[str, int] = {}
 
     def publish(self, publications: Sequence[Publication]) -> int:
         left: Sequence[Publication] = publications
         while left:
-            groups = self._placing.groups(left)
-            members = self._named(groups)
-            self._check(groups, members)
-            refused = self._publish_groups(groups, members)
+            groups = self._router.groups(left)
+            shards = self._named(groups)
+            self._check(groups, shards)
+            refused = self._publish_groups(groups, shards)
             if not refused:
                 break
-            # Their places have changed meanwhile: each is told by the transaction that would have written it.
+            # The transaction on a shard found that the shards of its events have changed.
             moved = set().union(*(map(id, groups[name]) for name in refused))
             left = [each for each in left if id(each) in moved]
             self._reconsider(refused, {each.topic for each in left})
         return sum(self._committed.values())
 
-    def _named(self, names: Iterable[str]) -> dict[str, Member]:
-        """The shards of these names, of which one may have joined while others have committed."""
+    def _named(self, names: Iterable[str]) -> dict[str, Shard]:
+        """The shards of these names. A shard may have joined while others have committed."""
         try:
-            return {name: self._members.named(name) for name in names}
+            return {name: self._cluster.named(name) for name in names}
         except ShardSetError as error:
             self._fail(dict.fromkeys(names, error))
 
-    def _check(self, groups: dict[str, list[Publication]], members: dict[str, Member]) -> None:
-        """Find out what can be known before anything is written."""
-        for name, member in members.items():
+    def _check(self, groups: dict[str, list[Publication]], shards: dict[str, Shard]) -> None:
+        """Check everything that can be checked before anything is written."""
+        for name, shard in shards.items():
             try:
-                self._members.reach_in_time(member, self._deadline)
+                self._cluster.health.reach(shard, self._deadline)
             except ShardUnavailableError as error:
                 self._fail({name: error})
         for name, group in groups.items():
-            publisher = members[name].platform.publisher
+            publisher = shards[name].publisher
             for each in group:
                 if each.partition is not None:
                     publisher.partition_of(each)
 
     def _publish_groups(
-        self, groups: dict[str, list[Publication]], members: dict[str, Member]
+        self, groups: dict[str, list[Publication]], shards: dict[str, Shard]
     ) -> dict[str, RegistryError]:
-        """A commit on each shard, side by side; gives those that refused because the places have changed."""
-        shards = self._placing.shards
+        """Commit on all shards in parallel; gives the shards that refused events because they have moved."""
+        placed = self._router.shards
         *others, last = groups
 
         def commit(name: str) -> int:
-            with self._members.using(members[name]):
-                return members[name].platform.publisher.publish_all(groups[name], placed=shards)
+            with self._cluster.using(shards[name]):
+                return shards[name].publisher.publish_all(groups[name], placed=placed)
 
         futures = {name: self._submit(lambda name=name: commit(name)) for name in others}  # type: ignore[misc]
         refused: dict[str, RegistryError] = {}
@@ -241,7 +256,7 @@ class _Batch:
                 self._committed[name] = self._committed.get(name, 0) + done
             except (RedefinitionError, WrongShardError) as error:
                 refused[name] = error
-            except Exception as error:  # noqa: BLE001 - raised below, with what the others have done
+            except Exception as error:  # noqa: BLE001 - raised below, with the result of the others
                 failed[name] = error
         if failed:
             self._fail({**refused, **failed})
@@ -250,10 +265,10 @@ class _Batch:
     def _reconsider(self, refused: Mapping[str, RegistryError], topics: set[str]) -> None:
         for error in refused.values():
             try:
-                self._members.reconsider(error, topics, self._deadline)
+                self._cluster.reconsider(error, topics, self._deadline)
             except RegistryError:
                 self._fail(refused)
-        self._placing.refresh()
+        self._router.refresh()
 
     def _fail(self, failed: Mapping[str, Exception]) -> NoReturn:
         if self._committed:

@@ -1,4 +1,4 @@
-"""The topics and consumers of all shards: the same on each."""
+"""The topics and consumers of a platform: the same on each of its shards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from eventsql_orchestration.boundary import checked, checks_itself
+from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseUnavailableError,
@@ -13,69 +14,78 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.log.positions import AtOffset, Start, starting_at
-from eventsql_orchestration.log.registry import Registry, check_form
-from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, ConsumerState, DeclaredFilter, Retention, Topic
-from eventsql_orchestration.sharded.everywhere import everywhere
-from eventsql_orchestration.sharded.gates import Gates
-from eventsql_orchestration.sharded.member import Member
-from eventsql_orchestration.sharded.members import Members
+from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.shards.barriers import Barriers
+from eventsql_orchestration.shards.cluster import Cluster
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.topics.catalog import check_form
+from eventsql_orchestration.topics.offsets import AtOffset, Start, starting_at
+from eventsql_orchestration.topics.registration import Registration, merged
 
 
 @checked
-class ShardedRegistry(Registry):
-    """A `Registry` over shards.
+class ClusterRegistry:
+    """Creates, lists and deletes topics and consumers.
 
-    What changes a definition needs all shards to be reached, and is done on one after the other; where it ends in
-    between, doing it again completes it. What only reads leaves out the shards that are down.
+    With several shards, a change needs all of them, and is made on one after the other. If it stops in between, call it
+    again to complete it. Reading leaves out the shards that are down.
     """
 
-    def __init__(self, members: Members, gates: Gates) -> None:
-        self._members = members
-        self._gates = gates
+    def __init__(self, cluster: Cluster, barriers: Barriers) -> None:
+        self._cluster = cluster
+        self._lone = None if cluster.lone is None else cluster.lone.registry
+        self._barriers = barriers
         self._compared: set[str] = set()
 
     # Topics
 
-    def register_topic(self, topic: Topic) -> ShardedRegistry:
-        everywhere(self._members, lambda member: member.platform.registry.register_topic(topic))
+    def register_topic(self, topic: Topic) -> ClusterRegistry:
+        """As `declare_topic`; gives the registry, for the next registration."""
+        self.declare_topic(topic)
         return self
 
+    def declare_topic(self, topic: Topic) -> Registration:
+        """Create `topic`, or find the same topic. Raises `RedefinitionError` if it exists in another form."""
+        done = self._cluster.fan_out(lambda shard: shard.registry.declare_topic(topic))
+        return merged(list(done.values()))
+
     def topics(self) -> list[Topic]:
+        """All topics, by name."""
         found: dict[str, Topic] = {}
-        for member in self._members.up():
-            with self._members.using(member):
-                for topic in member.platform.registry.topics():
-                    found.setdefault(topic.name, topic)
+        for _, topics in self._cluster.each_up(lambda shard: shard.registry.topics()):
+            for topic in topics:
+                found.setdefault(topic.name, topic)
         return [found[name] for name in sorted(found)]
 
     def topic(self, name: str) -> Topic:
-        """One topic, as the first of the shards has it that has it. Raises `TopicNotFoundError`."""
+        """One topic, from the first shard that has the topic. Raises `TopicNotFoundError`."""
+        if self._lone is not None:
+            return self._lone.topic(name)
         missing: list[TopicNotFoundError] = []
-        for member in self._members.up():
+        for shard in self._cluster.up():
             try:
-                with self._members.using(member):
-                    return member.platform.registry.topic(name)
+                with self._cluster.using(shard):
+                    return shard.registry.topic(name)
             except TopicNotFoundError as error:
                 missing.append(error)
             except DatabaseUnavailableError:
                 continue
-        self._members.up()
+        self._cluster.up()
         raise missing[0]
 
     def check_same(self, name: str) -> None:
         """Compare a topic over the shards that are up, once.
 
-        Raises `TopicNotFoundError`, and `ShardsDifferError` where they do not agree.
+        Raises `TopicNotFoundError`, and `ShardsDifferError` if the shards differ.
         """
-        if name in self._compared:
+        if self._lone is not None or name in self._compared:
             return
         found: dict[str, Topic | None] = {}
-        for member in self._members.up():
-            if member.active:
-                # One that goes down now says nothing.
-                with suppress(DatabaseUnavailableError), self._members.using(member):
-                    found[member.name] = _find(member, name)
+        for shard in self._cluster.up():
+            if shard.active:
+                # Leave out a shard that goes down now.
+                with suppress(DatabaseUnavailableError), self._cluster.using(shard):
+                    found[shard.label] = _find(shard, name)
         forms = {None if topic is None else topic.partitions for topic in found.values()}
         if forms == {None}:
             self.topic(name)
@@ -85,46 +95,49 @@ class ShardedRegistry(Registry):
 
     @checks_itself
     def cached_topic(self, name: str) -> Topic:
-        for member in self._members.up():
-            with self._members.using(member):
-                return member.platform.registry.cached_topic(name)
-        raise AssertionError("some shard is up, or the members raise")
+        """As `topic`, but read only at the first use."""
+        for shard in self._cluster.up():
+            with self._cluster.using(shard):
+                return shard.registry.cached_topic(name)
+        raise AssertionError("some shard is up, or the cluster raises")
 
     @checks_itself
     def known(self, name: str) -> Topic | None:
-        return next((found for each in self._members.platforms if (found := each.registry.known(name))), None)
+        """A topic as it was read before; None if it was not read."""
+        return next((found for each in self._cluster.shards if (found := each.registry.known(name))), None)
 
     def forget(self, name: str) -> None:
+        """Read the topic again at its next use."""
         self._compared.discard(name)
-        for platform in self._members.platforms:
-            platform.registry.forget(name)
+        for shard in self._cluster.shards:
+            shard.registry.forget(name)
 
     def set_retention(self, name: str, retention: Retention | None) -> None:
-        everywhere(self._members, lambda member: member.platform.registry.set_retention(name, retention))
+        """Change how long a topic keeps its events. Raises `TopicNotFoundError`."""
+        self._cluster.fan_out(lambda shard: shard.registry.set_retention(name, retention))
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
-        def unregister(member: Member) -> None:
+        """Delete a topic.
+
+        Raises `TopicNotFoundError`, and, without `force`, `RegistryError` if it has events or consumers.
+        """
+
+        def unregister(shard: Shard) -> None:
             try:
-                member.platform.registry.unregister_topic(name, force=force)
+                shard.registry.unregister_topic(name, force=force)
             except TopicNotFoundError:
-                if member.name == last:
+                if shard is required:
                     raise
 
-        # Where only some shards have it, an attempt before this one ended in between.
-        last = self._last_with(name)
-        everywhere(self._members, unregister)
+        # If only some shards have the topic, an earlier attempt stopped in between.
+        required = self._cluster.lone or self._without(name)
+        self._cluster.fan_out(unregister)
         self.forget(name)
 
-    def _last_with(self, name: str) -> str | None:
-        """The shard that says so where no shard has the topic."""
-        members = self._members.all()
-        for member in members:
-            try:
-                member.platform.registry.topic(name)
-            except TopicNotFoundError:
-                continue
-            return None
-        return members[0].name
+    def _without(self, name: str) -> Shard | None:
+        """The first shard if no shard has the topic; None otherwise."""
+        shards = self._cluster.all()
+        return shards[0] if all(_find(shard, name) is None for shard in shards) else None
 
     # Consumers
 
@@ -136,13 +149,32 @@ class ShardedRegistry(Registry):
         start: Start = "earliest",
         filter: DeclaredFilter = None,  # noqa: A002 - the field's word
         held: bool = False,
-    ) -> ShardedRegistry:
-        """Create `consumer` on all shards, or find it as it is, as on one.
+    ) -> ClusterRegistry:
+        """As `declare_consumer`; gives the registry, for the next registration."""
+        self.declare_consumer(consumer, max_attempts=max_attempts, start=start, filter=filter, held=held)
+        return self
 
-        On a shard that joined the others, a new one gets no events before it has consumed what was published on the
-        others until then, so that it too is handed the events of a key in order. A shard that lacks the consumer gets
-        the settings that are not given from another shard.
+    def declare_consumer(
+        self,
+        consumer: Consumer,
+        *,
+        max_attempts: int | None = None,
+        start: Start = "earliest",
+        filter: DeclaredFilter = None,  # noqa: A002 - the field's word
+        held: bool = False,
+    ) -> Registration:
+        """Create `consumer`, or find the same consumer; settings that are given change it.
+
+        With several shards, `start` may not be an offset. A shard that joined holds a new consumer back until the
+        consumer has consumed the older events of the other shards: so it gets the events of a key in order. If a shard
+        lacks the consumer, it takes the settings that are not given from another shard.
+
+        Raises `TopicNotFoundError`, `RedefinitionError` if it exists in another form, `ValidationError`.
         """
+        if self._lone is not None:
+            return self._lone.declare_consumer(
+                consumer, max_attempts=max_attempts, start=start, filter=filter, held=held
+            )
         if isinstance(starting_at(start), AtOffset):
             raise ValidationError(
                 "start: an offset means another place on each shard: begin at a time, earliest or latest"
@@ -151,30 +183,32 @@ class ShardedRegistry(Registry):
         check_form(consumer, existing)
         having = {state.shard for state in existing}
 
-        def register(member: Member) -> None:
+        def register(shard: Shard) -> Registration:
             attempts, conditions = max_attempts, filter
-            if existing and member.name not in having:
+            if existing and shard.name not in having:
                 attempts = existing[0].max_attempts if attempts is None else attempts
                 conditions = existing[0].filter if conditions is None else conditions
-            member.platform.registry.register_consumer(
+            return shard.registry.declare_consumer(
                 consumer, max_attempts=attempts, start=start, filter=conditions,
-                held=held or self._members.generation_of(member) > 0,
+                held=held or self._cluster.generation_of(shard) > 0,
             )  # fmt: skip
 
-        everywhere(self._members, register)
-        self._gates.settle()
-        return self
+        done = self._cluster.fan_out(register)
+        self._barriers.settle()
+        return merged(list(done.values()))
 
     def consumers(self, topic: str | None = None) -> list[ConsumerState]:
-        """Every consumer partition on the shards that are up, each with its shard."""
-        states: list[ConsumerState] = []
-        for member in self._members.up():
-            with self._members.using(member):
-                states += [replace(each, shard=member.name) for each in member.platform.registry.consumers(topic)]
+        """Every consumer partition, of one topic or of all, with its shard if there are several."""
+        if self._lone is not None:
+            return self._lone.consumers(topic)
+        listed = self._cluster.each_up(lambda shard: shard.registry.consumers(topic))
+        states = [replace(state, shard=shard.label) for shard, found in listed for state in found]
         return sorted(states, key=lambda state: (state.topic, state.name, state.shard or "", state.partition))
 
     def consumer(self, topic: str, name: str) -> list[ConsumerState]:
-        """Its partitions on the shards that are up. Raises `TopicNotFoundError` or `ConsumerNotFoundError`."""
+        """The partitions of one consumer. Raises `TopicNotFoundError` or `ConsumerNotFoundError`."""
+        if self._lone is not None:
+            return self._lone.consumer(topic, name)
         states = [state for state in self.consumers(topic) if state.name == name]
         if not states:
             raise ConsumerNotFoundError(
@@ -185,11 +219,13 @@ class ShardedRegistry(Registry):
     def check_same_consumer(self, topic: str, name: str) -> None:
         """Compare a consumer over the shards that are up.
 
-        Raises as `consumer`, and `ShardsDifferError` where they do not agree.
+        Raises as `consumer`, and `ShardsDifferError` if the shards differ.
         """
+        if self._lone is not None:
+            return
         states = self.consumer(topic, name)
         on = {state.shard for state in states}
-        lacking = [member.name for member in self._members.up() if member.active and member.name not in on]
+        lacking = [shard.label for shard in self._cluster.up() if shard.active and shard.label not in on]
         mixed = len({state.partition == NOT_PARTITIONED for state in states}) > 1
         if lacking or mixed:
             which = "is partitioned on some shards only" if mixed else f"is missing on shard {lacking[0]!r}"
@@ -199,24 +235,30 @@ class ShardedRegistry(Registry):
             )
 
     def unregister_consumer(self, topic: str, name: str) -> None:
+        """Delete a consumer with its offsets. Waits for a running consumption."""
+        if self._lone is not None:
+            return self._lone.unregister_consumer(topic, name)
         found = {state.shard for state in self.consumers(topic) if state.name == name}
 
-        def unregister(member: Member) -> None:
-            if member.name in found or not found:
-                member.platform.registry.unregister_consumer(topic, name)
+        def unregister(shard: Shard) -> None:
+            if shard.label in found or not found:
+                shard.registry.unregister_consumer(topic, name)
 
-        everywhere(self._members, unregister)
+        self._cluster.fan_out(unregister)
+        return None
 
     def pause(self, topic: str, name: str) -> None:
-        everywhere(self._members, lambda member: member.platform.registry.pause(topic, name))
+        """Start no consumption of this consumer until `resume`; a running consumption goes on."""
+        self._cluster.fan_out(lambda shard: shard.registry.pause(topic, name))
 
     def resume(self, topic: str, name: str) -> None:
-        everywhere(self._members, lambda member: member.platform.registry.resume(topic, name))
+        """End a pause, and give an event that blocks a partition a fresh set of attempts."""
+        self._cluster.fan_out(lambda shard: shard.registry.resume(topic, name))
 
 
-def _find(member: Member, name: str) -> Topic | None:
+def _find(shard: Shard, name: str) -> Topic | None:
     try:
-        return member.platform.registry.topic(name)
+        return shard.registry.topic(name)
     except TopicNotFoundError:
         return None
 

@@ -1,40 +1,98 @@
-"""What every way of consuming shares: a locked consumer partition, a batch handled in its transaction, its offset.
+"""The batch runner: every consumption handles its batches with it.
 
-The offset and the handler's effects are one transaction, and the offset only moves from where the batch was read. So a
-consumption that lost its partition rolls its effects back, whatever took the partition over.
+Effects and offset are one transaction, and the offset only moves from where the batch was read. So a consumption that
+lost its partition rolls its effects back, whichever program took the partition over.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Final, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from psycopg.rows import tuple_row
 
+from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.commit_retry import CommitRetry, is_rejection, is_transient
+from eventsql_orchestration.consuming.dead_letter_values import describe
+from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.consuming.failures import Failure, record_failure, transaction_lost
+from eventsql_orchestration.consuming.partition import (
+    TRANSACTION_ENDED,
+    ConsumerPartition,
+    LockedPartition,
+    advance,
+)
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import ClaimLostError, ConsumptionError, DatabaseBusyError
-from eventsql_orchestration.log.dead_letters import MAX_MESSAGE_LENGTH, NEVER, DeadLetterCause, DeadLetters, describe
-from eventsql_orchestration.log.handlers import check_returned
-from eventsql_orchestration.log.reader import MAX_OFFSET
-from eventsql_orchestration.model import ConsumerState, Event, EventFilter, how_often
+from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.errors import ConsumptionError, DatabaseError, ValidationError
+from eventsql_orchestration.model import Event
 
 logger = logging.getLogger(__name__)
 
+# Handlers
+
 BatchHandler: TypeAlias = Callable[[Sequence[Event], Connection], object]
-"""Takes events in order and the connection whose transaction their offset commits with."""
+"""Takes events in order, and the connection whose transaction commits their offset."""
 
 EventHandler: TypeAlias = Callable[[Event, Connection], object]
-"""Takes one event and the connection whose transaction its offset commits with."""
+"""Takes one event, and the connection whose transaction commits its offset."""
+
+_NOT_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
+
+
+def is_asynchronous(function: object) -> bool:
+    """Whether a call only returns an awaitable or an asynchronous generator."""
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+def check_handler(handler: object, *arguments: str) -> None:
+    """Raise `ValidationError` unless `handler` takes these positional arguments and runs when it is called.
+
+    A call of a coroutine function or a generator function runs nothing, and its events would count as consumed.
+    """
+    called = ", ".join(arguments)
+    if not callable(handler):
+        raise ValidationError(f"a handler is a function of ({called}), not {handler!r}")
+
+    name = getattr(handler, "__qualname__", None) or repr(handler)
+    for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004 - a partial has none of its own
+        if is_asynchronous(function):
+            raise ValidationError(
+                f"handler {name} is asynchronous and would never run: make it a plain function, which may call "
+                "asyncio.run"
+            )
+        if inspect.isgeneratorfunction(function):
+            raise ValidationError(f"handler {name} is a generator function and would never run: remove `yield`")
+
+    try:
+        # The signature of the called function, which may pass further arguments to a wrapped one.
+        signature = inspect.signature(handler, follow_wrapped=False)
+    except ValueError:
+        # Some functions written in C have no signature.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ValidationError(f"handler {name}{signature} cannot be called with ({called}): {error}") from None
+
+
+def check_returned(returned: object) -> None:
+    """Raise `TypeError` if a handler returned an awaitable or a generator, as a lambda around a coroutine does."""
+    if returned is None or not any(of_kind(returned) for of_kind in _NOT_RUN):
+        return
+    if inspect.iscoroutine(returned):
+        # Python would warn that nothing awaited it.
+        returned.close()
+    raise TypeError("the handler returned an awaitable or a generator, and nothing of it has run")
 
 
 def one_by_one(handler: EventHandler) -> BatchHandler:
-    """A handler of single events in the form of one of batches, for `each=True`."""
+    """A handler of batches that calls a handler of single events."""
 
     def handle_events(events: Sequence[Event], connection: Connection) -> None:
         for event in events:
@@ -43,449 +101,285 @@ def one_by_one(handler: EventHandler) -> BatchHandler:
     return handle_events
 
 
-_ENDED: Final = "the handler ended or broke the transaction that it was given"
-
-FIRST_BACKOFF: Final = 1.0
-MAX_BACKOFF: Final = 60.0
+# Batches
 
 
 @dataclass(frozen=True, slots=True)
-class ConsumerPartition:
-    """The identity of a consumer partition, as the statements take it."""
+class Batch:
+    """All events of a locked partition from its offset to `upto`, the offset to reach if they succeed."""
 
-    topic: str
-    consumer: str
-    partition: int
+    locked: LockedPartition
+    events: Sequence[Event]
+    upto: int
 
-    def parameters(self) -> dict[str, object]:
-        return {"topic": self.topic, "consumer": self.consumer, "partition": self.partition}
-
-    def __str__(self) -> str:
-        partition = "" if self.partition < 0 else f" partition {self.partition}"
-        return f"consumer {self.consumer!r} of topic {self.topic!r}{partition}"
+    def matching(self) -> Sequence[Event]:
+        """The events that match the consumer's filter."""
+        return matching(self.locked.state.filter, self.events)
 
 
-@dataclass(frozen=True, slots=True)
-class LockedPartition:
-    """A consumer partition as this transaction has locked it; `now` is the database's clock."""
-
-    key: ConsumerPartition
-    state: ConsumerState
-    now: datetime
-    transaction: str
-
-    @property
-    def offset(self) -> int:
-        return self.state.last_event_id
-
-    @property
-    def upto(self) -> int:
-        """The last offset that may be consumed for now."""
-        return MAX_OFFSET if self.state.until is None else self.state.until
-
-    @property
-    def leased(self) -> bool:
-        return self.state.leased(self.now)
-
-    @property
-    def retry_in(self) -> float:
-        """Seconds until the failed event is due again; 0 when none is, or it is due."""
-        if not self.state.failing or self.state.retry_at is None:
-            return 0.0
-        return max(0.0, (self.state.retry_at - self.now).total_seconds())
+def matching(conditions: EventFilter | None, events: Sequence[Event]) -> Sequence[Event]:
+    """The events that match a consumer's filter; all of them without one."""
+    return events if conditions is None else [event for event in events if conditions.matches(event)]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An event that could not be processed. `outcome` says what became of it."""
+class BatchResult:
+    """The outcome of one batch, or of several batches of one partition.
 
-    event: Event
-    error: str
-    attempts: int
-    outcome: str
-
-    RETRY = "retry"
-    DEAD_LETTER = "dead letter"
-    BLOCKED = "blocked"
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a batch came to: events consumed, the offset reached, and the event that stopped it, if one did.
-
-    `passed` counts the events that were passed over because they do not match the consumer's filter: a batch of such
-    events alone has moved the offset too.
+    `consumed` events were handled or became `dead_letters`, `skipped` events do not match the consumer's filter, and
+    `offset` was committed. `failure` is the event that holds the partition up. `metadata` is for a report of the run
+    that handled the batch.
     """
 
     consumed: int
     offset: int
+    skipped: int = 0
     failure: Failure | None = None
-    passed: int = 0
+    dead_letters: tuple[Failure, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __add__(self, later: BatchResult) -> BatchResult:
+        return BatchResult(
+            self.consumed + later.consumed,
+            later.offset,
+            self.skipped + later.skipped,
+            later.failure,
+            self.dead_letters + later.dead_letters,
+            {**self.metadata, **later.metadata},
+        )
 
 
-def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wait: bool) -> LockedPartition | None:
-    """Lock a consumer partition in the caller's transaction.
+class BatchSource(Protocol):
+    """Reads the next batch of a consumer partition, and finishes it in the same transaction."""
 
-    None when there is no such consumer or, with `wait=False`, when another transaction has it.
-    """
-    query = queries("await_consumer" if wait else "lock_consumer")
-    # The connection may be a caller's, with a row factory of its own.
-    # It may have a format of times of its own, too.
-    row = connection.cursor(row_factory=tuple_row, binary=True).execute(query, key.parameters()).fetchone()
-    if row is None:
-        return None
-    *columns, conditions, until, now, transaction = row
-    state = [*columns, EventFilter.from_json(conditions), until]
-    return LockedPartition(key, ConsumerState(*state), now, transaction)
+    @property
+    def key(self) -> ConsumerPartition: ...
+
+    def open(self, connection: Connection, limit: int) -> Batch | None:
+        """Lock the partition and read at most `limit` events; None if nothing is to be handled now."""
+
+    def close(self, connection: Connection, result: BatchResult) -> None:
+        """Write what else belongs to the batch. It may still be rolled back."""
 
 
-class EventFailedError(Exception):
-    """Internal: `event` failed with `error`, after the `done` events before it succeeded."""
+class _FailedEvent:
+    """An event that failed, by its index among the events of its batch.
 
-    def __init__(self, event: Event, done: int, error: BaseException) -> None:
-        super().__init__(event.id)
-        self.event = event
-        self.done = done
-        self.error = error
-
-
-class BatchFailedError(Exception):
-    """Internal: a batch failed and its transaction must be rolled back; then its events may be handled one by one."""
-
-    def __init__(self, events: Sequence[Event], error: Exception) -> None:
-        super().__init__(str(error))
-        self._events = events
-        self._error = error
-
-    def handler(self, handler: BatchHandler) -> BatchHandler:
-        """The handler for the events one by one; of a batch of one event it is known how that ends."""
-        if len(self._events) > 1:
-            return handler
-        failed = self._events[0].id
-        # Given away when it is raised: the error keeps the frame below, and would be kept by it, with all the events.
-        known = [self._error]
-
-        def handle_again(events: Sequence[Event], connection: Connection) -> None:
-            if events[0].id == failed:
-                raise known.pop()
-            handler(events, connection)
-
-        return handle_again
-
-
-class CommitRefusedError(Exception):
-    """Internal: the server refused a commit for what the handler had written.
-
-    It checks deferred constraints then. `error` is what it said; `events`, which the transaction was for, may be
-    handled one by one, with `check`. With `passing`, as of a conflict, it may go well when it is tried again.
+    The error is taken out when it is recorded. The frames of its traceback refer to their callers, so if a caller still
+    named the error, both would stay in memory, with the batch, until the next garbage collection.
     """
 
-    def __init__(self, error: Exception, events: Sequence[Event], *, passing: bool) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.events = events
-        self.passing = passing
+    __slots__ = ("_error", "event_id", "index")
+
+    def __init__(self, index: int, event_id: int, error: Exception) -> None:
+        self.index = index
+        self.event_id = event_id
+        named = isinstance(error, ConsumptionError) and error.__cause__ is not None
+        self._error: BaseException | None = error.__cause__ if named else error
+
+    def take(self) -> BaseException:
+        error, self._error = self._error, None
+        assert error is not None, "a failure is recorded once"
+        return error
 
 
-_ELSEWHERE: Final = ("08", "25", "53", "54000", "57P", "58")
-"""SQLSTATEs, and classes of them, that say nothing of what was written: connections, a server that takes no writes,
-resources, its queue of notifications, the operator, files. No event is to blame, and it is tried again for as long as
-it takes."""
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """How to handle a batch: all at once or, with `each`, event by event, each event behind a savepoint.
 
-_PASSING: Final = ("40", "55", "57")
-"""Conflicts, locks, statements that took too long."""
-
-_LASTING: Final = frozenset({"40002", "55000"})
-"""Of these classes, what no repetition mends: a constraint that does not hold, a state that is not there."""
-
-
-@contextmanager
-def transaction(database: Database, events: Sequence[Event]) -> Iterator[Connection]:
-    """As `Database.transaction`; `CommitRefusedError` where the server refuses the commit for what was written.
-
-    `events` has, at the end of the block, those that it was for.
+    With `check`, deferred constraints are checked after each event. The handler is not called again for an event that
+    `failed` before.
     """
-    committing = False
+
+    each: bool = False
+    check: bool = False
+    failed: _FailedEvent | None = None
+
+
+class BatchRunner:
+    """Handles batches: all events at once and, if that fails, event by event.
+
+    There is no savepoint while batches succeed: a failed batch is rolled back as a whole and read again. Its events are
+    then handled one by one. Those before the failing event are committed, and its failure is recorded on the consumer's
+    row or, after the last attempt, makes it a dead letter in the transaction that moves the offset past it. A commit
+    that the server rejects, for instance because of a deferred constraint, is a failure of its events too.
+    """
+
+    def __init__(self, database: Database, dead_letters: DeadLetters) -> None:
+        self._database = database
+        self._dead_letters = dead_letters
+        self._queries = Queries("log", database.schema)
+
+    def run(
+        self,
+        source: BatchSource,
+        handler: BatchHandler,
+        *,
+        limit: int,
+        retry: CommitRetry,
+        each: bool = False,
+        cancellation: Cancellation | None = None,
+    ) -> BatchResult | None:
+        """Handle one batch of at most `limit` events; None if the source has none now.
+
+        Raises `ClaimLostError` if the offset is not where the batch was read, errors of the database, rejections that
+        `retry` wants tried again later, and the handler's error if the handler broke the transaction.
+        """
+        attempt = _Attempt(each=each)
+        cancellation = cancellation or Cancellation()
+        while True:
+            size = retry.size(limit)
+            outcome = self._try(attempt, source, handler, size=size, retry=retry, cancellation=cancellation)
+            if isinstance(outcome, _Attempt):
+                attempt = outcome
+                continue
+            if outcome is not None:
+                retry.committed(limit)
+            return outcome
+
+    def fail(self, connection: Connection, batch: Batch, error: Exception) -> BatchResult | None:
+        """Record in the caller's transaction that the first matching event failed; None if there is none."""
+        events = batch.matching()
+        return self._conclude(connection, batch, events, _FailedEvent(0, events[0].id, error)) if events else None
+
+    def _try(
+        self,
+        attempt: _Attempt,
+        source: BatchSource,
+        handler: BatchHandler,
+        *,
+        size: int,
+        retry: CommitRetry,
+        cancellation: Cancellation,
+    ) -> BatchResult | _Attempt | None:
+        """Handle a batch in one transaction. If it is rolled back, returns the attempt to make next."""
+        outcome: BatchResult | _Attempt | None = None
+        events: Sequence[Event] = ()
+        committing = False
+        try:
+            with self._database.transaction() as connection, cancellation.connection(connection):
+                if (batch := source.open(connection, size)) is not None:
+                    events = batch.events
+                    outcome = self._handle(connection, batch, handler, attempt)
+                    if isinstance(outcome, _Attempt):
+                        raise psycopg.Rollback
+                    source.close(connection, outcome)
+                committing = True
+        except (psycopg.Error, DatabaseError, MemoryError) as error:
+            if not committing:
+                # The events could not be read: errors of the handler are caught before.
+                if isinstance(error, psycopg.Error) or size == 1 or not too_much(error):
+                    raise
+                if cancellation.stopping.is_set():
+                    raise
+                retry.halve(size)
+                logger.info("%s reads %d events at once next: %s", source.key, retry.size(size), error)
+                return attempt
+            if not events or attempt.failed is not None or not is_rejection(error):
+                raise
+            single = events[0].id if size == 1 else None
+            transient = is_transient(error)
+            if transient and retry.try_again(single):
+                raise
+            if single is not None:
+                return _Attempt(each=True, failed=_FailedEvent(0, single, error))
+            if attempt.check or transient:
+                # One by one, no event was to blame.
+                retry.isolate()
+            return _Attempt(each=True, check=True)
+        return outcome
+
+    def _handle(
+        self, connection: Connection, batch: Batch, handler: BatchHandler, attempt: _Attempt
+    ) -> BatchResult | _Attempt:
+        events = batch.matching()
+        failed: _FailedEvent | None = None
+        if events:
+            first = events[0].id
+            if attempt.failed is not None and attempt.failed.event_id == first:
+                failed = attempt.failed
+            elif attempt.each or batch.locked.state.failed_event_id == first:
+                failed = _each(connection, events, handler, check=attempt.check)
+            elif (failed := _all(connection, events, handler)) is not None:
+                if len(events) == 1:
+                    return _Attempt(each=True, failed=failed)
+                description = describe(failed.take())
+                logger.info("a batch of %d events failed (%s); handling them one by one", len(events), description)
+                return _Attempt(each=True)
+        return self._conclude(connection, batch, events, failed)
+
+    def _conclude(
+        self,
+        connection: Connection,
+        batch: Batch,
+        events: Sequence[Event],
+        failed: _FailedEvent | None,
+    ) -> BatchResult:
+        """Move the offset past the handled events, and record the failure of the event after them."""
+        locked = batch.locked
+        if failed is None:
+            if batch.upto > locked.offset:
+                self._advance(connection, locked, batch.upto, events)
+            return BatchResult(len(events), batch.upto, len(batch.events) - len(events))
+
+        done = failed.index
+        event, offset = events[done], locked.offset
+        before = [each for each in batch.events if each.id < event.id]
+        if before:
+            offset = before[-1].id
+            self._advance(connection, locked, offset, events[:done])
+        failure = record_failure(
+            connection, self._queries, locked.at(offset), event, failed.take(), dead_letters=self._dead_letters
+        )
+        skipped = len(before) - done
+        if failure.outcome == Failure.DEAD_LETTER:
+            return BatchResult(done + 1, event.id, skipped, dead_letters=(failure,))
+        return BatchResult(done, offset, skipped, failure)
+
+    def _advance(self, connection: Connection, locked: LockedPartition, upto: int, done: Sequence[Event]) -> None:
+        advance(
+            connection, self._queries, locked.key,
+            after=locked.offset, upto=upto, first=done[0].id if done else None, consumed=len(done),
+            transaction=locked.transaction,
+        )  # fmt: skip
+
+
+def _all(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> _FailedEvent | None:
+    """Handle events at once. Returns the handler's error, or raises it if the handler ended the transaction."""
     try:
-        with database.transaction() as connection:
-            yield connection
-            committing = True
-    except (psycopg.Error, DatabaseBusyError) as error:
-        state: str | None = getattr(error if isinstance(error, psycopg.Error) else error.__cause__, "sqlstate", None)
-        if not committing or state is None or state.startswith(_ELSEWHERE):
+        _call(connection, events, handler)
+    except Exception as error:
+        # After an error of a statement, the transaction is there to be rolled back.
+        if transaction_lost(connection) and connection.info.transaction_status is not TransactionStatus.INERROR:
             raise
-        raise CommitRefusedError(error, events, passing=state.startswith(_PASSING) and state not in _LASTING) from error
+        return _FailedEvent(0, events[0].id, error)
+    return None
 
 
-def refuse(
-    connection: Connection,
-    queries: Queries,
-    dead_letters: DeadLetters,
-    locked: LockedPartition,
-    *,
-    event: Event,
-    error: Exception,
-) -> Progress:
-    """Note in the caller's transaction that the next event failed, whose effects could not be committed."""
-
-    def fail(_events: Sequence[Event], _connection: Connection) -> None:
-        raise error
-
-    return consume(connection, queries, dead_letters, locked, events=[event], handler=fail, each=True)
-
-
-def handle(
-    connection: Connection,
-    events: Sequence[Event],
-    handler: BatchHandler,
-    *,
-    each: bool,
-    savepoint: bool,
-    check: bool = False,
-) -> None:
-    """Run `handler` over `events` in the caller's transaction, all at once or, with `each`, one by one.
-
-    When it fails for all at once, its effects are undone and the events are handed to it one by one, so that the event
-    that fails is known and those before it are done. Raises `EventFailedError`. Without `savepoint` the caller undoes
-    the effects, and hands the events over again with `each`: raises `BatchFailedError`. With `check`, what an event's
-    effects leave to the commit is checked after it.
-    """
-    if not each and (len(events) > 1 or not savepoint):
+def _each(
+    connection: Connection, events: Sequence[Event], handler: BatchHandler, *, check: bool
+) -> _FailedEvent | None:
+    """Handle events one by one up to the first that fails."""
+    for index, event in enumerate(events):
         try:
-            if savepoint:
-                _savepoint(connection, events, handler)
-            else:
-                _run(connection, events, handler)
-            return
+            with connection.transaction():
+                _call(connection, [event], handler)
+                if check:
+                    # Rolled back, so that constraints stay deferred for the next event.
+                    with connection.transaction(force_rollback=True):
+                        connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
         except Exception as error:
-            if _transaction_lost(connection) and not _transaction_failed(connection):
+            if transaction_lost(connection):
                 raise
-            if len(events) > 1:
-                logger.info("a batch of %d events failed (%s); handling them one by one", len(events), describe(error))
-            if not savepoint:
-                raise BatchFailedError(events, error) from error
-    for done, event in enumerate(events):
-        try:
-            _savepoint(connection, [event], handler, check=check)
-        except Exception as error:
-            if _transaction_lost(connection):
-                raise
-            raise EventFailedError(event, done, _cause(error)) from error
+            return _FailedEvent(index, event.id, error)
+    return None
 
 
-def _savepoint(connection: Connection, events: Sequence[Event], handler: BatchHandler, *, check: bool = False) -> None:
-    with connection.transaction():
-        _run(connection, events, handler)
-        if check:
-            # Undone, so that what comes next may leave as much to the commit.
-            with connection.transaction(force_rollback=True):
-                connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
-
-
-def _run(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
+def _call(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
     try:
         check_returned(handler(events, connection))
     except psycopg.Rollback as error:
         # psycopg would take it for success, and the events would pass without their effects.
         raise psycopg.ProgrammingError("the handler rolled its effects back") from error
-    if _transaction_lost(connection):
-        raise psycopg.ProgrammingError(_ENDED)
-
-
-def _cause(error: Exception) -> BaseException:
-    if isinstance(error, ConsumptionError) and error.__cause__ is not None:
-        return error.__cause__
-    return error
-
-
-def _transaction_lost(connection: Connection) -> bool:
-    """Whether the transaction with the partition's lock is gone: nothing may be done in its place."""
-    return connection.info.transaction_status is not TransactionStatus.INTRANS
-
-
-def _transaction_failed(connection: Connection) -> bool:
-    """Whether all that is left of the transaction is to roll it back; without a savepoint, any error leaves that."""
-    return connection.info.transaction_status is TransactionStatus.INERROR
-
-
-def consume(
-    connection: Connection,
-    queries: Queries,
-    dead_letters: DeadLetters,
-    locked: LockedPartition,
-    *,
-    events: Sequence[Event],
-    handler: BatchHandler,
-    each: bool = False,
-    upto: int | None = None,
-    savepoint: bool = True,
-    check: bool = False,
-) -> Progress:
-    """Handle `events`, and move the offset, in the caller's transaction that holds the lock.
-
-    Of `events`, which are all that the partition has from the offset on, the handler gets those that match the
-    consumer's filter; the offset moves past the others. With `each`, and where the first of them has failed before, the
-    handler gets them one by one.
-
-    `upto` is the offset to reach when all succeed (the last event's by default). A failing event is noted on the
-    consumer row, or buried once its attempts are spent; what went before it is done all the same. Raises
-    `ClaimLostError` when the offset is not where the batch began, and what the handler raised when the transaction is
-    lost with it. `savepoint` and `check` as in `handle`.
-    """
-    if upto is None:
-        upto = events[-1].id if events else locked.offset
-    chosen = _chosen(locked.state.filter, events)
-    try:
-        if chosen:
-            each = each or locked.state.failed_event_id == chosen[0].id
-            handle(connection, chosen, handler, each=each, savepoint=savepoint, check=check)
-    except EventFailedError as failed:
-        done = chosen[: failed.done]
-        before = [event for event in events if event.id < failed.event.id]
-        after = locked.offset
-        if before:
-            after = before[-1].id
-            _move(connection, queries, locked, upto=after, done=done)
-        failure = _record(connection, queries, dead_letters, locked, failed, after=after)
-        buried = failure.outcome == Failure.DEAD_LETTER
-        offset = failure.event.id if buried else after
-        return Progress(len(done) + buried, offset, failure, len(before) - len(done))
-    if upto > locked.offset:
-        _move(connection, queries, locked, upto=upto, done=chosen)
-    return Progress(len(chosen), upto, passed=len(events) - len(chosen))
-
-
-def _chosen(conditions: EventFilter | None, events: Sequence[Event]) -> Sequence[Event]:
-    return events if conditions is None else [event for event in events if conditions.matches(event)]
-
-
-def _move(
-    connection: Connection, queries: Queries, locked: LockedPartition, *, upto: int, done: Sequence[Event]
-) -> None:
-    first = done[0].id if done else None
-    advance(
-        connection, queries, locked.key,
-        after=locked.offset, upto=upto, first=first, consumed=len(done), transaction=locked.transaction,
-    )  # fmt: skip
-
-
-def advance(
-    connection: Connection,
-    queries: Queries,
-    key: ConsumerPartition,
-    *,
-    after: int,
-    upto: int,
-    first: int | None,
-    consumed: int,
-    transaction: str | None = None,
-) -> None:
-    """Move an offset from `after` to `upto`.
-
-    Raises `ClaimLostError` when it is not at `after` any more, and `psycopg.ProgrammingError` where this is not the
-    `transaction` that locked the partition.
-    """
-    values = {"after": after, "upto": upto, "first": first, "consumed": consumed, "transaction": transaction}
-    cursor = connection.execute(queries("advance"), {**key.parameters(), **values})
-    if cursor.rowcount != 1:
-        # A handler may have set a row factory of its own.
-        current = (
-            connection.cursor(row_factory=tuple_row)
-            .execute("SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text")
-            .fetchone()
-        )
-        if transaction is not None and current != (transaction,):
-            raise psycopg.ProgrammingError(_ENDED)
-        raise ClaimLostError(f"{key} is not at offset {after} any more: another consumption moved it")
-
-
-def _record(
-    connection: Connection,
-    queries: Queries,
-    dead_letters: DeadLetters,
-    locked: LockedPartition,
-    failed: EventFailedError,
-    *,
-    after: int,
-) -> Failure:
-    """Note a failed event for a retry, or bury it when its attempts are spent and something may take it."""
-    event, key, state = failed.event, locked.key, locked.state
-    attempts = _attempts(locked, event)
-    if attempts < state.max_attempts or not dead_letters.accepts(key.topic, connection):
-        return record_failure(connection, queries, locked, event, failed.error)
-    description = describe(failed.error)
-    buried = False
-    try:
-        # What a factory publishes and what then fails is undone; the failure is noted all the same.
-        with connection.transaction():
-            buried = dead_letters.bury(connection, event, DeadLetterCause.of(key.consumer, failed.error, attempts))
-    except Exception as error:
-        if _transaction_lost(connection):
-            raise
-        problem = f"its dead letter could not be made: {describe(error)}"
-        logger.exception("%s is held up by event %d, which failed %s: %s", key, event.id, how_often(attempts), problem)
-        noted = f"{description[: MAX_MESSAGE_LENGTH // 2]} ({problem}"[: MAX_MESSAGE_LENGTH - 1] + ")"
-        _note(connection, queries, key, event, attempts=attempts, failure=noted, backoff=_backoff(attempts))
-        return Failure(event, noted, attempts, Failure.RETRY)
-    if not buried:
-        _note(connection, queries, key, event, attempts=attempts, failure=description, backoff=NEVER)
-        logger.error(
-            "%s is blocked by event %d, which failed %s (%s) and was not made a dead letter; mend the handler or "
-            "the dead letter factory and resume the consumer",
-            key, event.id, how_often(attempts), description,
-        )  # fmt: skip
-        return Failure(event, description, attempts, Failure.BLOCKED)
-    advance(connection, queries, key, after=after, upto=event.id, first=event.id, consumed=1)
-    connection.execute(queries("count_given_up"), key.parameters())
-    logger.error("%s gave event %d up after %d attempts, as a dead letter: %s", key, event.id, attempts, description)
-    return Failure(event, description, attempts, Failure.DEAD_LETTER)
-
-
-def _attempts(locked: LockedPartition, event: Event) -> int:
-    return (locked.state.attempts if locked.state.failed_event_id == event.id else 0) + 1
-
-
-def _backoff(attempts: int) -> float:
-    """Seconds until an event is tried again that has failed so often."""
-    return min(FIRST_BACKOFF * 2.0 ** min(attempts - 1, 30), MAX_BACKOFF)
-
-
-def _note(
-    connection: Connection,
-    queries: Queries,
-    key: ConsumerPartition,
-    event: Event,
-    *,
-    attempts: int,
-    failure: str,
-    backoff: float,
-) -> None:
-    connection.execute(
-        queries("record_failure"),
-        {**key.parameters(), "event": event.id, "attempts": attempts, "failure": failure, "backoff": backoff},
-    )
-
-
-def record_failure(
-    connection: Connection, queries: Queries, locked: LockedPartition, event: Event, error: BaseException
-) -> Failure:
-    """Note in the caller's transaction that `event` failed: it is due again after a backoff, or blocks its partition.
-
-    It blocks the partition when its attempts are spent, until there is a dead letter topic or the consumer is resumed.
-    """
-    key, state = locked.key, locked.state
-    description, attempts = describe(error), _attempts(locked, event)
-    backoff = _backoff(attempts)
-    _note(connection, queries, key, event, attempts=attempts, failure=description, backoff=backoff)
-    if attempts >= state.max_attempts:
-        logger.error(
-            "%s is blocked by event %d, which failed %s (%s); mend the handler and resume the consumer, "
-            "or create topic %s_dlt to take such events",
-            key, event.id, how_often(attempts), description, key.topic,
-        )  # fmt: skip
-        return Failure(event, description, attempts, Failure.BLOCKED)
-    logger.warning(
-        "%s will try event %d again in %.0f s (attempt %d of %d failed: %s)",
-        key, event.id, backoff, attempts, state.max_attempts, description,
-    )  # fmt: skip
-    return Failure(event, description, attempts, Failure.RETRY)
+    if transaction_lost(connection):
+        raise psycopg.ProgrammingError(TRANSACTION_ENDED)

@@ -1,68 +1,116 @@
-"""What is remembered of commits that the server refused: how long the same events are tried again, then how few."""
+"""Retry state for rejected commits: how long the same events are tried again, and how large the next batch is."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Final
 
-MOST_REFUSED: Final = 20
-REFUSED_SECONDS: Final = 60.0
-"""So many commits in a row, over so many seconds at least, are refused for what may pass, as a conflict does, before
-the event is looked for that is to blame: what has not passed by then comes from what is written."""
+import psycopg
 
-KEPT_BATCHES: Final = 20
-"""After so many batches of a size that could be read, one of twice that size is tried: it may cost a whole timeout."""
+from eventsql_orchestration.errors import DatabaseBusyError
+
+_UNRELATED: Final = ("08", "25", "53", "54000", "57P", "58")
+"""SQLSTATEs and their classes that say nothing about the written rows: connections, a read-only server, resources, the
+queue of notifications, the operator, files. No event is to blame, so the commit is tried again without limit."""
+
+_TRANSIENT: Final = ("40", "55", "57")
+"""Conflicts, locks, statement timeouts."""
+
+_PERMANENT: Final = frozenset({"40002", "55000"})
+"""SQLSTATEs of the transient classes that no retry mends: a violated constraint, an object in the wrong state."""
 
 
-class Refusals:
-    """Those of one consumer partition, since its last commit of as many events as it takes."""
+def is_rejection(error: BaseException) -> bool:
+    """Whether the server rejected a commit because of the written rows."""
+    state = _sqlstate(error) if isinstance(error, psycopg.Error | DatabaseBusyError) else None
+    return state is not None and not state.startswith(_UNRELATED)
 
-    def __init__(self) -> None:
-        self._most: int | None = None
-        self._of: int | None = None
-        """The one event that was refused so often, None of several."""
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same commit may succeed later."""
+    state = _sqlstate(error)
+    return state is not None and state.startswith(_TRANSIENT) and state not in _PERMANENT
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    cause = error if isinstance(error, psycopg.Error) else error.__cause__
+    return cause.sqlstate if isinstance(cause, psycopg.Error) else None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRetryLimits:
+    """After `attempts` transient rejections in a row, over `seconds` at least, the event that causes them is isolated.
+
+    Later rejections of that event are its failures. `batches` of a reduced size are handled before a batch of twice
+    the size is tried, because a batch that cannot be read may cost a whole statement timeout.
+    """
+
+    attempts: int = 20
+    seconds: float = 60.0
+    batches: int = 20
+
+
+class CommitRetry:
+    """The retry state of one consumer partition, since its last commit of a full batch.
+
+    Without `limits`, transient rejections are never blamed on an event.
+    """
+
+    def __init__(self, limits: CommitRetryLimits | None = None) -> None:
+        self._limits = limits
+        self._size: int | None = None
+        self._rejected: int | None = None
+        """The single event that was rejected so far; None for several events."""
         self._count = 0
-        self._since = time.monotonic()
+        self._since = 0.0
         self._blamed: int | None = None
-        self._kept = 0
-        """So many batches more are of the size that could be read."""
+        self._reduced_batches = 0
 
-    def may_pass(self, event: int | None) -> bool:
-        """Count a commit that was refused for what may pass; whether the same is to be tried again, later.
+    def try_again(self, event: int | None) -> bool:
+        """Count a transient rejection. Returns whether to try the same events again later.
 
-        `event` is the id of the one that it was of, None where it was of several. Each event that is alone is given as
-        much time as several are, the first time: what others have met was not its doing.
+        `event` is the id of the event if the batch had only one. Each single event gets the full time when it is
+        rejected first, because earlier rejections were not its doing.
         """
-        if event is None and self._most is not None:
-            # Fewer of them come first.
+        if self._limits is None:
+            return True
+        if event is None and self._size is not None:
+            # Smaller batches come first.
             return False
         if event is not None and event == self._blamed:
             return False
+
         now = time.monotonic()
-        if event != self._of:
-            self._of, self._count, self._since = event, 0, now
+        if event != self._rejected or not self._count:
+            self._rejected, self._count, self._since = event, 0, now
         self._count += 1
-        if self._count < MOST_REFUSED or now - self._since < REFUSED_SECONDS:
+        if self._count < self._limits.attempts or now - self._since < self._limits.seconds:
             return True
+
         self._blamed = event
         return False
 
-    def limit(self, most: int) -> int:
-        """How many events, `most` of them otherwise, the next commit may be of."""
-        return most if self._most is None else min(self._most, most)
+    def size(self, most: int) -> int:
+        """The number of events for the next batch, at most `most`."""
+        return most if self._size is None else min(self._size, most)
 
     def isolate(self) -> None:
-        """Events are committed one by one, and more of them again as that goes well."""
-        self._most = 1
+        """Commit events one at a time. Batches double as long as commits succeed."""
+        self._size = 1
 
-    def halve(self, most: int) -> None:
-        """A batch of `most` events was too large to be read; after some smaller ones, more are read again."""
-        self._most, self._kept = max(1, most // 2), KEPT_BATCHES
+    def halve(self, size: int) -> None:
+        """Read smaller batches, because `size` events were too many to read."""
+        self._size = max(1, size // 2)
+        self._reduced_batches = (self._limits or CommitRetryLimits()).batches
 
-    def committed(self, most: int) -> bool:
-        """A commit went well; whether that leaves nothing to remember."""
-        if self._kept:
-            self._kept -= 1
-        elif self._most is not None:
-            self._most *= 2
-        return self._most is None or self._most >= most
+    def committed(self, most: int) -> None:
+        """Count a successful commit. Forgets all rejections once batches have their full size, `most`, again."""
+        if self._reduced_batches:
+            self._reduced_batches -= 1
+        elif self._size is not None:
+            self._size *= 2
+
+        if self._size is None or self._size >= most:
+            self._size = self._rejected = self._blamed = None
+            self._count = 0

@@ -1,8 +1,7 @@
-"""Consumers inside a process: threads that hand the events of consumer partitions to a function."""
+"""Consumers in a process: threads that hand the events of consumer partitions to a handler."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -10,87 +9,105 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Database, Queries
-from eventsql_orchestration.database.notifications import Listener
-from eventsql_orchestration.errors import DatabaseError, PartitionOutOfRangeError, ValidationError
-from eventsql_orchestration.log import consumption
-from eventsql_orchestration.log.claims import Claims
-from eventsql_orchestration.log.consumption import (
-    BatchFailedError,
+from eventsql_orchestration.consuming.batch import (
+    Batch,
     BatchHandler,
-    CommitRefusedError,
-    ConsumerPartition,
+    BatchResult,
+    BatchRunner,
     EventHandler,
-    Failure,
-    Progress,
+    check_handler,
+    one_by_one,
 )
-from eventsql_orchestration.log.dead_letters import DeadLetters
-from eventsql_orchestration.log.handlers import check_handler
-from eventsql_orchestration.log.layouts import Layouts
-from eventsql_orchestration.log.leased import LeasedHandler, LeasedPasses
-from eventsql_orchestration.log.load import too_much
-from eventsql_orchestration.log.pacing import Paces
-from eventsql_orchestration.log.passes import Hold, Pass
-from eventsql_orchestration.log.reader import fetch
-from eventsql_orchestration.log.refusals import Refusals
-from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.log.running import MAX_WORKERS, Consumption
-from eventsql_orchestration.model import NOT_PARTITIONED, Event
-from eventsql_orchestration.rules import Duration, check_seconds
-
-logger = logging.getLogger(__name__)
+from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.claims import Claims
+from eventsql_orchestration.consuming.commit_retry import CommitRetry, CommitRetryLimits
+from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.consuming.failures import Failure
+from eventsql_orchestration.consuming.leases import LeasedHandler, LeasedPolls
+from eventsql_orchestration.consuming.partition import ConsumerPartition, lock
+from eventsql_orchestration.consuming.throttle import Throttles
+from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Consumption, PollOptions, PollOutcome
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.notifications import Listener
+from eventsql_orchestration.errors import PartitionOutOfRangeError
+from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.topics.layouts import Layouts
+from eventsql_orchestration.topics.reader import fetch
+from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import Duration, check_seconds
 
 SINGLE_BATCH: Final = 100
-"""How many events a consumer of single events reads at a time; each has a savepoint of its own."""
+"""Events that a consumer of single events reads at a time; each has its own savepoint."""
 
 LAYOUT_SECONDS: Final = 1.0
-"""How soon a partition looks again whether the others have come to the end of their topic's layout."""
+"""Seconds until a partition checks again whether the others have reached the end of their topic's layout."""
 
 
-class _Plan:
-    """How a consumption reads: its handler, the size of its batches and its delays in seconds."""
+class _UnleasedSource:
+    """The next batch of a partition whose row stays locked while the handler runs.
+
+    `idle` is the outcome if there is none. `full` says that more events may wait after the batch.
+    """
 
     def __init__(
-        self,
-        handler: BatchHandler,
-        *,
-        each: bool,
-        min_events: int,
-        max_events: int,
-        polling_delay: Duration,
-        max_polling_delay: Duration,
+        self, queries: Queries, dead_letters: DeadLetters, key: ConsumerPartition, options: PollOptions
     ) -> None:
-        _check(min_events, max_events)
-        self.handler = handler
-        self.each = each
-        self.min_events = min_events
-        self.max_events = max_events
-        self.polling_delay = check_seconds("polling_delay", polling_delay, zero=False)
-        self.max_polling_delay = check_seconds("max_polling_delay", max_polling_delay, zero=True)
+        self.key = key
+        self.idle = PollOutcome()
+        self.full = False
+        self._queries = queries
+        self._dead_letters = dead_letters
+        self._options = options
 
+    def open(self, connection: Connection, limit: int) -> Batch | None:
+        options = self._options
+        self.idle = PollOutcome(due_in=options.polling_delay, deaf=True)
+        locked = lock(connection, self._queries, self.key, wait=False)
+        if locked is None or locked.state.paused or locked.leased or locked.retry_in:
+            return None
+        if self._dead_letters.blocking(locked.state, connection) is not None:
+            return None
 
-def _check(min_events: int, max_events: int) -> None:
-    if min_events > max_events:
-        raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
+        events = fetch(
+            connection, self._queries, self.key.topic,
+            partition=self.key.partition, after=locked.offset, upto=locked.upto, limit=limit,
+        )  # fmt: skip
+        ending = locked.state.until is not None
+        if not events:
+            # A look finds out whether the other partitions have come as far.
+            self.idle = PollOutcome(due_in=0.0, last=True) if ending else PollOutcome()
+            return None
 
+        waited = (locked.now - events[0].created_at).total_seconds()
+        # Up to the end of a layout there will be no more events.
+        enough = limit < options.max_events or len(events) >= options.min_events or ending
+        if not enough and waited < options.max_polling_delay:
+            self.idle = PollOutcome(due_in=options.max_polling_delay - waited, least=options.min_events)
+            return None
 
-def _came_to(progress: Progress, plan: _Plan, *, full: bool) -> Pass:
-    match progress.failure:
-        case None:
-            return Pass(progress, more=full)
-        case Failure(outcome=Failure.DEAD_LETTER):
-            return Pass(progress, more=True)
-        case Failure(outcome=Failure.BLOCKED):
-            return Pass(progress, due_in=plan.polling_delay, deaf=True)
-    # A look finds out when it is due again.
-    return Pass(progress, due_in=0.0)
+        # At the end of a layout, the next poll asks for the next layout.
+        self.full = len(events) == limit or ending
+        return Batch(locked, events, events[-1].id)
+
+    def close(self, connection: Connection, result: BatchResult) -> None:
+        """Nothing more belongs to the batch."""
+
+    def outcome(self, result: BatchResult | None) -> PollOutcome:
+        if result is None:
+            return self.idle
+        if result.failure is None:
+            return PollOutcome(result, more=self.full or bool(result.dead_letters))
+        if result.failure.outcome == Failure.BLOCKED:
+            return PollOutcome(result, due_in=self._options.polling_delay, deaf=True)
+        # A look finds out when the event is due again.
+        return PollOutcome(result, due_in=0.0)
 
 
 @checked
 class Consumers:
-    """Starts consumers in this process. Any number of processes may run the same one; they share its partitions.
+    """Starts consumers in this process. Any number of processes may run the same consumer and share its partitions.
 
-    With a `listener`, they wake up when new events are notified of, and poll seldom in between.
+    With a `listener`, consumers wake up at notifications of new events, and poll seldom in between.
     """
 
     def __init__(
@@ -106,15 +123,17 @@ class Consumers:
         self._dead_letters = dead_letters
         self._listener = listener
         self._claims = Claims(database, dead_letters)
+        self._runner = BatchRunner(database, dead_letters)
         self._layouts = Layouts(database)
         self._queries = Queries("log", database.schema)
         self._own_queries = Queries("consumers", database.schema)
-        self.paces = Paces()
-        """Those of several databases share theirs."""
-        # Their threads keep those that run.
+        self.throttles = Throttles()
+        """Throttles of consumers. The databases of a cluster share them."""
+        self.commit_retry = CommitRetryLimits()
+        # A running consumption is kept by its threads.
         self._running: weakref.WeakSet[Consumption] = weakref.WeakSet()
         self._running_lock = threading.Lock()
-        self._refusals: dict[ConsumerPartition, Refusals] = {}
+        self._retries: dict[ConsumerPartition, CommitRetry] = {}
 
     def start(
         self,
@@ -127,25 +146,22 @@ class Consumers:
     ) -> Consumption:
         """Hand each event to `handler(event, connection)`, in order within each consumer partition.
 
-        What the handler writes through `connection` commits together with the offset: exactly once. Anything else it
-        does happens at least once. When it raises, its writes for that event are undone and the event is tried again,
-        with backoff, up to the consumer's `max_attempts`. The transaction is not the handler's to end: a partition
-        whose handler ends it all the same, as with `COMMIT`, stays where it is.
+        Writes through `connection` commit together with the offset: exactly once. All other effects happen at least
+        once. When the handler raises, its writes for that event are rolled back and the event is tried again, with
+        backoff, up to the consumer's `max_attempts`. The handler must not end the transaction: if it does, as with
+        `COMMIT`, the partition stays where it is.
 
-        `polling_delay` is in seconds, after a look that found nothing. A consumer that is notified of new events looks
-        at once then, and otherwise every 10 seconds.
+        `polling_delay` is the delay in seconds after a look that found nothing. A consumer with notifications looks
+        when it is notified, and otherwise every 10 seconds.
 
-        `workers` (at least 1) is how many partitions are consumed side by side at most, each by a thread with a
-        connection.
+        `workers` (at least 1) is the maximum number of partitions that are consumed side by side, each by a thread with
+        a connection.
 
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`.
         """
         check_handler(handler, "event", "connection")
-        plan = _Plan(
-            consumption.one_by_one(handler), each=True, min_events=1, max_events=SINGLE_BATCH,
-            polling_delay=polling_delay, max_polling_delay=0.0,
-        )  # fmt: skip
-        return self._start_plan(topic, consumer, plan, workers)
+        options = PollOptions.of(max_events=SINGLE_BATCH, polling_delay=polling_delay, max_polling_delay=0.0)
+        return self._start_unleased(topic, consumer, one_by_one(handler), options, workers, each=True)
 
     def start_batch(
         self,
@@ -161,15 +177,15 @@ class Consumers:
     ) -> Consumption:
         """Hand events to `handler(events, connection)`, `min_events` to `max_events` at a time.
 
-        Fewer than `min_events` wait for more, but none longer than `max_polling_delay` seconds. A batch that fails is
-        handed over again event by event, so that only the one that fails is held up. Otherwise as `start`.
+        Fewer than `min_events` wait for more, at most `max_polling_delay` seconds. A failed batch is handed over again
+        event by event, so that only the failing event is held up. Otherwise as `start`.
         """
         check_handler(handler, "events", "connection")
-        plan = _Plan(
-            handler, each=False, min_events=min_events, max_events=max_events,
+        options = PollOptions.of(
+            min_events=min_events, max_events=max_events,
             polling_delay=polling_delay, max_polling_delay=max_polling_delay,
         )  # fmt: skip
-        return self._start_plan(topic, consumer, plan, workers)
+        return self._start_unleased(topic, consumer, handler, options, workers)
 
     def start_leased(
         self,
@@ -184,37 +200,45 @@ class Consumers:
         max_polling_delay: Duration = 10.0,
         workers: int = MAX_WORKERS,
     ) -> Consumption:
-        """Hand events to `handler(events, lease)` outside of any transaction: for work that is longer than seconds.
+        """Hand events to `handler(events, lease)` outside of any transaction: for work that takes longer than seconds.
 
-        The partition is leased for `lease` seconds, and the lease renewed while the handler runs; when this process
-        dies, another takes the events over after that time. What the handler writes in `lease.transaction()` commits
-        together with the offset: exactly once, whatever happens. Without that, the offset is committed when it returns:
-        at least once. `lease.lost` is set when the partition was taken over; nothing can be committed any more.
+        The partition is leased for `lease` seconds, and the lease is renewed while the handler runs. When this process
+        dies, another takes the events over after that time. Writes in `lease.transaction()` commit together with the
+        offset: exactly once. Without such a transaction, the offset is committed when the handler returns: at least
+        once. `lease.lost` is set when the partition was taken over, and nothing can be committed any more.
 
-        A handler that raises `ConsumptionError(event)` names the event that failed, and those before it are done.
-        Events that fail otherwise are handed over again, one at a time. The event that fails then is tried again with
-        backoff, up to the consumer's `max_attempts`. Otherwise as `start_batch`.
+        A handler that raises `ConsumptionError(event)` names the failed event, and the events before it are done.
+        After any other error, the events are handed over again, one at a time. The event that fails then is tried again
+        with backoff, up to the consumer's `max_attempts`. Otherwise as `start_batch`.
         """
         check_handler(handler, "events", "lease")
-        _check(min_events, max_events)
-        polling = check_seconds("polling_delay", polling_delay, zero=False)
-        passes = LeasedPasses(
-            self._database, self._claims, handler, lease=check_seconds("lease", lease, zero=False),
-            min_events=min_events, max_events=max_events, polling_delay=polling,
-            max_polling_delay=check_seconds("max_polling_delay", max_polling_delay, zero=True),
+        options = PollOptions.of(
+            min_events=min_events, max_events=max_events,
+            polling_delay=polling_delay, max_polling_delay=max_polling_delay,
         )  # fmt: skip
-        return self._start(topic, consumer, passes.consume, polling, workers)
+        polls = LeasedPolls(self._database, self._claims, handler, options, check_seconds("lease", lease, zero=False))
+        return self._start(topic, consumer, polls.poll, options.polling_delay, workers)
 
-    def _start_plan(self, topic: str, consumer: str, plan: _Plan, workers: int) -> Consumption:
-        return self._start(
-            topic, consumer, lambda key, hold: self._consume(key, plan, hold), plan.polling_delay, workers
-        )
+    def _start_unleased(
+        self,
+        topic: str,
+        consumer: str,
+        handler: BatchHandler,
+        options: PollOptions,
+        workers: int,
+        *,
+        each: bool = False,
+    ) -> Consumption:
+        def poll(key: ConsumerPartition, cancellation: Cancellation) -> PollOutcome:
+            return self._poll(key, handler, options, cancellation, each=each)
+
+        return self._start(topic, consumer, poll, options.polling_delay, workers)
 
     def _start(
         self,
         topic: str,
         consumer: str,
-        consume: Callable[[ConsumerPartition, Hold], Pass],
+        poll: Callable[[ConsumerPartition, Cancellation], PollOutcome],
         polling_delay: float,
         workers: int,
     ) -> Consumption:
@@ -223,23 +247,26 @@ class Consumers:
         started = Consumption(
             keys,
             look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned),
-            consume=consume,
+            poll=poll,
             polling_delay=polling_delay,
             workers=workers,
             listener=self._listener,
-            pace=self.paces.of(topic, consumer),
+            throttle=self.throttles.of(topic, consumer),
         )
         with self._running_lock:
             self._running.add(started)
         return started
 
-    def _keys(self, topic: str, consumer: str) -> list[ConsumerPartition]:
+    def _keys(self, topic: str, consumer: str, partition: int | None = None) -> list[ConsumerPartition]:
+        """The consumer's partitions, or `partition` alone if the consumer has it."""
         return [
-            ConsumerPartition(topic, consumer, state.partition) for state in self._registry.consumer(topic, consumer)
+            ConsumerPartition(topic, consumer, state.partition)
+            for state in self._registry.consumer(topic, consumer)
+            if partition is None or state.partition == partition
         ]
 
     def _ready(self, topic: str, consumer: str, asked: dict[int, int], *, partitioned: bool) -> dict[int, float | None]:
-        """Which partitions have as many events as asked for, and in how many seconds each may be consumed."""
+        """The partitions that have the requested number of events, with the seconds until each may be consumed."""
         statement = "ready" if partitioned else "ready_topic"
         parameters = {
             "topic": topic,
@@ -262,128 +289,56 @@ class Consumers:
     def consume_once(
         self, topic: str, consumer: str, handler: BatchHandler, *, partition: int | None = None, max_events: int = 1_000
     ) -> int:
-        """One pass in the caller's thread over one partition, or over all; gives the number of events consumed.
+        """Handle one batch of `partition`, or of each partition, in the caller's thread. Returns the number of events.
 
-        Partitions that another consumption holds are left to it. Raises `PartitionOutOfRangeError` for a partition that
-        the consumer does not have.
+        Skips partitions that another consumption has. Raises `PartitionOutOfRangeError` for an unknown partition.
         """
         check_handler(handler, "events", "connection")
-        plan = _Plan(handler, each=False, min_events=1, max_events=max_events, polling_delay=1.0, max_polling_delay=0.0)
-        keys = [key for key in self._keys(topic, consumer) if partition is None or key.partition == partition]
+        options = PollOptions.of(max_events=max_events, max_polling_delay=0.0)
+        keys = self._keys(topic, consumer, partition)
         if not keys:
             raise PartitionOutOfRangeError(f"consumer {consumer!r} of topic {topic!r} has no partition {partition}")
-        consumed, last = self._consume_each(keys, plan)
+
+        consumed, last = self._poll_each(keys, handler, options)
         while last and not consumed and self._layouts.settle(topic, consumer).entered:
-            keys = [key for key in self._keys(topic, consumer) if partition is None or key.partition == partition]
-            consumed, last = self._consume_each(keys, plan)
+            keys = self._keys(topic, consumer, partition)
+            consumed, last = self._poll_each(keys, handler, options)
         return consumed
 
-    def _consume_each(self, keys: Sequence[ConsumerPartition], plan: _Plan) -> tuple[int, bool]:
-        """A pass over each; gives the number of events, and whether one has consumed all that its layout holds."""
+    def _poll_each(
+        self, keys: Sequence[ConsumerPartition], handler: BatchHandler, options: PollOptions
+    ) -> tuple[int, bool]:
+        """Poll each partition once; returns the number of events, and whether one has consumed all of its layout."""
         consumed, last = 0, False
         for key in keys:
-            came_to = self._consume(key, plan, Hold())
-            # None of these was the consumer's: what it is asked for comes after them.
-            while (progress := came_to.progress) and progress.passed and not progress.consumed and not progress.failure:
-                came_to = self._consume(key, plan, Hold())
-            consumed += progress.consumed if progress else 0
-            last = last or came_to.last
+            while True:
+                outcome = self._poll(key, handler, options, Cancellation())
+                result = outcome.result
+                # A batch without a matching event is not the one that was asked for.
+                if result is None or result.consumed or result.failure is not None:
+                    break
+            consumed += result.consumed if result is not None else 0
+            last = last or outcome.last
         return consumed, last
 
-    def _consume(self, key: ConsumerPartition, plan: _Plan, hold: Hold) -> Pass:
-        """One pass over one partition; without progress when nothing could or need be consumed."""
-        handler, each, check = plan.handler, plan.each, False
-        refusals = self._refusals.get(key)
-        while True:
-            limit = plan.max_events if refusals is None else refusals.limit(plan.max_events)
-            try:
-                came_to = self._attempt(key, plan, hold, handler, limit=limit, each=each, check=check)
-            except BatchFailedError as failed:
-                # A savepoint for each batch, in case, would be two more messages to the server. Handled again outside
-                # of this block: what failed, and the frames with its events, would be kept meanwhile.
-                handler, each = failed.handler(plan.handler), True
-            except CommitRefusedError as refused:
-                refusals = self._refusals.setdefault(key, Refusals())
-                alone = refused.events[0] if limit == 1 and refused.events else None
-                if not refused.events or (refused.passing and refusals.may_pass(None if alone is None else alone.id)):
-                    raise refused.error from None
-                if alone is not None:
-                    return self._refuse(key, plan, hold, alone, refused.error)
-                if check or refused.passing:
-                    # One by one found none to blame.
-                    refusals.isolate()
-                handler, each, check = plan.handler, True, True
-            except (DatabaseError, MemoryError) as error:
-                # A handler's own failures do not come here: its events could not be read.
-                if limit == 1 or hold.stopping.is_set() or not too_much(error):
-                    raise
-                refusals = self._refusals.setdefault(key, Refusals())
-                refusals.halve(limit)
-                logger.info("%s reads %d events at once next: %s", key, refusals.limit(limit), error)
-            else:
-                if refusals is not None and came_to.progress is not None and refusals.committed(plan.max_events):
-                    self._refusals.pop(key, None)
-                return came_to
-
-    def _refuse(self, key: ConsumerPartition, plan: _Plan, hold: Hold, event: Event, error: Exception) -> Pass:
-        """Note that an event failed, which cannot be committed though it is alone."""
-        with self._database.transaction() as connection, hold.connection(connection):
-            locked = consumption.lock(connection, self._queries, key, wait=False)
-            if locked is None or locked.leased:
-                return Pass(due_in=plan.polling_delay, deaf=True)
-            events = fetch(
-                connection, self._queries, key.topic,
-                partition=key.partition, after=locked.offset, upto=locked.upto, limit=1,
-            )  # fmt: skip
-            if [each.id for each in events] != [event.id]:
-                # Somebody else has had it since.
-                return Pass(due_in=0.0)
-            progress = consumption.refuse(
-                connection, self._queries, self._dead_letters, locked, event=event, error=error
-            )
-        return _came_to(progress, plan, full=True)
-
-    def _attempt(
+    def _poll(
         self,
         key: ConsumerPartition,
-        plan: _Plan,
-        hold: Hold,
         handler: BatchHandler,
+        options: PollOptions,
+        cancellation: Cancellation,
         *,
-        limit: int,
-        each: bool,
-        check: bool,
-    ) -> Pass:
-        """A pass in one transaction, over at most `limit` events.
-
-        Raises `BatchFailedError` where it must be made with `each`, `CommitRefusedError` where with `check` as well.
-        """
-        refused = Pass(due_in=plan.polling_delay, deaf=True)
-        events: list[Event] = []
-        with consumption.transaction(self._database, events) as connection, hold.connection(connection):
-            locked = consumption.lock(connection, self._queries, key, wait=False)
-            if locked is None or locked.state.paused or locked.leased or locked.retry_in:
-                return refused
-            if self._dead_letters.blocking(locked.state, connection) is not None:
-                return refused
-            events += fetch(
-                connection, self._queries, key.topic,
-                partition=key.partition, after=locked.offset, upto=locked.upto, limit=limit,
-            )  # fmt: skip
-            if not events:
-                # A look finds out whether the others have come as far.
-                return Pass() if locked.state.until is None else Pass(due_in=0.0, last=True)
-            waited = (locked.now - events[0].created_at).total_seconds()
-            # Up to the end of a layout there will be no more.
-            enough = limit < plan.max_events or len(events) >= plan.min_events or locked.state.until is not None
-            if not enough and waited < plan.max_polling_delay:
-                return Pass(due_in=plan.max_polling_delay - waited, least=plan.min_events)
-            progress = consumption.consume(
-                connection, self._queries, self._dead_letters, locked,
-                events=events, handler=handler, each=each, savepoint=False, check=check,
-            )  # fmt: skip
-        # At the end of a layout the pass after this one asks for the next.
-        return _came_to(progress, plan, full=len(events) == limit or locked.state.until is not None)
+        each: bool = False,
+    ) -> PollOutcome:
+        """Handle the next batch of a partition, if there is one."""
+        retry = self._retries.get(key)
+        if retry is None:
+            retry = self._retries[key] = CommitRetry(self.commit_retry)
+        source = _UnleasedSource(self._queries, self._dead_letters, key, options)
+        result = self._runner.run(
+            source, handler, limit=options.max_events, retry=retry, each=each, cancellation=cancellation
+        )
+        return source.outcome(result)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stop every consumption that was started here, as `Consumption.stop`, all within `timeout` seconds."""

@@ -10,18 +10,19 @@ from functools import cache
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.database import Database, Queries
-from eventsql_orchestration.log.layouts import layouts
-from eventsql_orchestration.log.reader import Reader
-from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.model import NOT_PARTITIONED, ConsumerState
+from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.topics.layouts import layouts
+from eventsql_orchestration.topics.reader import Reader
+from eventsql_orchestration.topics.registry import Registry
 
 SHOWN_PARTITIONS: Final = 10
-"""How many of the partitions that others wait for are named."""
+"""Maximum number of partitions that a detail names."""
 
 Ahead: TypeAlias = Callable[[str, str, int], tuple[Sequence[int], str]]
-"""Of a topic's consumer that is to wait at an offset, the partitions that have yet to come there, and that in words."""
+"""Takes topic, consumer, offset. Returns the partitions that have not reached the offset, and a sentence about them."""
 
 
 class LagCause(StrEnum):
@@ -42,9 +43,9 @@ class LagCause(StrEnum):
 class ConsumerLag:
     """The lag of one consumer partition.
 
-    `events` are those not consumed yet, `buffered` of them not transferred yet; `seconds` is how long ago the oldest of
-    them was published. `end` is the newest offset of the partition's log. `shard` is where it is, of
-    several; of one that is unreachable nothing is known, and `seconds` is how long it has been.
+    `events` are not consumed yet, and `buffered` of them not transferred. `seconds` is the age of the oldest. `end` is
+    the newest offset of the partition's log. `shard` is the name of its shard if there are several. If the shard is
+    unreachable, the numbers are unknown, and `seconds` is how long it has been unreachable.
     """
 
     topic: str
@@ -62,7 +63,7 @@ class ConsumerLag:
 
 @checked
 class LagReader:
-    """Reads lag. It takes a few statements per consumer partition, all of them served by indexes."""
+    """Reads lag, by a few statements per consumer partition, all of them served by indexes."""
 
     def __init__(self, database: Database, registry: Registry, reader: Reader) -> None:
         self._database = database
@@ -75,12 +76,12 @@ class LagReader:
         """The lag of every consumer partition of one topic or of all, by topic, consumer and partition."""
         states = self._registry.consumers(topic)
         buffered = self._buffered({state.topic for state in states})
-        # Once for all partitions of a consumer, and not at all where the layout of its topic does not change.
+        # Read once for all partitions of a consumer, and only if the layout of its topic changes.
         ahead = cache(self._ahead)
         return [self._lag(state, buffered, ahead) for state in states]
 
     def buffered(self) -> dict[str, int]:
-        """How many events of each topic lie in the buffer; topics without any are left out."""
+        """The number of buffered events of each topic that has some."""
         counts: dict[str, int] = {}
         for (topic, _), (count, _) in self._buffered(topic.name for topic in self._registry.topics()).items():
             counts[topic] = counts.get(topic, 0) + count
@@ -102,13 +103,13 @@ class LagReader:
         return partitions, f"until {_named(partitions)} come to offset {until}{where}"
 
     def _held_back(self, state: ConsumerState, ahead: Ahead) -> str | None:
-        """Until when a partition gets no events, though some lie there; None where it may have some."""
+        """Why a partition gets no events though some wait; None if it may get them."""
         if state.until is None:
             return None
         if state.until == HELD:
             return "until it has consumed what was before on the other shards, as `eventsql shard status` shows"
         partitions, detail = ahead(state.topic, state.name, state.until)
-        # What has come to the end of its layout as a whole goes on at the next look.
+        # A consumer whose partitions all reached the end of the layout continues at the next look.
         return None if not partitions or state.partition in partitions else detail
 
     def _lag(

@@ -1,17 +1,18 @@
-"""The second ordering: reading a table that many write to at once, and that no transfer orders.
+"""The snapshot reader: reads a table in order that many transactions write to at once, without a transfer.
 
-A sequence hands out its values before the transactions that draw them commit. Whoever reads a table by such a value
-alone goes past rows that are not visible yet, and never sees them. Here rows are ordered by the transaction that wrote
-them and by their position within it, and are read up to the horizon: the oldest transaction that may still write,
-`pg_snapshot_xmin` of the reading statement's own snapshot. Whatever becomes visible later was written by a transaction
-at or beyond that horizon, so it comes after all that was read. Writers wait for nobody. Readers wait, with all that was
-committed meanwhile, for the oldest transaction that has written anything, in any database of the server; one that only
-reads has no transaction id and holds nothing up. Within the order, a transaction's rows lie together, and two
-transactions stand in the order in which they first wrote, which need not be that of their commits.
+A sequence draws its values before the transactions commit. A reader that goes by such a value alone passes rows that
+are not visible yet, and never sees them. This reader orders rows by the id of the transaction that wrote them, then by
+their position within it, and reads up to the horizon: the oldest transaction that may still write, `pg_snapshot_xmin`
+of the reading statement's own snapshot. Rows that become visible later have a transaction at or beyond that horizon, so
+they come after all rows that were read.
 
-A table is read like this where it has a column of `xid8` with the default `pg_current_xact_id()`, which is the id of
-the whole transaction in its savepoints too and does not wrap around, a `bigint` that grows within a transaction, and a
-unique index on the two, after those that `only` names.
+Writers never wait. Readers wait for the oldest transaction that has written, in any database of the server. A
+transaction that only reads has no id and delays nobody. The rows of a transaction lie together. Transactions are in the
+order of their first writes, which may differ from the order of their commits.
+
+The table needs a column of type `xid8` with the default `pg_current_xact_id()`, which is the same in savepoints and
+does not wrap around, a `bigint` column that grows within a transaction, and a unique index on both columns, after the
+columns that `only` names.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.database.database import describe
 from eventsql_orchestration.database.queries import statement
+from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, ValidationError
-from eventsql_orchestration.rules import check_name, check_text, check_whole, shown
+from eventsql_orchestration.validation import check_name, check_text, check_whole, shown
 
 MAX_TRANSACTION: Final = 2**64 - 1
 """`xid8` has 64 bits without a sign."""
@@ -39,11 +40,11 @@ MAX_TRANSACTION: Final = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Checkpoint:
-    """A place in the order: everything up to here was read. Checkpoints compare as the rows are ordered.
+    """A place in the order: all rows up to here were read. Checkpoints compare as the rows are ordered.
 
-    To be stored with what the rows were read for, as `str()` and `parse`, or as its two numbers; `transaction` may
-    exceed a bigint, and `xid8` and `numeric` hold it. One is of use only in the server it was read from, and in its
-    physical copies: another counts transactions of its own. Raises `ValidationError` for what cannot be one.
+    Store it together with the effects of the rows, as `str()` and `parse`, or as its two numbers. `transaction` may
+    exceed a bigint; use `xid8` or `numeric`. A checkpoint is valid only in the server that it was read from, and in its
+    physical copies, because each server counts its own transactions. Raises `ValidationError`.
     """
 
     transaction: int
@@ -79,20 +80,20 @@ def _conditions(only: Mapping[str, object] | None) -> dict[str, object]:
 
 
 START: Final = Checkpoint(0, 0)
-"""Before the first row of any table: no transaction has the id 0."""
+"""Before the first row of any table, because no transaction has the id 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class HorizonRow:
-    """A row: its place in the order, and the columns that were asked for, in that order."""
+class SnapshotRow:
+    """A row: its place in the order, and the values of the requested columns."""
 
     checkpoint: Checkpoint
     values: tuple[Any, ...]
 
 
 @checked
-class HorizonReader:
-    """Reads one table in the second ordering; keeps no connection and no state, so that any thread may use it."""
+class SnapshotReader:
+    """Reads one table in the order of snapshots. Keeps no connection and no state, so any thread may use it."""
 
     def __init__(
         self,
@@ -104,9 +105,7 @@ class HorizonReader:
         position: str = "eql_id",
         schema: str | None = None,
     ) -> None:
-        """`transaction` and `position` name the columns that order `table`, which lies in the platform's schema unless
-        `schema` says otherwise.
-        """
+        """`transaction` and `position` name the columns that order `table`. `schema` defaults to the platform's."""
         for name in (table, transaction, position, *columns):
             check_name("name of a table or column", name)
         if schema is not None:
@@ -129,16 +128,16 @@ class HorizonReader:
         limit: int = 1_000,
         only: Mapping[str, object] | None = None,
         connection: Connection | sqlalchemy.Connection | None = None,
-    ) -> list[HorizonRow]:
-        """The next rows after a checkpoint, `limit` at most, none beyond the horizon; empty where all were read.
+    ) -> list[SnapshotRow]:
+        """The next rows after a checkpoint, at most `limit`, none beyond the horizon.
 
-        `only` gives columns and the values that they must have. On `connection`, rows are read in the caller's
-        transaction: there, lock where the checkpoint is stored first, and store the last row's `checkpoint` before the
-        commit, and each row has its effects once. A transaction that has written is itself the horizon from then on.
-        The connection is one of psycopg or SQLAlchemy to the same database.
+        `only` maps columns to the values that they must have. With `connection`, of psycopg or SQLAlchemy, rows are
+        read in the caller's transaction. Each row then has its effects exactly once if the transaction first locks the
+        stored checkpoint, and stores the last row's `checkpoint` before its commit. A transaction that has written is
+        itself the horizon from then on.
 
-        Raises `ValidationError` for a limit below 1; `DatabaseError` for a table with rows of transactions that this
-        server has not had yet, as a dump that was restored has, and for a table or column that is not there.
+        Raises `ValidationError` for a limit below 1. Raises `DatabaseError` if the table or a column does not exist, or
+        if the table has rows of transactions that this server has not had yet, as a restored dump has.
         """
         check_whole("limit", limit, least=1)
         conditions = _conditions(only)
@@ -154,18 +153,18 @@ class HorizonReader:
             if not self._checked:
                 self._check(cursor.execute(self._compose("newest", *conditions), values, prepare=False).fetchone())
             cursor.execute(self._compose("after", *conditions), values)
-            return [HorizonRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in cursor.fetchall()]
+            return [SnapshotRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in cursor.fetchall()]
 
     def stream(
         self, after: Checkpoint = START, *, batch: int = 1_000, only: Mapping[str, object] | None = None
-    ) -> Iterator[list[HorizonRow]]:
-        """The same in lists of at most `batch` rows, each read when it is asked for; ends where none is left."""
+    ) -> Iterator[list[SnapshotRow]]:
+        """The rows as `read`, in lists of at most `batch` rows. Each list is read when it is requested."""
         while rows := self.read(after, limit=batch, only=only):
             yield rows
             after = rows[-1].checkpoint
 
     def horizon(self, connection: Connection | sqlalchemy.Connection | None = None) -> int:
-        """The oldest transaction that may still write: rows of it and of later ones are not read yet."""
+        """The oldest transaction that may still write. Its rows and later ones are not read yet."""
         with self._on(connection) as joined:
             row = joined.cursor(row_factory=tuple_row).execute(self._compose("horizon")).fetchone()
             assert row is not None, "a SELECT without FROM gives a row"
@@ -174,7 +173,7 @@ class HorizonReader:
     def held_back(
         self, *, only: Mapping[str, object] | None = None, connection: Connection | sqlalchemy.Connection | None = None
     ) -> int:
-        """How many rows are committed and lie beyond the horizon: they wait for a transaction that goes on."""
+        """The number of committed rows beyond the horizon, which wait for a running transaction."""
         conditions = _conditions(only)
         values = {f"only_{number}": value for number, value in enumerate(conditions.values())}
         with self._on(connection) as joined:
@@ -200,7 +199,7 @@ class HorizonReader:
             )
             for number, column in enumerate(conditions)
         ]
-        return sql.SQL(statement("horizon", name)).format(**self._names, only=sql.SQL("").join(only))
+        return sql.SQL(statement("snapshot_reader", name)).format(**self._names, only=sql.SQL("").join(only))
 
     def _check(self, row: tuple[Any, ...] | None) -> None:
         if row is not None and row[1]:

@@ -1,8 +1,7 @@
-"""How often a consumer's partitions are passed over where events come fast: seldom enough that passes are worth it.
+"""Throttling: the faster events come to a consumer, the longer its partitions rest between two batches.
 
-A pass costs as much as handing over some hundred events, whatever it finds. Where a process makes one for each
-publication and partition, its consumer, and the server, have no time left for more. So the faster events come to a
-consumer, the longer its partitions rest between two passes, and the more events each of these finds.
+A poll costs as much as handing over some hundred events, whatever it finds. If a process polled once for each
+publication and partition, neither the consumer nor the server would have time for anything else.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from typing import Final
 from eventsql_orchestration.boundary import checked
 
 REST_RATE: Final = 2_000.0
-"""Events per second above which partitions rest; from twice as many on, for the whole of their time. Below, each is
-passed over as soon as it has an event: publish to handler took 10 ms then, with rests it takes that and half a rest."""
+"""Events per second above which partitions rest; from twice that rate on, for their full time. Below, each partition is
+polled as soon as it has an event: publish to handler takes 10 ms then, and half a rest more with rests."""
 
-MOST_PASSES: Final = 200.0
-"""Passes per second over all partitions of a consumer in one process where events come fast. Measured with batches of
-100 at 30,000 events/s, 10 partitions, on 2 CPUs: without rests, they took 19 s of the consumer's CPU for a million
-events, and 29 s of the server's."""
+MOST_POLLS: Final = 200.0
+"""Polls per second over all partitions of a consumer in one process while events come fast. Measured with batches of
+100 at 30,000 events/s, 10 partitions, 2 CPUs: without rests, a million events took 19 s of the consumer's CPU and 29 s
+of the server's."""
 
 LEAST_REST: Final = 0.05
 MOST_REST: Final = 0.25
-"""Seconds that a partition rests where events come fast, whatever the number of partitions."""
+"""Bounds of a partition's rest in seconds while events come fast, whatever the number of partitions."""
 
 _WINDOW: Final = 0.25
-"""Seconds over which the rate of events is taken."""
+"""Seconds over which the rate of events is averaged."""
 
 
-class Pace:
-    """The pace of one consumer in this process, over all databases on which it runs."""
+class Throttle:
+    """The rests of one consumer in this process, over all of its databases."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,19 +41,20 @@ class Pace:
         self._at = time.monotonic()
 
     def join(self, partitions: int) -> None:
-        """So many further partitions are passed over; negative where they are not any more."""
+        """Count further partitions; a negative number for partitions that are no longer polled."""
         with self._lock:
             self._partitions += partitions
 
     def rest(self, events: int, now: float) -> float | None:
-        """After a pass over so many events: when the partition is due again at the earliest; None for at once.
+        """The earliest time for the next poll of a partition that had so many events; None for at once.
 
-        By `time.monotonic`, as `now`. Partitions are due together, so that one look finds what all of them have.
+        Times are those of `time.monotonic`. Partitions become due together, so one look finds events for all of them.
         """
         with self._lock:
             rate = self._rate * math.exp((self._at - now) / _WINDOW) + events / _WINDOW
             self._rate, self._at = rate, now
-            rest = min(MOST_REST, max(LEAST_REST, self._partitions / MOST_PASSES))
+            rest = min(MOST_REST, max(LEAST_REST, self._partitions / MOST_POLLS))
+
         rest *= min(1.0, rate / REST_RATE - 1.0)
         if rest <= 0.0:
             return None
@@ -63,17 +63,17 @@ class Pace:
 
 
 @checked
-class Paces:
-    """The paces of consumers; each is forgotten with the last consumption that keeps it."""
+class Throttles:
+    """The throttles of consumers. Each is forgotten with the last consumption that uses it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: weakref.WeakValueDictionary[tuple[str, str], Pace] = weakref.WeakValueDictionary()
+        self._of: weakref.WeakValueDictionary[tuple[str, str], Throttle] = weakref.WeakValueDictionary()
 
-    def of(self, topic: str, consumer: str) -> Pace:
-        """The one of a consumer."""
+    def of(self, topic: str, consumer: str) -> Throttle:
+        """The throttle of a consumer."""
         with self._lock:
-            pace = self._of.get((topic, consumer))
-            if pace is None:
-                pace = self._of[topic, consumer] = Pace()
-            return pace
+            throttle = self._of.get((topic, consumer))
+            if throttle is None:
+                throttle = self._of[topic, consumer] = Throttle()
+            return throttle

@@ -1,4 +1,4 @@
-"""A consumer that runs in this process: a thread that finds out where events wait, and threads that hand them over."""
+"""A consumer that runs in this process: a poller that finds events, and workers that hand them to the handler."""
 
 from __future__ import annotations
 
@@ -7,53 +7,106 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consuming.batch import BatchResult
+from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.partition import ConsumerPartition
+from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.database.notifications import LOG, Listener
-from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.log.consumption import ConsumerPartition
-from eventsql_orchestration.log.pacing import Pace
-from eventsql_orchestration.log.passes import Hold, Pass
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    ValidationError,
+)
+from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS: Final = 4
-"""Threads per consumption that hand events over, and so its connections, unless it asks for another number; partitions
-take turns where there are more."""
+"""Default number of worker threads of a consumption, each with a connection. More partitions than that take turns."""
 
 IDLE_POLLING: Final = 10.0
 """Seconds between two looks of an idle consumption that is notified of new events. A look is two messages to the
-server, with the pool's own whether the connection is alive: 0.2 a second for all partitions together."""
+server, including the pool's check of the connection: 0.2 messages a second for all partitions together."""
 
 UNANNOUNCED_SECONDS: Final = 60.0
-"""How long polling goes on at its full pace after it found events that nobody had notified of, as another library's
-transfer does not."""
+"""Seconds for which polling continues at its full rate after it found events without a notification, which another
+library's transfer does not send."""
 
 FAULT_DELAY: Final = 5.0
+"""Seconds until a partition is polled again after an error that is not a failure of its event."""
 
 Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
-"""Asks, for partitions with the number of events that each needs, which have them and may be consumed in how many
-seconds, None for one that is paused. What it gives may hold others of the consumer's partitions that have an event."""
+"""Takes partitions with the number of events that each needs. Reslots the partitions that have them, with the seconds
+until each may be consumed, None if it is paused. May return other partitions of the consumer that have an event."""
 
 
-class _Turn:
+@dataclass(frozen=True, slots=True)
+class PollOptions:
+    """How partitions are polled: sizes of batches, and delays in seconds."""
+
+    min_events: int
+    max_events: int
+    polling_delay: float
+    max_polling_delay: float
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        min_events: int = 1,
+        max_events: int,
+        polling_delay: Duration = 1.0,
+        max_polling_delay: Duration,
+    ) -> PollOptions:
+        """Raises `ValidationError`."""
+        if min_events > max_events:
+            raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
+        return cls(
+            min_events,
+            max_events,
+            check_seconds("polling_delay", polling_delay, zero=False),
+            check_seconds("max_polling_delay", max_polling_delay, zero=True),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PollOutcome:
+    """The outcome of polling a partition, and when to poll it again.
+
+    With `more`, further events may wait. `due_in` is the delay until the next look in seconds, None if nothing is known
+    to wait. If `deaf`, notifications are ignored until then. Until then, polling is worthwhile only if `least` events
+    wait. With `last`, the partition has consumed all events of its topic's layout.
+    """
+
+    result: BatchResult | None = None
+    more: bool = False
+    due_in: float | None = None
+    deaf: bool = False
+    least: int = 1
+    last: bool = False
+
+
+class _Slot:
     """A partition of a consumption, and when it is looked at again."""
 
     def __init__(self, key: ConsumerPartition) -> None:
         self.key = key
         self.due = 0.0
         self.enough_at = 0.0
-        """When one event is enough for a pass; until then, `least` are."""
+        """When one event is enough to poll the partition. Until then, `least` events are needed."""
         self.least = 1
         self.deaf = False
-        """Whether a notification does not hurry it."""
+        """Whether notifications are ignored."""
         self.empty = False
-        """Whether nothing waited when it was looked at last."""
+        """Whether nothing waited at the last look."""
         self.wakes = 0
-        """How many notifications there had been when its pass began."""
+        """Number of notifications when a worker took the slot."""
 
     def needed(self, now: float) -> int:
         return 1 if now >= self.enough_at else self.least
@@ -61,10 +114,10 @@ class _Turn:
 
 @checked
 class Consumption:
-    """A running consumer of this process. Ends with `stop`, or with the block that it is the context of.
+    """A running consumer of this process. Ends with `stop`, or with its `with` block.
 
-    One thread, the scout, finds out which partitions have events, with one statement for all that are idle; workers
-    make the passes. A partition is idle, in the queue of the workers, or with one of them.
+    One thread, the poller, looks for events with one statement for all idle partitions. Worker threads hand the events
+    over. A slot is idle, in the workers' queue, or with a worker.
     """
 
     def __init__(
@@ -72,42 +125,42 @@ class Consumption:
         keys: Sequence[ConsumerPartition],
         *,
         look: Look,
-        consume: Callable[[ConsumerPartition, Hold], Pass],
+        poll: Callable[[ConsumerPartition, Cancellation], PollOutcome],
         polling_delay: float,
         workers: int = MAX_WORKERS,
         listener: Listener | None = None,
-        pace: Pace | None = None,
+        throttle: Throttle | None = None,
     ) -> None:
         self._keys = keys
-        self._pace = pace or Pace()
+        self._throttle = throttle or Throttle()
         self._look = look
-        self._pass = consume
+        self._poll = poll
         self._polling_delay = polling_delay
         self._listener = listener
         self._name = f"consumer {keys[0].consumer!r} of topic {keys[0].topic!r}"
         self._workers = workers
         self._stop = threading.Event()
-        self._hold = Hold(self._stop)
+        self._cancellation = Cancellation(self._stop)
         lock = threading.Lock()
-        self._scouting = threading.Condition(lock)
+        self._poller = threading.Condition(lock)
         self._queued = threading.Condition(lock)
-        self._idle = {key.partition: _Turn(key) for key in keys}
+        self._idle = {key.partition: _Slot(key) for key in keys}
         self._known = set(self._idle)
-        self._pace.join(len(self._known))
+        self._throttle.join(len(self._known))
         self._looked_at = time.monotonic()
-        self._queue: deque[_Turn] = deque()
+        self._queue: deque[_Slot] = deque()
         self._wakes = 0
         self._woken = False
         self._unannounced_at: float | None = None
         self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
         self._threads: list[threading.Thread] = []
         with lock:
-            self._employ()
-            self._begin("scout", self._scout)
+            self._start_workers()
+            self._begin("poller", self._run_poller)
 
-    def _employ(self) -> None:
-        """Have a worker for each partition, as far as they go. In the block of the lock."""
-        # One of the threads is the scout, once it runs.
+    def _start_workers(self) -> None:
+        """Start a worker for each partition, up to the maximum. Call with the lock held."""
+        # One of the threads is the poller, once it runs.
         for worker in range(max(0, len(self._threads) - 1), min(len(self._known), self._workers)):
             self._begin(str(worker), self._work)
 
@@ -119,39 +172,39 @@ class Consumption:
     # Stopping
 
     def stop(self, timeout: float = 10.0) -> bool:
-        """Finish the batches under way and end.
+        """Finish the running batches and end. Returns whether all of them ended within `timeout` seconds.
 
-        False when some are still running after `timeout` seconds: they are rolled back then and their partitions given
-        up, so that others may consume them, and whatever their handlers write afterwards fails.
+        Batches that still run are then rolled back, and their partitions given up for other consumers. Their handlers
+        cannot write any more.
 
-        A handler that calls it is not waited for, nor does it wait: its batch is finished, and no other is begun. It is
-        told whether the others are done already.
+        A call from a handler does not wait: the handler's batch is finished and no other begins. It returns whether the
+        other batches have ended.
         """
         self.stop_soon()
         return self.await_end(time.monotonic() + timeout)
 
     def stop_soon(self) -> None:
-        """Begin no further batch; returns at once."""
-        with self._scouting:
+        """Begin no further batch. Returns at once."""
+        with self._poller:
             if not self._stop.is_set():
-                self._pace.join(-len(self._known))
+                self._throttle.join(-len(self._known))
             self._stop.set()
-            self._scouting.notify_all()
+            self._poller.notify_all()
             self._queued.notify_all()
         if self._unsubscribe is not None:
             self._unsubscribe()
 
     def await_end(self, deadline: float) -> bool:
-        """The rest of `stop`, until a time of `time.monotonic`."""
+        """Wait for the end as `stop` does, until a time of `time.monotonic`."""
         if threading.current_thread() in self._threads:
-            # Two handlers that stop their consumption would wait for each other, and have each other rolled back.
+            # Two handlers that stop their consumption would wait for each other, and roll each other back.
             return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
             return True
-        logger.warning("%s does not end in time: what it is doing is rolled back", self._name)
-        self._hold.cut()
+        logger.warning("%s does not end in time: its running batches are rolled back", self._name)
+        self._cancellation.cancel()
         return False
 
     def __enter__(self) -> Consumption:
@@ -165,15 +218,15 @@ class Consumption:
     # Waking up
 
     def _wake(self) -> None:
-        """There may be new events, in any partition."""
-        with self._scouting:
+        """Any partition may have new events."""
+        with self._poller:
             self._wakes += 1
             self._woken = True
             self._unannounced_at = None
-            self._scouting.notify()
+            self._poller.notify()
 
     def _notified(self) -> bool:
-        """Whether new events are notified of, as far as is known."""
+        """Whether notifications of new events arrive, as far as is known."""
         if self._listener is None or not self._listener.listening:
             return False
         return self._unannounced_at is None or time.monotonic() - self._unannounced_at > UNANNOUNCED_SECONDS
@@ -181,110 +234,110 @@ class Consumption:
     def _idle_delay(self) -> float:
         return max(self._polling_delay, IDLE_POLLING) if self._notified() else self._polling_delay
 
-    # The scout
+    # The poller
 
-    def _scout(self) -> None:
+    def _run_poller(self) -> None:
         while (due := self._due()) is not None:
-            turns, woken = due
+            slots, woken = due
             now = self._looked_at = time.monotonic()
-            asked = {turn.key.partition: turn.needed(now) for turn in turns}
+            asked = {slot.key.partition: slot.needed(now) for slot in slots}
             try:
                 found = self._look(asked)
             except BaseException as error:  # noqa: BLE001 - reported
-                # A thread that dies would stop its partitions silently.
+                # If the thread died, its partitions would stop silently.
                 self._report(self._name, error)
-                with self._scouting:
-                    for turn in turns:
-                        turn.due, turn.deaf = time.monotonic() + FAULT_DELAY, True
+                with self._poller:
+                    for slot in slots:
+                        slot.due, slot.deaf = time.monotonic() + FAULT_DELAY, True
             else:
-                self._take_in(turns, asked, found, woken=woken)
+                self._queue_ready(slots, asked, found, woken=woken)
 
-    def _due(self) -> tuple[list[_Turn], bool] | None:
-        """The partitions to look at, when some are due, and whether a notification is why; None when it is to stop."""
-        with self._scouting:
+    def _due(self) -> tuple[list[_Slot], bool] | None:
+        """Wait until slots are due. Returns them, and whether because of a notification; None to stop."""
+        with self._poller:
             while not self._stop.is_set():
                 now = time.monotonic()
                 woken, self._woken = self._woken, False
                 idle = self._idle.values()
                 if now - self._looked_at >= max(IDLE_POLLING, self._polling_delay):
-                    # Though all that is known may be busy: there may be partitions that are new.
-                    return [turn for turn in idle if not turn.deaf], woken
-                if any(turn.due <= now or (woken and not turn.deaf) for turn in idle):
-                    # What is not due yet costs nothing beside what is.
-                    return [turn for turn in idle if turn.due <= now or not turn.deaf], woken
-                wait = min((turn.due for turn in idle), default=now + IDLE_POLLING) - now
-                self._scouting.wait(min(wait, max(IDLE_POLLING, self._polling_delay)))
+                    # Even if all known partitions are busy: there may be new ones.
+                    return [slot for slot in idle if not slot.deaf], woken
+                if any(slot.due <= now or (woken and not slot.deaf) for slot in idle):
+                    # One statement looks at all of them, so the slots that are not due yet cost nothing.
+                    return [slot for slot in idle if slot.due <= now or not slot.deaf], woken
+                wait = min((slot.due for slot in idle), default=now + IDLE_POLLING) - now
+                self._poller.wait(min(wait, max(IDLE_POLLING, self._polling_delay)))
         return None
 
-    def _take_in(
-        self, turns: list[_Turn], asked: dict[int, int], found: dict[int, float | None], *, woken: bool
+    def _queue_ready(
+        self, slots: list[_Slot], asked: dict[int, int], found: dict[int, float | None], *, woken: bool
     ) -> None:
-        with self._scouting:
+        with self._poller:
             now = time.monotonic()
-            self._take_up(found)
-            for turn in turns:
-                partition = turn.key.partition
-                turn.deaf = False
+            self._add_slots(found)
+            for slot in slots:
+                partition = slot.key.partition
+                slot.deaf = False
                 if partition not in found:
-                    turn.due = now + self._idle_delay()
-                    turn.empty = asked[partition] == 1
-                    if turn.empty:
-                        turn.least = 1
+                    slot.due = now + self._idle_delay()
+                    slot.empty = asked[partition] == 1
+                    if slot.empty:
+                        slot.least = 1
                     else:
-                        turn.due = min(turn.due, turn.enough_at)
+                        slot.due = min(slot.due, slot.enough_at)
                     continue
-                if turn.empty and not woken and self._notified():
-                    # Taken back by its notification, if that comes yet.
+                if slot.empty and not woken and self._notified():
+                    # Taken back if its notification arrives later.
                     self._unannounced_at = now
-                turn.empty = False
+                slot.empty = False
                 ready_in = found[partition]
                 if ready_in == 0:
                     del self._idle[partition]
-                    self._queue.append(turn)
+                    self._queue.append(slot)
                     self._queued.notify()
                 else:
-                    # Not later than otherwise: a consumer may be resumed, a lease given back.
-                    turn.due = now + min(self._polling_delay, ready_in or self._polling_delay)
+                    # Not later than usual: the consumer may be resumed, or the lease released.
+                    slot.due = now + min(self._polling_delay, ready_in or self._polling_delay)
 
-    def _take_up(self, found: dict[int, float | None]) -> None:
-        """Have a turn for each partition that the consumer got since; it is due at once."""
+    def _add_slots(self, found: dict[int, float | None]) -> None:
+        """Add a slot, due at once, for each partition that is new to the consumer."""
         for partition in found.keys() - self._known:
             self._known.add(partition)
-            self._pace.join(1)
-            self._idle[partition] = _Turn(replace(self._keys[0], partition=partition))
+            self._throttle.join(1)
+            self._idle[partition] = _Slot(replace(self._keys[0], partition=partition))
         if not self._stop.is_set():
-            self._employ()
+            self._start_workers()
 
     # The workers
 
     def _work(self) -> None:
-        while (turn := self._next()) is not None:
-            self._settle(turn, self._consume(turn.key))
+        while (slot := self._next()) is not None:
+            self._give_back(slot, self._consume(slot.key))
 
-    def _next(self) -> _Turn | None:
-        """The partition that has been in the queue for longest; None when the consumption stops."""
+    def _next(self) -> _Slot | None:
+        """Wait for a slot in the queue; None to stop."""
         with self._queued:
             while not self._stop.is_set():
                 if self._queue:
-                    turn = self._queue.popleft()
-                    turn.wakes = self._wakes
-                    return turn
+                    slot = self._queue.popleft()
+                    slot.wakes = self._wakes
+                    return slot
                 self._queued.wait()
         return None
 
-    def _consume(self, key: ConsumerPartition) -> Pass:
+    def _consume(self, key: ConsumerPartition) -> PollOutcome:
         try:
-            return self._pass(key, self._hold)
+            return self._poll(key, self._cancellation)
         except ClaimLostError as error:
             logger.info("%s", error)
-            return Pass(due_in=0.0)
+            return PollOutcome(due_in=0.0)
         except BaseException as error:  # noqa: BLE001 - reported
-            # A thread that dies, as of a handler's sys.exit(), would stop its partitions silently.
+            # If the thread died, for instance of a handler's sys.exit(), its partitions would stop silently.
             self._report(str(key), error)
-            return Pass(due_in=FAULT_DELAY, deaf=True)
+            return PollOutcome(due_in=FAULT_DELAY, deaf=True)
 
     def _report(self, what: str, error: BaseException) -> None:
-        if self._hold.is_cut:
+        if self._cancellation.cancelled:
             logger.info("%s was stopped in the middle of a batch, which is rolled back: %s", what, error)
         elif isinstance(error, DatabaseUnavailableError):
             logger.warning("%s waits for the database: %s", what, error)
@@ -293,29 +346,31 @@ class Consumption:
         else:
             logger.error("%s met an unexpected error; trying again in %.0f s", what, FAULT_DELAY, exc_info=error)
 
-    def _settle(self, turn: _Turn, came_to: Pass) -> None:
-        """Put a partition back into the queue, or leave it idle until it is due."""
+    def _give_back(self, slot: _Slot, outcome: PollOutcome) -> None:
+        """Put a slot back into the queue, or leave it idle until it is due."""
         now = time.monotonic()
-        done = came_to.progress
-        rest = None if done is None else self._pace.rest(done.consumed + done.passed, now)
-        with self._scouting:
-            if came_to.more:
-                turn.least, turn.deaf = 1, False
-                self._queue.append(turn)
+        result = outcome.result
+        rest = None if result is None else self._throttle.rest(result.consumed + result.skipped, now)
+
+        with self._poller:
+            if outcome.more:
+                slot.least, slot.deaf = 1, False
+                self._queue.append(slot)
                 self._queued.notify()
                 return
-            due_in = self._idle_delay() if came_to.due_in is None else came_to.due_in
-            turn.least, turn.deaf, turn.empty = came_to.least, came_to.deaf, False
-            turn.enough_at = now + due_in if came_to.least > 1 else 0.0
-            if came_to.due_in is None and rest is not None:
-                due_in, turn.deaf = rest - now, True
-            elif not turn.deaf and turn.wakes != self._wakes:
-                # What it was that came during the pass, the pass may not have seen.
+
+            due_in = self._idle_delay() if outcome.due_in is None else outcome.due_in
+            slot.least, slot.deaf, slot.empty = outcome.least, outcome.deaf, False
+            slot.enough_at = now + due_in if outcome.least > 1 else 0.0
+            if outcome.due_in is None and rest is not None:
+                due_in, slot.deaf = rest - now, True
+            elif not slot.deaf and slot.wakes != self._wakes:
+                # The batch may not have seen events that came meanwhile.
                 due_in = 0.0
-            elif done is not None and came_to.due_in is None and not self._notified():
+            elif result is not None and outcome.due_in is None and not self._notified():
                 due_in = 0.0
-            elif came_to.least > 1:
+            elif outcome.least > 1:
                 due_in = min(due_in, self._idle_delay())
-            turn.due = now + due_in
-            self._idle[turn.key.partition] = turn
-            self._scouting.notify()
+            slot.due = now + due_in
+            self._idle[slot.key.partition] = slot
+            self._poller.notify()

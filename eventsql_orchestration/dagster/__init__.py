@@ -1,7 +1,7 @@
 """Floor 5: the platform in Dagster: resources, topics and consumers as assets, sensors, transfer, lag, housekeeping.
 
-Builders take keywords and have defaults that need no tuning; the one thing that a code location must provide is an
-`EventSQLResource` under the name `eventsql`. Nothing connects or starts when it is defined.
+Builders take keywords, and their defaults need no tuning. A code location must provide an `EventSQLResource` under the
+name `eventsql`, and nothing else. Definitions connect to nothing and start nothing.
 """
 
 import importlib.util
@@ -11,24 +11,31 @@ from eventsql_orchestration.errors import MissingExtraError
 if importlib.util.find_spec("dagster") is None:
     raise MissingExtraError("dagster", "eventsql_orchestration.dagster")
 
-from eventsql_orchestration.dagster.alerts import CheckAlert, build_alert_sensor
-from eventsql_orchestration.dagster.assembly import build_definitions, build_register_job
-from eventsql_orchestration.dagster.backfill_asset import BackfillDefinition, build_backfill
-from eventsql_orchestration.dagster.checks import ConsumerCheck, build_lag_check
+from eventsql_orchestration.dagster.backfills.assets import BackfillDefinition, build_backfill
+from eventsql_orchestration.dagster.build_definitions import build_definitions, build_register_job
 from eventsql_orchestration.dagster.component import EventSQLConsumerComponent
-from eventsql_orchestration.dagster.consumers import consumer_asset, range_asset
-from eventsql_orchestration.dagster.definition import ClaimConfig, ConsumerDefinition, Limits
-from eventsql_orchestration.dagster.delivered import build_delivered_check
-from eventsql_orchestration.dagster.housekeeping import build_housekeeping_schedule
-from eventsql_orchestration.dagster.instance import write_instance
-from eventsql_orchestration.dagster.io_manager import EventSQLIOManager
-from eventsql_orchestration.dagster.lag_sensor import build_lag_sensor
-from eventsql_orchestration.dagster.lineage import lineage
-from eventsql_orchestration.dagster.metadata import PUBLISHED_EVENTS, PUBLISHED_TOPIC
-from eventsql_orchestration.dagster.progress import spark_progress
-from eventsql_orchestration.dagster.publishing import publish_dataframe, publish_events
+from eventsql_orchestration.dagster.consumers.assets import consumer_asset, range_asset
+from eventsql_orchestration.dagster.consumers.definition import ClaimConfig, ConsumerDefinition
+from eventsql_orchestration.dagster.consumers.options import (
+    AssetOptions,
+    LagLimits,
+    RangeLimits,
+    RunLimits,
+    TickOptions,
+)
+from eventsql_orchestration.dagster.consumers.shared_runs import share_runs
+from eventsql_orchestration.dagster.housekeeping.schedule import HistoryRetention, build_housekeeping_schedule
+from eventsql_orchestration.dagster.io.io_manager import EventSQLIOManager
+from eventsql_orchestration.dagster.io.publish import publish_dataframe, publish_events
+from eventsql_orchestration.dagster.io.spark_progress import spark_progress
+from eventsql_orchestration.dagster.lineage.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_TOPIC
+from eventsql_orchestration.dagster.lineage.origin import lineage
+from eventsql_orchestration.dagster.local.instance import write_instance
+from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_alert_sensor
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
+from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
+from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.resources import EventSQLResource, TopicResource
-from eventsql_orchestration.dagster.sharing import share_runs
 from eventsql_orchestration.dagster.tags import SPARK_POOL
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key, topic_observations
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
@@ -37,6 +44,7 @@ __all__ = [
     "PUBLISHED_EVENTS",
     "PUBLISHED_TOPIC",
     "SPARK_POOL",
+    "AssetOptions",
     "BackfillDefinition",
     "CheckAlert",
     "ClaimConfig",
@@ -45,7 +53,11 @@ __all__ = [
     "EventSQLConsumerComponent",
     "EventSQLIOManager",
     "EventSQLResource",
-    "Limits",
+    "HistoryRetention",
+    "LagLimits",
+    "RangeLimits",
+    "RunLimits",
+    "TickOptions",
     "TopicResource",
     "build_alert_sensor",
     "build_backfill",

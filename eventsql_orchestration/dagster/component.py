@@ -5,21 +5,24 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes without types
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from eventsql_orchestration import NOT_PARTITIONED, Topic
-from eventsql_orchestration.dagster.assembly import build_definitions
-from eventsql_orchestration.dagster.backfill_asset import read_place
-from eventsql_orchestration.dagster.consumers import consumer_asset
+from eventsql_orchestration.consumer import EVERY_EVENT, DeclaredFilter, EventFilter
+from eventsql_orchestration.dagster.backfills.assets import read_place
+from eventsql_orchestration.dagster.build_definitions import build_definitions
+from eventsql_orchestration.dagster.consumers.assets import consumer_asset
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits, RunLimits
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
-from eventsql_orchestration.model import EVERY_EVENT, DeclaredFilter, EventFilter, check_partitions, check_topic_name
-from eventsql_orchestration.rules import check_name, check_whole
+from eventsql_orchestration.model import check_partitions, check_topic_name
+from eventsql_orchestration.validation import check_name, check_whole
 
 FUNCTION_FILE: Final = "consume.py"
 
@@ -54,10 +57,10 @@ class ConsumerScaffolder(dg.Scaffolder[ConsumerParams]):
         return ConsumerParams
 
     def scaffold(self, request: dg.ScaffoldRequest[ConsumerParams]) -> None:
-        """Write the files; a function that is there already stays.
+        """Write the files. A function that already exists stays.
 
-        The consumer is called as its folder, as far as Dagster takes that for a name. It has the platform where no
-        other component of the project has it.
+        The consumer's name is that of its folder, changed to a name that Dagster accepts. The consumer has the platform
+        if no other component of the project has it.
         """
         name = usable_name(request.target_path.name)
         own = [request.target_path / file for file in _COMPONENT_FILES]
@@ -77,9 +80,9 @@ class ConsumerScaffolder(dg.Scaffolder[ConsumerParams]):
 
 
 def usable_name(text: str) -> str:
-    """A name that Dagster takes for an asset, from that of a folder: `my-consumer` gives `my_consumer`."""
+    """Turn a folder's name into a valid asset name: `my-consumer` gives `my_consumer`."""
     name = re.sub(r"[^A-Za-z0-9_]+", "_", text).strip("_")
-    # `type` for example is not free.
+    # Dagster reserves some names, for example `type`.
     return name if _is_name(name) else f"{name}_consumer".lstrip("_")
 
 
@@ -92,13 +95,13 @@ def _is_name(text: str) -> bool:
 
 
 def with_platform(root: Path) -> list[Path]:
-    """The files of components below a folder that have `platform: true`, each once for each such component in it."""
+    """The files below a folder with components that have `platform: true`: each file once per component."""
     return [file for file in _component_files(root) for having in _consumers(file) if having]
 
 
 def _component_files(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
-        # Neither hidden folders nor environments.
+        # Skip hidden folders and environments.
         folders[:] = sorted(
             each for each in folders if not each.startswith(".") and not Path(folder, each, "pyvenv.cfg").exists()
         )
@@ -106,14 +109,14 @@ def _component_files(root: Path) -> Iterator[Path]:
 
 
 def _consumers(file: Path) -> list[bool]:
-    """Whether each component of ours in a file has the platform; of a file that is none Dagster complains."""
+    """Whether each component of this package in a file has the platform. Dagster reports an invalid file."""
     try:
         documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError):
         return []
     ours = [each for each in documents if isinstance(each, dict) and _is_ours(each.get("type"))]
     given = [each.get("attributes") for each in ours]
-    # What a template says is not known here.
+    # The value of a template is not known here.
     return [isinstance(each, dict) and each.get("platform", True) is True for each in given]
 
 
@@ -122,24 +125,24 @@ def _is_ours(kind: object) -> bool:
 
 
 class ComponentTopic(dg.Model, dg.Resolvable):
-    """A topic beside the one that is consumed: `partitions` is -1 for one without."""
+    """A further topic. `partitions` is -1 for a topic without partitions."""
 
     name: str
     partitions: int = NOT_PARTITIONED
 
-    @field_validator("name")
-    @classmethod
-    def _is_a_name(cls, value: str) -> str:
-        return check_topic_name(value)
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        _ = self.declared
+        return self
 
-    @field_validator("partitions")
-    @classmethod
-    def _partitions_are_possible(cls, value: int) -> int:
-        return check_partitions(value)
+    @property
+    def declared(self) -> Topic:
+        """Raises `ValidationError`, `InvalidNameError`."""
+        return Topic(self.name, self.partitions)
 
 
 class ComponentFilter(dg.Model, dg.Resolvable):
-    """The events that a consumer is handed, as of `EventFilter`: those that meet every condition that is given."""
+    """The filter of a consumer, as `EventFilter`: an event must meet every condition that is given."""
 
     keys: Sequence[str] | None = None
     key_prefix: str | None = None
@@ -156,14 +159,32 @@ class ComponentFilter(dg.Model, dg.Resolvable):
         return EventFilter(None if self.keys is None else frozenset(self.keys), self.key_prefix, self.metadata or {})
 
 
+def _check_asset_name(value: str) -> None:
+    if not _is_name(value):
+        raise ValidationError(
+            f"{value!r} is no name for an asset: take letters, digits and _, such as {usable_name(value)!r}"
+        )
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "name": _check_asset_name,
+    "topic": check_topic_name,
+    "consumer": partial(check_name, "consumer name"),
+    "partitions": check_partitions,
+    "max_attempts": partial(check_whole, "it", least=1),
+    "start": read_place,
+}
+"""Refuse an invalid value of a field here, so that the message names the field of the file."""
+
+
 @dg.scaffold_with(ConsumerScaffolder)
 class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
-    """A consumer of a topic with all that it needs: asset, job, sensors, checks, transfer, lag, housekeeping.
+    """A consumer of a topic with everything that it needs: asset, job, sensors, checks, transfer, lag, housekeeping.
 
-    Its function stands in `file` beside `defs.yaml`, as `consumer_asset` takes it. A project with several such
-    components leaves `platform: true` to one of them, which has the resource `eventsql`, the transfer and
-    housekeeping, and gives the others `platform: false`; `dg scaffold` sees to that. `topics` are further ones that the
-    job `register` creates, external assets as of `build_definitions`. With `backfills`, ranges can be replayed.
+    Its function is in `file` beside `defs.yaml`, in the form that `consumer_asset` takes. In a project with several of
+    these components, one has `platform: true`: it has the resource `eventsql`, the transfer and housekeeping. The
+    others have `platform: false`; `dg scaffold` sets it. `topics` are further topics: the job `register` creates them,
+    and they are external assets as in `build_definitions`. With `backfills`, ranges can be replayed. `limits`,
     `max_attempts`, `filter` and `start` are those of `consumer_asset`; `filter: every event` ends a filter.
     """
 
@@ -174,63 +195,24 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     partitioned: bool = False
     file: str = FUNCTION_FILE
     function: str = "consume"
-    max_events: int = 10_000
+    limits: RunLimits = RunLimits()
     max_attempts: int | None = None
     filter: ComponentFilter | Literal["every event"] | None = None
     start: str = "earliest"
-    max_lag_events: int | None = None
-    max_lag_seconds: float | None = 300.0
-    lag_grace: float = 60.0
+    lag: LagLimits | None = DEFAULT_LAG
     topics: Sequence[ComponentTopic] = ()
     backfills: bool = False
     platform: bool = True
 
-    # What the platform would refuse is refused here, where the message names the field of the file.
-
-    @field_validator("name")
+    @field_validator("name", "topic", "consumer", "partitions", "max_attempts", "start")
     @classmethod
-    def _name_is_one_of_dagster(cls, value: str) -> str:
-        if not _is_name(value):
-            raise ValidationError(
-                f"{value!r} is no name for an asset: take letters, digits and _, such as {usable_name(value)!r}"
-            )
-        return value
-
-    @field_validator("topic")
-    @classmethod
-    def _topic_has_a_name(cls, value: str) -> str:
-        return check_topic_name(value)
-
-    @field_validator("consumer")
-    @classmethod
-    def _consumer_has_a_name(cls, value: str) -> str:
-        return check_name("consumer name", value)
-
-    @field_validator("partitions")
-    @classmethod
-    def _partitions_are_possible(cls, value: int) -> int:
-        return check_partitions(value)
-
-    @field_validator("max_events", "max_attempts")
-    @classmethod
-    def _is_one_at_least(cls, value: int | None) -> int | None:
-        return None if value is None else check_whole("it", value, least=1)
-
-    @field_validator("start")
-    @classmethod
-    def _start_is_a_place(cls, value: str) -> str:
-        read_place(value)
-        return value
-
-    @field_validator("max_lag_events", "max_lag_seconds", "lag_grace")
-    @classmethod
-    def _is_not_negative(cls, value: float | None) -> float | None:
-        if value is not None and value < 0:
-            raise ValidationError(f"it must not be negative: {value}")
+    def _is_possible(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            _CHECKS[str(info.field_name)](value)
         return value
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Raises `ConfigurationError` where the file or its function is not there, or another has the platform too."""
+        """Raises `ConfigurationError` if the file or its function is missing, or another component has the platform."""
         if self.platform:
             self._has_the_platform_alone(context.defs_module_path)
         if not (context.path / self.file).is_file():
@@ -244,20 +226,18 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             consumer=self.consumer,
             partitioned=self.partitioned,
             name=self.name,
-            max_events=self.max_events,
+            limits=self.limits,
             max_attempts=self.max_attempts,
             filter=self._declared_filter(),
             start=read_place(self.start),
         )(function)
         return build_definitions(
             [definition],
-            topics=[Topic(topic.name, topic.partitions) for topic in self.topics],
+            topics=[topic.declared for topic in self.topics],
             backfills=self.backfills,
             name=None if self.platform else self.name,
             platform=self.platform,
-            max_lag_events=self.max_lag_events,
-            max_lag_seconds=self.max_lag_seconds,
-            lag_grace=self.lag_grace,
+            lag=self.lag,
         )
 
     def _declared_filter(self) -> DeclaredFilter:
@@ -268,7 +248,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     def _has_the_platform_alone(self, root: Path) -> None:
         having = with_platform(root)
         if len(having) > 1:
-            # Dagster would only say that resources differ.
+            # Dagster's own message only says that resources differ.
             files = " and ".join(str(file.relative_to(root)) for file in having)
             raise ConfigurationError(
                 f"platform: {files} would all bring the resource `eventsql`, the transfer and housekeeping, and a "

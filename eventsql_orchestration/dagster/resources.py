@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import dagster as dg
@@ -12,45 +12,44 @@ import sqlalchemy
 from pydantic import Field, PrivateAttr, field_validator
 from sqlalchemy import event
 
-from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange, Publication, Topic
-from eventsql_orchestration.dagster.lineage import ExecutionContext, lineage
+from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange, Publication, Shard, Topic
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.lag import ConsumerLag
+from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, lineage
 from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.database import is_pooled
+from eventsql_orchestration.database import Connection, is_pooled
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, ShardSetError, ShardUnavailableError, ValidationError
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.lag import ConsumerLag
 from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
-from eventsql_orchestration.rules import DEFAULT_SCHEMA, split_urls
 from eventsql_orchestration.spark import FORMAT, range_options
 from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 RESOURCE_KEY = "eventsql"
-"""The name under which a code location provides its `EventSQLResource`; the builders of this package ask for it."""
+"""The resource name of a code location's `EventSQLResource`; the builders of this package require it."""
 
 CONNECT_SECONDS: Final = 3
-"""Seconds that a tick waits for a connection to one of several shards, where its URL does not say: the others wait."""
+"""Connect timeout of a tick in seconds, for one of several shards whose URL sets none: the other shards wait."""
 
 
 class EventSQLResource(dg.ConfigurableResource[Any]):
     """The events platform on one database, or over several that are its shards.
 
-    Nothing connects before `platform` is used; what it opened is closed when the run or the tick ends. Runs and ticks
-    never transfer in the background: that is the transfer schedule's work.
+    The first use of `platform` connects. The end of the run or the tick closes all connections. The transfer schedule
+    transfers events; other runs and ticks never transfer in the background.
 
-    Shards are named by several URLs in `dsn`, with spaces or line ends between them. `platform` is over all of them
-    then, and `shard(name)` on one: a run consumes on one of them, which `claim.shard` names.
+    `dsn` takes the URLs of several shards, with spaces or line ends between them. Then `platform` covers all shards,
+    and `shard(name)` covers one. A run consumes on one shard, and `claim.shard` names it.
 
-    Give `dsn` as `dg.EnvVar(…)`, which keeps its password out of Dagster's UI and storage. One that stands in the code
-    is checked when the location is loaded, one of the environment when a run or a tick begins; `ConfigurationError`
-    names the field, never the password.
+    Give `dsn` as `dg.EnvVar(…)`, which keeps its password out of Dagster's UI and storage. A `dsn` in the code is
+    checked when the location is loaded. A `dsn` from the environment is checked when a run or a tick begins.
+    `ConfigurationError` names the field, never the password.
     """
 
-    # Neither the resource's text nor Dagster's UI shows a URL that stands in the code.
+    # The resource's text and Dagster's UI hide a URL that is written in the code.
     dsn: str = Field(
         repr=False,
         json_schema_extra={"dagster__is_secret": True},
@@ -65,7 +64,7 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     @field_validator("dsn", mode="before")
     @classmethod
     def _dsn_is_a_url(cls, value: object) -> object:
-        # Not a `ValueError`, whose message would repeat the password.
+        # The message of a `ValueError` would repeat the password.
         if not isinstance(value, str):
             raise ConfigurationError(f"dsn of EventSQLResource must be text, not {type(value).__name__}")
         if not isinstance(value, dg.EnvVar):
@@ -87,38 +86,38 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
 
     @property
     def platform(self) -> EventSQL:
-        """The platform, the same object at each use: over all shards where there are several."""
+        """The platform over all shards. Each use returns the same object."""
         with self._lock:
             if self._platform is None:
                 self._platform = EventSQL(*split_urls(self.dsn), schema=self.db_schema, transfer=False)
             return self._platform
 
     @property
-    def shards(self) -> tuple[EventSQL, ...]:
-        """The platform on each database by itself, on the only one where there is one; see `EventSQL.shards`.
+    def shards(self) -> tuple[Shard, ...]:
+        """Each database by itself; see `EventSQL.shards`.
 
-        Of several, raises `ShardSetError` where they are not the shards of one set, and `DatabaseUnavailableError`
-        where none can be reached.
+        If there are several, raises `ShardSetError` if they are not the shards of one set, and
+        `DatabaseUnavailableError` if none can be reached.
         """
         return shards_of(self.platform)
 
-    def shard(self, name: str | None) -> EventSQL:
-        """The platform on one shard by itself; of one database None, and no other name, gives the platform.
+    def shard(self, name: str | None) -> Shard:
+        """One shard by its name. An only database has no name: pass None.
 
-        Raises `ShardSetError` for a name that is no shard's, and for None where there are several;
-        `ShardUnavailableError` where it cannot be told because shards are down.
+        Raises `ShardSetError` if no shard has the name, and for None if there are several shards. Raises
+        `ShardUnavailableError` if the shard cannot be found because shards are down.
         """
         shards = self.shards
         if len(shards) == 1 and name is None:
             return shards[0]
         for each in shards:
-            if name is not None and each.shard == name:
+            if name is not None and each.name == name:
                 return each
-        known = ", ".join(each.shard for each in shards if each.shard is not None)
+        known = ", ".join(each.name for each in shards if each.name is not None)
         if name is None:
             raise ShardSetError(f"there are several shards ({known}), and this is done on one: name it")
-        if len(shards) > 1 and any(each.shard is None for each in shards):
-            down = ", ".join(str(each.database) for each in shards if each.shard is None)
+        if len(shards) > 1 and any(each.name is None for each in shards):
+            down = ", ".join(str(each.database) for each in shards if each.name is None)
             raise ShardUnavailableError(f"shard {name!r} is none of {known}, and {down} cannot be reached", shard=name)
         raise ShardSetError(
             f"there is no shard {name!r}: the shards are {known}"
@@ -127,10 +126,10 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
         )
 
     def bounded(self, timeout: float) -> EventSQL:
-        """A platform of its own, to be closed by the caller, on which no statement takes longer than `timeout` seconds.
+        """A separate platform that limits each statement to `timeout` seconds. The caller closes it.
 
-        For ticks: one whose caller gave up must not go on holding locks. It finds the schema as it is and never
-        migrates it, which may take longer.
+        It is for ticks: a tick that Dagster gave up must not go on holding locks. It never migrates the schema, because
+        a migration may take longer.
         """
         urls = split_urls(self.dsn)
         if len(urls) > 1:
@@ -141,7 +140,7 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
         def limit(connection: Any, _record: object) -> None:
             driver: psycopg.Connection[Any] = getattr(connection, "driver_connection", connection)
             if is_pooled(driver):
-                # It would bound everybody's sessions (docs/poolers.md).
+                # The setting would bound the sessions of all clients (docs/poolers.md).
                 return
             autocommit, driver.autocommit = driver.autocommit, True
             driver.execute(
@@ -161,37 +160,36 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
     ) -> DataFrame:
         """The events of a claim, or of a range, as a DataFrame of the `eventsql` data source.
 
-        Of a claim these are the events that are not committed yet and that its consumer's filter lets through, on the
-        claim's shard. Spark asks for them when the frame is first evaluated, which raises `ClaimLostError` where the
-        claim is over by then. Of a range it is every event, whoever claimed it; offsets are those of one `shard`, to be
-        named where there are several. `columns` is a schema such as `"key string, value binary"`: no other column is
-        fetched.
+        For a claim, the frame holds the uncommitted events that match the consumer's filter, on the claim's shard.
+        Spark reads them when the frame is first evaluated; this raises `ClaimLostError` if the claim is over by then.
+        For a range, the frame holds every event, claimed or not. Offsets belong to one `shard`: name it if there are
+        several. `columns` is a schema, for example `"key string, value binary"`: no other column is fetched.
         """
         if isinstance(events, Claim):
             wanted, on = {"claim": str(events.id)}, events.shard
         else:
             wanted, on = range_options(events), shard
-        source = self._source_of(self.shard(on))
+        source = self._source_of((self.shard(on),))
         reader = spark.read.format(FORMAT).options(dsn=source.dsn, schema=source.schema, **wanted)
         if columns is not None:
             reader = reader.schema(columns)
         return reader.load()
 
     def spark_options(self, shard: str | None = None) -> Mapping[str, str]:
-        """The options of the `eventsql` data source that name the database: all shards, or one. They hold passwords."""
+        """The options of the `eventsql` data source that name all shards, or one shard. They hold passwords."""
         source = self.source(shard)
         return {"dsn": source.dsn, "schema": source.schema}
 
     def source(self, shard: str | None = None) -> Source:
-        """The database as Spark's tasks know it, passwords included: all shards, or one. Raises as `shard`."""
-        return self._source_of(self.platform if shard is None else self.shard(shard))
+        """All shards, or one shard, as Spark's tasks know them, with passwords. Raises as `shard`."""
+        return self._source_of(self.platform.shards if shard is None else (self.shard(shard),))
 
-    def _source_of(self, platform: EventSQL) -> Source:
-        databases = [each.database for each in platform.shards]
+    def _source_of(self, shards: Sequence[Shard]) -> Source:
+        databases = [each.database for each in shards]
         return Source(" ".join(each.dsn for each in databases), self.db_schema, ", ".join(map(str, databases)))
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002 - Dagster gives it
-        """Close what was opened."""
+        """Close all connections."""
         with self._lock:
             if self._platform is not None:
                 self._platform.close()
@@ -199,10 +197,10 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
 
 
 class TopicResource(dg.ConfigurableResource[Any]):
-    """One topic, to publish to, to read and to ask for lag.
+    """One topic: publishes events, reads events, and returns the lag.
 
-    `partitions` is -1 for a topic that is not partitioned. With `dead_letters`, `register` also creates the topic that
-    takes its dead letters.
+    `partitions` is -1 for a topic without partitions. With `dead_letters`, `register` also creates the dead letter
+    topic.
     """
 
     eventsql: EventSQLResource
@@ -220,16 +218,16 @@ class TopicResource(dg.ConfigurableResource[Any]):
     @field_validator("partitions", mode="before")
     @classmethod
     def _partitions_are_possible(cls, value: int) -> int:
-        # `EnvVar.int(…)` is an int that is no number yet.
+        # `EnvVar.int(…)` is an int without its number yet.
         return check_partitions(value) if type(value) is int else value
 
     @property
     def platform(self) -> EventSQL:
-        """The platform that the topic belongs to."""
+        """The topic's platform."""
         return self.eventsql.platform
 
     def register(self) -> Topic:
-        """Create the topic, and its dead letter topic, or find them as they are. Raises `RedefinitionError`."""
+        """Create the topic and its dead letter topic if they do not exist. Raises `RedefinitionError`."""
         topic = Topic(self.topic, self.partitions)
         self.platform.registry.register_topic(topic)
         if self.dead_letters:
@@ -246,13 +244,13 @@ class TopicResource(dg.ConfigurableResource[Any]):
         context: ExecutionContext | None = None,
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> None:
-        """Publish one event: a publication as it is, or a value with `key`, `metadata` and `partition`.
+        """Publish one event: a publication, or a value with `key`, `metadata` and `partition`.
 
-        With `context`, the event's metadata names the run, the asset and its partition. It is committed when this
-        returns or, with `connection`, with the transaction of that: a consumer that publishes through its own
-        connection publishes exactly once.
+        With `context`, the event's metadata names the run, the asset and its partition. The event is committed when
+        this method returns. With `connection`, it is committed with the connection's transaction: a consumer that
+        publishes through its own connection publishes exactly once.
 
-        Raises `ValidationError` for what is neither a publication nor bytes, `TopicNotFoundError`,
+        Raises `ValidationError` if `event` is neither a publication nor bytes, `TopicNotFoundError`,
         `InvalidPublicationError`, `PartitionOutOfRangeError`, `DatabaseError`.
         """
         if not isinstance(event, Publication | bytes):
@@ -270,9 +268,9 @@ class TopicResource(dg.ConfigurableResource[Any]):
         context: ExecutionContext | None = None,
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> int:
-        """Publish any number of events in order and in one commit, on each shard; gives their number.
+        """Publish any number of events in order, in one commit on each shard. Returns the number of events.
 
-        Otherwise as `publish`, and over shards as `EventSQL.publisher.publish_all`.
+        Otherwise as `publish`; over several shards, as `EventSQL.publisher.publish_all`.
         """
         origin = lineage(context)
         return self.platform.publisher.publish_all(
@@ -305,13 +303,13 @@ class TopicResource(dg.ConfigurableResource[Any]):
     ) -> list[Event]:
         """At most `limit` events with `after < id <= upto`, of one partition or of all, in order.
 
-        Offsets are those of one `shard`, to be named where there are several: `ShardSetError`.
+        Offsets belong to one `shard`. Raises `ShardSetError` if there are several and none is named.
         """
         reader = self.eventsql.shard(shard).reader
         return reader.read(self.topic, after=after, upto=upto, partition=partition, limit=limit)
 
     def lag(self) -> list[ConsumerLag]:
-        """The lag of each partition of each consumer of the topic, on each shard where there are several."""
+        """The lag of each partition of each consumer of the topic, on each shard."""
         return self.platform.lag(self.topic)
 
 

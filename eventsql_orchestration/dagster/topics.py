@@ -10,8 +10,8 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 from psycopg.rows import tuple_row
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.metadata import (
+from eventsql_orchestration import EventSQL, Shard
+from eventsql_orchestration.dagster.lineage.metadata_keys import (
     INPUT_SHARD,
     PUBLISHED_EVENTS,
     PUBLISHED_FIRST,
@@ -20,7 +20,7 @@ from eventsql_orchestration.dagster.metadata import (
     PUBLISHED_TRACE,
     trace_command,
 )
-from eventsql_orchestration.dagster.registering import topic_missing
+from eventsql_orchestration.dagster.register import topic_missing
 from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import DatabaseUnavailableError, TopicNotFoundError
@@ -31,10 +31,10 @@ TOPIC_GROUP: Final = "topics"
 KINDS: Final = frozenset({"eventsql", "postgresql"})
 
 COLUMN_SCHEMA: Final = "dagster/column_schema"
-"""Where Dagster's UI looks for the columns of an asset."""
+"""The metadata key in which Dagster's UI looks for the columns of an asset."""
 
 Columns: TypeAlias = Mapping[str, str] | Sequence[dg.TableColumn] | dg.TableSchema
-"""The columns of a topic's values: names with their types, or as Dagster has them."""
+"""The columns of a topic's values: names with their types, or Dagster's table schema."""
 
 
 def topic_key(name: str) -> dg.AssetKey:
@@ -55,12 +55,13 @@ def topic_asset(
     metadata: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> dg.AssetSpec:
-    """A topic as an external asset: services publish into it, Dagster does not compute it.
+    """A topic as an external asset: services publish into it, and Dagster does not compute it.
 
-    A topic that an asset publishes to belongs to that asset instead: `range_asset(publishes=…)`, or `@asset(key=
-    topic_key(…))`. `deps` are the assets that it is made from; `owners` as of any asset, e-mail addresses or `team:…`.
-    `columns` say what its values hold, and `kinds` are added to those of every topic. With `freshness`, the topic is
-    stale when no event has come for so long; a sensor tells Dagster of the events (`topic_observations`).
+    If an asset publishes to a topic, the topic belongs to that asset instead: `range_asset(publishes=…)`, or
+    `@asset(key=topic_key(…))`. `deps` are the assets that its events come from. `owners` are e-mail addresses or
+    `team:…`, as for any asset. `columns` describe its values. `kinds` are added to the kinds of every topic.
+    `freshness` is the time without an event after which the topic is stale; a sensor reports the events to Dagster
+    (`topic_observations`).
     """
     declared = {} if columns is None else {COLUMN_SCHEMA: column_schema(columns)}
     if isinstance(freshness, timedelta):
@@ -79,7 +80,7 @@ def topic_asset(
 
 
 def column_schema(columns: Columns) -> dg.TableSchema:
-    """Columns as Dagster has them."""
+    """Columns as Dagster's table schema."""
     if isinstance(columns, dg.TableSchema):
         return columns
     if isinstance(columns, Mapping):
@@ -89,7 +90,7 @@ def column_schema(columns: Columns) -> dg.TableSchema:
 
 @dataclass(frozen=True, slots=True)
 class TopicNews:
-    """What has come to topics: a materialization of each one that has new events, and how far all were looked at."""
+    """New events of topics: a materialization of each topic with new events, and the last offset of every topic."""
 
     materializations: tuple[dg.AssetMaterialization, ...]
     seen: Mapping[str, int]
@@ -97,12 +98,13 @@ class TopicNews:
 
 
 def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, seen: Mapping[str, int]) -> TopicNews:
-    """The events that have entered the logs of external topics since `seen`, the offsets of an earlier look.
+    """The events that entered the logs of external topics since `seen`, the offsets of an earlier look.
 
-    For a sensor's `SensorResult(asset_events=…)`, with `TopicNews.seen` in its cursor. They are materializations
-    because nothing else counts for a freshness policy. The first look at a topic only remembers how far it goes: its
-    events may be as old as the topic. A topic that is not registered is `missing`, with the reason. Of several shards,
-    each has a materialization of its own, which names it; those that are down are looked at when they are back.
+    Pass them to a sensor's `SensorResult(asset_events=…)`, and keep `TopicNews.seen` in its cursor. They are
+    materializations because a freshness policy counts nothing else. The first look at a topic only records its end: its
+    events may be as old as the topic. A topic that is not registered is `missing`, with the reason. If there are
+    several shards, each has its own materialization, which names the shard. The events of a shard that is down follow
+    when it is back.
     """
     reported: dict[str, int] = {}
     materializations: list[dg.AssetMaterialization] = []
@@ -110,7 +112,7 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
     names = [topic if isinstance(topic, str) else topic.name for topic in topics]
     for shard in shards_of(platform):
         for name in names:
-            key = name if shard.shard is None else f"{shard.shard}/{name}"
+            key = name if shard.name is None else f"{shard.name}/{name}"
             before = seen.get(key)
             try:
                 end = shard.reader.end(name)
@@ -124,17 +126,17 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
                 continue
             reported[key] = end
             if before is not None and end not in (0, before):
-                # A topic that was deleted and created anew begins anew.
+                # Start over if the topic was deleted and created again.
                 materializations.append(_arrival(shard, name, before if before < end else None, end))
     return TopicNews(tuple(materializations), reported, tuple(dict.fromkeys(missing)))
 
 
-def _arrival(platform: EventSQL, topic: str, after: int | None, end: int) -> dg.AssetMaterialization:
+def _arrival(platform: Shard, topic: str, after: int | None, end: int) -> dg.AssetMaterialization:
     metadata: dict[str, Any] = {
         PUBLISHED_TOPIC: topic,
         PUBLISHED_LAST: end,
-        PUBLISHED_TRACE: trace_command(topic, end, platform.shard),
-        **({} if platform.shard is None else {INPUT_SHARD: platform.shard}),
+        PUBLISHED_TRACE: trace_command(topic, end, platform.name),
+        **({} if platform.name is None else {INPUT_SHARD: platform.name}),
     }
     if after is not None:
         with platform.database.connection() as connection:
@@ -145,7 +147,7 @@ def _arrival(platform: EventSQL, topic: str, after: int | None, end: int) -> dg.
                 )
                 .fetchone()
             )
-        # None where retention has dropped them already.
+        # None if retention has already dropped them.
         if row is not None and row[0]:
             metadata |= {PUBLISHED_EVENTS: row[0], PUBLISHED_FIRST: row[1]}
     return dg.AssetMaterialization(asset_key=topic_key(topic), description="events have come", metadata=metadata)

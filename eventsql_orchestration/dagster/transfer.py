@@ -1,4 +1,4 @@
-"""The transfer as a schedule: a run a minute, each of which moves events until the next has taken over."""
+"""The transfer as a schedule: one run each minute, which moves events until the next run takes over."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from typing import Final
 
 import dagster as dg
 
-from eventsql_orchestration import EventSQL
+from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.dagster.tags import (
@@ -20,14 +20,10 @@ from eventsql_orchestration.dagster.tags import (
     TRANSFER_TAG,
 )
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.log.transfer import Transfer
-
-LOOK_AROUND: Final = 1.0
-"""Seconds between two looks for a newer run."""
+from eventsql_orchestration.publishing.transfer import Transfer
 
 STOP_TIMEOUT: Final = 10.0
-"""Seconds that the loop gets to finish what it is moving. One that does not is left to the end of its process, which
-rolls its transaction back."""
+"""Seconds that a stopped loop has to finish its move. After that, the end of the process rolls its transaction back."""
 
 
 def build_transfer_schedule(
@@ -35,19 +31,25 @@ def build_transfer_schedule(
     name: str = "transfer",
     polling_delay: float = 0.2,
     limit_seconds: float = 300.0,
+    look_around: float = 1.0,
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
 ) -> dg.ScheduleDefinition:
     """The transfer, as a schedule of one minute with its job.
 
-    A run moves what is in the buffer, looks again after `polling_delay` seconds, and ends when a newer run of the job
-    moves events of the same database, or after `limit_seconds`. Runs may overlap; a missed tick costs delay alone. Of
-    several shards it is on all of them at once, and on one that is down when that is back.
+    A run moves the events in the buffer and looks again after `polling_delay` seconds. It ends when a newer run of the
+    job moves events of the same database, or after `limit_seconds`. Every `look_around` seconds it looks for a newer
+    run. Runs may overlap; a missed tick only costs delay. A run moves events of all shards at once. Events of a shard
+    that is down move when it is back.
     """
 
     @dg.op(name="move_events", description="Moves events from the buffer to their topics' logs.")
     def move_events(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
         moved = transfer_until_relieved(
-            context, eventsql.platform, polling_delay=polling_delay, limit_seconds=limit_seconds
+            context,
+            eventsql.platform,
+            polling_delay=polling_delay,
+            limit_seconds=limit_seconds,
+            look_around=look_around,
         )
         context.add_output_metadata({"events": sum(moved.values()), **{f"events of {t}": n for t, n in moved.items()}})
 
@@ -58,7 +60,7 @@ def build_transfer_schedule(
         tags={
             TRANSFER_TAG: name,
             HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL,
-            # A full queue of consumers must not keep the transfer from what they wait for.
+            # A full queue of consumer runs must not delay the events that the consumers wait for.
             PRIORITY_TAG: "10",
             MAX_RUNTIME_TAG: str(round(limit_seconds + 60)),
         },
@@ -77,29 +79,35 @@ def build_transfer_schedule(
 
 
 def database_label(platform: EventSQL) -> str:
-    """The databases and the schema that a run moves events of, without a password."""
+    """The databases and the schema of the events that a run moves, without a password."""
     databases = sorted(str(shard.database) for shard in platform.shards)
     return f"{', '.join(databases)} {platform.shards[0].database.schema}"
 
 
 def transfer_until_relieved(
-    context: dg.OpExecutionContext, platform: EventSQL, *, polling_delay: float, limit_seconds: float
+    context: dg.OpExecutionContext,
+    platform: EventSQL,
+    *,
+    polling_delay: float,
+    limit_seconds: float,
+    look_around: float,
 ) -> dict[str, int]:
-    """Transfer until a newer run of the job does; gives the number of events moved per topic.
+    """Transfer until a newer run of the job transfers. Returns the number of moved events per topic.
 
-    Ends at once when the run is terminated. Raises what the transfer raises, `DatabaseUnavailableError` excepted, which
-    is waited for; of several shards, when those where nothing is wrong have been moved as long.
+    Ends at once when the run is terminated. Raises the errors of the transfer, except `DatabaseUnavailableError`: then
+    it waits for the database. If one of several shards fails, the others go on for the full time, and the error is
+    raised at the end.
     """
     moving = _Moving(shards_of(platform), polling_delay)
     moving.check()
-    # The database answers and the tables are there: from here on this run relieves the one before it.
+    # The database answers and the tables exist: from here on, this run replaces the run before it.
     label = database_label(platform)
     context.instance.add_run_tags(context.run.run_id, {MOVING_TAG: label})
     deadline = time.monotonic() + limit_seconds
     reason = f"its limit of {limit_seconds:g} s"
     moving.begin()
     try:
-        while not moving.ended.wait(min(LOOK_AROUND, max(0.0, deadline - time.monotonic()))):
+        while not moving.ended.wait(min(look_around, max(0.0, deadline - time.monotonic()))):
             _let_consumers_go(context, platform)
             if (newer := _newer_run(context, label)) is not None:
                 reason = f"run {newer}, which has taken over"
@@ -116,10 +124,10 @@ def transfer_until_relieved(
 
 
 class _Moving:
-    """The transfer of each shard, or of the only database, in a thread of its own."""
+    """The transfer of each shard, or of the only database, each in its own thread."""
 
-    def __init__(self, shards: Sequence[EventSQL], polling_delay: float) -> None:
-        # The platform's own transfer would make its teardown wait for a loop that does not end.
+    def __init__(self, shards: Sequence[Shard], polling_delay: float) -> None:
+        # With the platform's own transfer, the teardown would wait for a loop that does not end.
         self._transfers = [Transfer(shard.database, announce=shard.announce) for shard in shards]
         self._threads = [
             threading.Thread(target=self._loop, args=(each, polling_delay), name="eventsql-transfer-run", daemon=True)
@@ -130,11 +138,11 @@ class _Moving:
         self._left = len(self._threads)
         self.moved: Counter[str] = Counter()
         self.faults: list[BaseException] = []
-        """What is wrong with a shard, or was the end of its thread; the others go on."""
+        """The fault of a shard, or the error that ended its thread. The others go on."""
         self.ended = threading.Event()
 
     def check(self) -> None:
-        """Note what is wrong with a shard other than that it is down. Raises it where nothing is right with any."""
+        """Note the fault of each shard, unless the shard is down. Raises an error if no shard works."""
         wrong: list[EventSQLError] = []
         for each in self._transfers:
             try:
@@ -174,16 +182,10 @@ class _Moving:
 
 
 def _let_consumers_go(context: dg.OpExecutionContext, platform: EventSQL) -> None:
-    """Let consumers go on with a shard that was added, where they have come so far on the others.
+    """Let consumers start on an added shard once they have come far enough on the others.
 
-    And finish what was published over several shards at once, and lies on some of them only.
+    Also finish publications over several shards that are on some of the shards only.
     """
-    if len(platform.shards) == 1:
-        return
-    # Whoever has one database does not load what many need.
-    from eventsql_orchestration.sharded import ShardedEventSQL  # noqa: PLC0415
-
-    assert isinstance(platform, ShardedEventSQL), "it has several"
     try:
         platform.unfinished()
         platform.held_back()
@@ -192,7 +194,7 @@ def _let_consumers_go(context: dg.OpExecutionContext, platform: EventSQL) -> Non
 
 
 def _newer_run(context: dg.OpExecutionContext, label: str) -> str | None:
-    """A run of this job that was created after this one and moves events of the same database."""
+    """A newer run of this job that moves events of the same database."""
     runs = context.instance.get_run_records(
         dg.RunsFilter(job_name=context.job_name, tags={MOVING_TAG: label}, statuses=[dg.DagsterRunStatus.STARTED]),
         limit=5,

@@ -1,4 +1,4 @@
-"""Connections that callers hand in: what may be one, and whether it leads to the platform's own database."""
+"""Connections that callers hand in: which are accepted, and whether they lead to the platform's own database."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connect
 
 
 def joinable_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
-    """The same, where what is written on it is the caller's to commit or to roll back; nothing is begun on it yet.
+    """The psycopg connection whose transaction the caller commits or rolls back; no transaction is begun on it yet.
 
-    Raises `ValidationError` for one of SQLAlchemy in AUTOCOMMIT too: its `begin()` begins nothing in the database, and
-    no `rollback()` takes back what was committed statement by statement. And for one in psycopg's pipeline mode, where
-    nobody is told at once how many rows a statement has written, which is what says that it was the right one.
+    Raises `ValidationError` for a SQLAlchemy connection in AUTOCOMMIT too: its `begin()` begins nothing in the
+    database, and its `rollback()` takes nothing back. The same holds for a connection in psycopg's pipeline mode, which
+    does not tell at once how many rows a statement has written.
     """
     driver = _driver(connection)
     if driver.pgconn.pipeline_status != PipelineStatus.OFF:
@@ -92,7 +92,7 @@ def begin(connection: Connection | sqlalchemy.Connection) -> None:
 
 
 def _refuse(given: object) -> NoReturn:
-    # Whoever has a session has loaded the ORM; nobody else is to.
+    # A caller with a session has loaded the ORM already; other callers should not load it.
     from sqlalchemy.orm import Session, scoped_session  # noqa: PLC0415
 
     if isinstance(given, Session | scoped_session):
@@ -106,10 +106,10 @@ def _refuse(given: object) -> NoReturn:
 
 
 def identity(connection: Connection) -> str | None:
-    """What tells the database that a connection leads to from others; None where its role may not ask.
+    """The identity of the database that a connection leads to; None where its role may not ask.
 
-    A physical copy of the server, as a standby that was promoted or a restored base backup, says the same. A
-    transaction that is open goes on, whatever the answer.
+    A physical copy of the server, as a promoted standby or a restored base backup, has the same identity. An open
+    transaction goes on, whatever the answer.
     """
     try:
         with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
@@ -119,30 +119,30 @@ def identity(connection: Connection) -> str | None:
     return None if row is None else str(row[0])
 
 
-_Place: TypeAlias = tuple[str, str, int, str, str]
+_Address: TypeAlias = tuple[str, str, int, str, str]
 
 
 class Home:
-    """Tells connections to the platform's database from those to another.
+    """Tells connections to the platform's database from connections to other databases.
 
-    What leads to where the platform's own connections lead is taken without a word. Other hosts, ports and names may
-    still mean the same database (an alias, a socket, a pooler): the server that answers is asked, once per connection.
+    A connection with the host, port, name and user of the platform's own connections is accepted at once. Others may
+    still lead to the same database (by an alias, a socket, a pooler): the server is asked once for each connection.
     """
 
     def __init__(self) -> None:
-        self._places: Final[set[_Place]] = set()
+        self._addresses: Final[set[_Address]] = set()
         self._own: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
         self._identity: str | None = None
 
     def note(self, connection: Connection) -> None:
-        """Take note of where a connection of the platform's own leads."""
-        self._places.add(_place(connection))
+        """Note the address of a connection of the platform's own."""
+        self._addresses.add(_address(connection))
 
     def check(self, connection: Connection, database: object, ask: Callable[[], str | None]) -> None:
         """Raise `ValidationError` for a connection to another database than `database`, whose identity `ask` gives."""
         if connection in self._own:
             return
-        if _place(connection) not in self._places:
+        if _address(connection) not in self._addresses:
             theirs = identity(connection)
             if theirs is not None and theirs != self._identity:
                 # Asked anew: behind a pooler or a name, another server may have taken over since.
@@ -157,7 +157,7 @@ class Home:
         self._own.add(connection)
 
 
-def _place(connection: Connection) -> _Place:
+def _address(connection: Connection) -> _Address:
     info = connection.info
     # Some poolers choose the database by the user.
     return info.host, info.hostaddr, info.port, info.dbname, info.user

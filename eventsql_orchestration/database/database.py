@@ -1,22 +1,17 @@
-"""One PostgreSQL database: its connection pool, its schema, and its failures as errors of ours."""
+"""One PostgreSQL database: its connection pool, its schema, and its errors as errors of this package."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-import select
 import threading
-import time
-import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 import sqlalchemy
-from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from sqlalchemy.pool import QueuePool
 
@@ -34,231 +29,33 @@ from eventsql_orchestration.database.connections import (
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX
 from eventsql_orchestration.database.permissions import permission_error
 from eventsql_orchestration.database.queries import Queries, statement
+from eventsql_orchestration.database.sessions import ISOLATION, open_session, watch
+from eventsql_orchestration.database.translation import (
+    describe,
+    driver_error,
+    ran_by_us,
+    translate,
+    translate_own,
+)
 from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
 from eventsql_orchestration.errors import (
     ConfigurationError,
-    DatabaseBusyError,
-    DatabaseError,
-    DatabaseFullError,
     DatabaseUnavailableError,
     EventSQLError,
     PermissionDeniedError,
     SchemaOutdatedError,
-    TopicNotFoundError,
-    ValidationError,
 )
 from eventsql_orchestration.model import check_schema_name
-from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
-from eventsql_orchestration.rules import DEFAULT_SCHEMA, check_kind
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_kind
 
 logger = logging.getLogger(__name__)
-
-_ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
-"""Contracts of this package are written for it: a statement after a row lock must see what the previous holder of the
-lock committed, whatever the server's default."""
-
-
-_SERVER_ENCODING: Final = "UTF8"
-
-
-def _open_session(connection: Connection) -> None:
-    """Make a new connection independent of what the server, the database, the role and the URL set for sessions.
-
-    A pooler gives a client a process number of its own making. The next transaction of such a connection may be
-    another session's: nothing is prepared on it, and only what the pooler keeps for each client is set. Raises
-    `ConfigurationError` for a database that cannot hold every text.
-    """
-    own = connection.info.backend_pid
-    autocommit, connection.autocommit = connection.autocommit, True
-    row = connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
-    assert row is not None, "a SELECT without FROM gives a row"
-    answering, encoding, _ = row
-    if encoding != _SERVER_ENCODING:
-        raise ConfigurationError(
-            f"database {connection.info.dbname!r} has the encoding {encoding}, which cannot hold every text: use "
-            f"another database, made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
-        )
-    if answering != own:
-        connection.prepare_threshold = None
-        if not (connection.info.parameter_status("DateStyle") or "").startswith("ISO"):
-            connection.execute("SET DateStyle TO ISO")
-    connection.autocommit = autocommit
-
-
-def is_pooled(connection: Connection) -> bool:
-    """Whether a connection of `Database` leads to a pooler, so that nothing of a session outlasts a transaction."""
-    return connection.prepare_threshold is None
-
-
-_SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53300", "25P03", "25P04"})
-"""SQLSTATEs of a server that shuts down or starts, has no connection left, or ended the session for being idle."""
-
-
-_DAMAGED: Final = ("58", "XX001", "XX002")
-"""Of files that are gone or cannot be used, and of data and indexes that are damaged."""
-
-_CONFLICT: Final = "40"
-"""The class of SQLSTATEs of transactions that were rolled back for another one's sake."""
-
-_CONNECTION: Final = "08"
-"""The class of SQLSTATEs about connections; a pooler whose server does not answer says 08P01."""
-
-
-def translate(error: Exception, where: str, schema: str) -> EventSQLError | None:
-    """The error of ours that says what a driver's error means for its user, or None where it is not known.
-
-    `where` names the database without its password. A table or column that is missing counts only where it is one of
-    `schema`: statements of the caller's own may miss others.
-    """
-    if isinstance(error, sqlalchemy.exc.TimeoutError):
-        return DatabaseBusyError(f"{where}: every connection of this process is taken: use fewer threads at once")
-    cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
-    if not isinstance(cause, psycopg.Error):
-        return None
-    detail = describe(cause)
-    meaning: tuple[type[EventSQLError], str] | None = None
-    match cause:
-        case psycopg.errors.DiskFull() | psycopg.errors.OutOfMemory() | psycopg.errors.ConfigurationLimitExceeded():
-            meaning = DatabaseFullError, f"has no room left ({detail}): nothing of this call was stored"
-        case psycopg.errors.ReadOnlySqlTransaction():
-            meaning = DatabaseError, f"takes no writes ({detail}): is it a standby, or set to read only?"
-        case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_DAMAGED):
-            meaning = DatabaseError, f"cannot read or write what it has stored ({detail}): look at the server's log"
-        case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable() | psycopg.errors.DeadlockDetected():
-            meaning = DatabaseBusyError, f"did not get to it in time ({detail}): try again"
-        # By the name alone: the words and quotes around it are in the language that the server speaks.
-        case psycopg.errors.UndefinedTable() if re.search(rf"\b{re.escape(schema)}\.\S*_event\W", detail):
-            meaning = TopicNotFoundError, f"lacks the log of a topic ({detail}): the topic was deleted"
-        case psycopg.errors.UndefinedTable() | psycopg.errors.UndefinedColumn() | psycopg.errors.InvalidSchemaName():
-            if re.search(rf"\b{re.escape(schema)}\b|eql_", detail):
-                meaning = (
-                    SchemaOutdatedError,
-                    f"lacks a table of the events platform ({detail}): run `eventsql migrate`",
-                )
-        case psycopg.ProgrammingError(sqlstate=None) if "connection option" in detail:
-            meaning = ConfigurationError, f"has a URL that cannot be used ({detail})"
-        case psycopg.OperationalError(sqlstate=sqlstate) if sqlstate is None or sqlstate.startswith(_CONNECTION):
-            meaning = (
-                DatabaseUnavailableError,
-                f"cannot be reached ({detail}): is the server running, is the URL right?",
-            )
-        case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT:
-            meaning = DatabaseUnavailableError, f"closed the connection ({detail}): is the server running?"
-    return None if meaning is None else meaning[0](f"{where} {meaning[1]}")
-
-
-def translate_own(error: psycopg.Error, where: str) -> EventSQLError:
-    """The error of ours for any other error of a statement that this package ran."""
-    detail = describe(error)
-    match error:
-        case psycopg.errors.InFailedSqlTransaction():
-            return DatabaseError(f"{where}: the transaction was aborted by an earlier error: roll it back, begin anew")
-        case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_CONFLICT):
-            return DatabaseBusyError(f"{where} refused a transaction that conflicts with another ({detail}): try again")
-        case psycopg.Error(sqlstate=None) if isinstance(error, psycopg.DataError) or detail.startswith("cannot adapt"):
-            # Of the driver itself: nothing was sent.
-            return ValidationError(f"a value cannot be sent to {where}: {detail}")
-        case psycopg.ProgrammingError(sqlstate=None):
-            # What this package says of a handler that ended its transaction.
-            return DatabaseError(f"{where}: {detail}")
-    return DatabaseError(f"{where} refused a statement: {detail}")
-
-
-_DRIVERS: Final = ("psycopg", "sqlalchemy", "contextlib")
-
-
-def ran_by_us(error: BaseException) -> bool:
-    """Whether the statement that failed is one of this package, and not one of a caller's function or block.
-
-    The innermost frame outside of the driver ran it. This module runs none itself but COMMIT, for what others wrote.
-    """
-    ran_by = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in _DRIVERS:
-            ran_by = module
-    return ran_by != __name__ and ran_by.partition(".")[0] == __name__.partition(".")[0]
-
-
-def describe(error: psycopg.Error) -> str:
-    """A driver's error in one line, without the details that repeat values."""
-    return error.diag.message_primary or " ".join(str(error).split()) or type(error).__name__
-
-
-ASKED_AFTER: Final = 10.0
-"""Seconds without use after which a pooled connection is asked whether it is alive: a proxy may drop one silently.
-Sooner, a look at its socket is enough, which says when the server has ended the session or died. To ask each time is a
-round trip. Measured: a third of the time of publishing one event."""
-
-
-def _check_at_checkout(engine: sqlalchemy.Engine, home: Home) -> None:
-    """See to it that a server that restarted, or a dropped connection, costs a reconnect and no error.
-
-    And that whoever gets a connection finds no transaction in it.
-    """
-
-    @sqlalchemy.event.listens_for(engine, "connect")
-    def connected(connection: Any, _record: object) -> None:
-        try:
-            _open_session(connection)
-        except BaseException:
-            connection.close()
-            raise
-        home.note(connection)
-
-    @sqlalchemy.event.listens_for(engine, "do_execute")
-    def executing(cursor: Any, text: str, parameters: Any, _context: object) -> bool:
-        # SQLAlchemy asks a new engine's first connection for it, and another schema may have such a function.
-        if text != "select current_schema()":
-            return False
-        cursor.execute(qualified(text), parameters)
-        return True
-
-    @sqlalchemy.event.listens_for(engine, "reset")
-    def reset(connection: Any, _record: object, _state: object) -> None:
-        # Of one that is closed it is unknown.
-        if connection.pgconn.transaction_status not in {TransactionStatus.IDLE, TransactionStatus.UNKNOWN}:
-            connection.rollback()
-
-    @sqlalchemy.event.listens_for(engine, "checkin")
-    def checked_in(_connection: object, record: sqlalchemy.pool.ConnectionPoolEntry) -> None:
-        record.info["unused_since"] = time.monotonic()
-
-    @sqlalchemy.event.listens_for(engine, "checkout")
-    def checked_out(connection: Any, record: sqlalchemy.pool.ConnectionPoolEntry, _proxied: object) -> None:
-        unused_since = record.info.get("unused_since")
-        if unused_since is None or (time.monotonic() - unused_since < ASKED_AFTER and _is_quiet(connection)):
-            return
-        try:
-            engine.dialect.do_ping(connection)
-        except psycopg.Error as error:
-            raise sqlalchemy.exc.InvalidatePoolError from error
-
-
-def _connect_discreetly(engine: sqlalchemy.Engine, dsn: str) -> None:
-    """Let no error of connecting repeat a secret of the URL."""
-
-    @sqlalchemy.event.listens_for(engine, "do_connect")
-    def connect(_dialect: object, _record: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Connection:
-        with hiding(dsn):
-            return psycopg.connect(*arguments, **options)
-
-
-def _is_quiet(connection: Connection) -> bool:
-    """Whether an idle connection has nothing to read; one that its server has closed has its end."""
-    if connection.closed:
-        return False
-    poll = select.poll()
-    poll.register(connection.fileno(), select.POLLIN)
-    return not poll.poll(0)
-
 
 _USED: Final[weakref.WeakSet[Database]] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """In a process that was just forked: leave every pooled connection to the one that it is a copy of."""
+    """In a process that was just forked: leave every pooled connection to the parent."""
     for database in list(_USED):
         database.leave_to_parent()
 
@@ -271,8 +68,8 @@ if hasattr(os, "register_at_fork"):
 class Database:
     """A pool of connections to one database and the schema in it that holds the platform's tables.
 
-    Nothing connects before the first connection is asked for. The first one finds the schema up to date, or brings it
-    up to date (`migrate=True`), or raises `SchemaOutdatedError`.
+    The first call that needs a connection connects. It finds the schema up to date, or brings it up to date
+    (`migrate=True`), or raises `SchemaOutdatedError`.
 
     A process that is forked, as a web server's workers are, begins with an empty pool.
 
@@ -302,21 +99,20 @@ class Database:
         options = {"application_name": application_name, "connect_timeout": 10}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self.engine = sqlalchemy.create_engine(
-            # Without the parts, which are its arguments: an engine shows its URL.
+            # The parts are arguments of connecting: an engine shows its URL.
             "postgresql+psycopg://",
             isolation_level="AUTOCOMMIT",
             pool_size=pool_size,
             max_overflow=max_overflow,
-            # By the listener below, and only where there is something to roll back.
+            # `watch` rolls back, and only where there is a transaction.
             pool_reset_on_return=None,
-            # It would look that type up by names of the session's search_path.
+            # SQLAlchemy would look that type up on the session's search_path.
             use_native_hstore=False,
             connect_args={**connect_arguments(self.url), **self._connect_args},
         )
-        _connect_discreetly(self.engine, self.dsn)
         self._most = pool_size + max_overflow
         self._home = Home()
-        _check_at_checkout(self.engine, self._home)
+        watch(self.engine, self.dsn, self._home.note)
         _USED.add(self)
 
     def __repr__(self) -> str:
@@ -357,9 +153,9 @@ class Database:
     def callers(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Connection]:
         """A caller's connection of psycopg or SQLAlchemy, in whose transaction the block takes part.
 
-        One of psycopg in autocommit mode outside of a transaction has none: each statement commits by itself. Raises
-        `ValidationError`, before anything is written, for what leads to another database, for one of SQLAlchemy in
-        AUTOCOMMIT, for one in pipeline mode, and for what is no such connection; otherwise as `connection()`.
+        A psycopg connection in autocommit mode outside of a transaction has none: each statement commits by itself.
+        Raises `ValidationError`, before anything is written, for a connection to another database, a SQLAlchemy
+        connection in AUTOCOMMIT, a connection in pipeline mode, and anything else; otherwise as `connection()`.
         """
         driver = joinable_connection(connection)
         self.ensure_schema()
@@ -382,7 +178,7 @@ class Database:
     def core(self) -> Iterator[sqlalchemy.Connection]:
         """A transaction for SQLAlchemy Core in which the tables of `tables` are those of `schema`.
 
-        SQLAlchemy qualifies no names of functions and operators, so those of the system alone are found in it.
+        SQLAlchemy qualifies no names of functions and operators, so only the system's own are found in it.
         """
         self.ensure_schema()
         engine = self.engine.execution_options(
@@ -403,11 +199,11 @@ class Database:
                 # SQLAlchemy's own transactions leave it as they need it.
                 if not connection.autocommit:
                     connection.autocommit = True
-                if connection.isolation_level is not _ISOLATION:
-                    connection.isolation_level = _ISOLATION
+                if connection.isolation_level is not ISOLATION:
+                    connection.isolation_level = ISOLATION
                 yield connection
         finally:
-            # A handler may have set another; SQLAlchemy and what comes next read tuples.
+            # A handler may have set another; SQLAlchemy and the next user read tuples.
             connection.row_factory = tuple_row
             if connection.closed or connection.info.encoding != UTF8:
                 proxied.invalidate()
@@ -424,8 +220,8 @@ class Database:
         with self.errors(), hiding(self.dsn):
             connection = psycopg.connect(*arguments, **{**options, **self._connect_args}, autocommit=True)
             try:
-                connection.isolation_level = _ISOLATION
-                _open_session(connection)
+                connection.isolation_level = ISOLATION
+                open_session(connection)
             except BaseException:
                 connection.close()
                 raise
@@ -434,12 +230,12 @@ class Database:
     @checks_itself
     @contextmanager
     def errors(self, connection: Connection | None = None) -> Iterator[None]:
-        """Turns the driver's errors of the block into errors of ours.
+        """Raise the driver's errors of the block as errors of this package.
 
-        Those of statements of the caller's own stay as they are, unless it is known what they mean.
+        An error of a caller's own statement stays as it is, unless its meaning is known.
 
-        Where code of a caller runs in the block, name the `connection` that it is about: a database that is gone while
-        this connection stands is another one.
+        Where a caller's code runs in the block, name the platform's `connection`: while that one stands, a database
+        that cannot be reached is another one.
         """
         if connection is not None:
             check_kind("connection", connection, psycopg.Connection)
@@ -448,8 +244,8 @@ class Database:
         except (psycopg.Error, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
             known = translate(error, str(self), self.schema)
             if known is None:
-                cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
-                if not isinstance(cause, psycopg.Error) or not ran_by_us(error):
+                cause = driver_error(error)
+                if not isinstance(cause, psycopg.Error) or not ran_by_us(error, __name__):
                     raise
                 known = self.meaning(cause, connection)
             if isinstance(known, DatabaseUnavailableError) and connection is not None and not connection.closed:
@@ -464,7 +260,7 @@ class Database:
             if connection is not None and not connection.closed and connection.info.user != self.url.username:
                 role = connection.info.user
             return permission_error(describe(error), str(self), role, self._prefix)
-        return translate(error, str(self), self.schema) or translate_own(error, str(self))
+        return translate_own(error, str(self), self.schema)
 
     def ensure_schema(self) -> None:
         """Check once that the tables are there and not older than this package; migrate if that was asked for."""
@@ -484,7 +280,7 @@ class Database:
                     f"{migrations.head()}: run `eventsql migrate`"
                 )
             self.migrate()
-            # What its role may do is known now.
+            # The migration may have changed the role's rights.
             self.revision()
         self._ready = True
 
@@ -506,7 +302,7 @@ class Database:
         return None if row is None else str(row[0])
 
     def _note_role(self, connection: Connection, queries: Queries) -> None:
-        """Take note of the current role, what it may do, and how the names of the installation's roles begin."""
+        """Note the current role, its rights, and the prefix of the installation's roles."""
         row = connection.execute(queries("role"), {"schema": self.schema}).fetchone()
         assert row is not None, "a left join gives a row"
         self._role, owner, may_transfer = row
@@ -518,7 +314,7 @@ class Database:
     def may_transfer(self) -> bool:
         """Whether the current role may take events out of the buffer, as an owner and a role that transfers may.
 
-        As it was when this object connected first: a GRANT counts for programs that start after it.
+        The right is read when this object connects first: a GRANT counts for programs that start after it.
         """
         self.ensure_schema()
         return self._may_transfer
@@ -526,9 +322,9 @@ class Database:
     def migrate(self, *, times_in: str = "UTC") -> None:
         """Bring the schema up to date; safe from many processes at once.
 
-        `times_in` names the time zone whose clock EventSQL's Java library wrote by, in tables that it made before. Any
-        other than UTC rewrites them once, while nobody else can use them; it matters the first time alone. Raises
-        `ConfigurationError` for a zone that the server does not know.
+        `times_in` names the time zone of the times in tables that EventSQL's Java library made before. The first
+        migration rewrites the tables for any zone but UTC, while nobody else can use them. Raises `ConfigurationError`
+        for a zone that the server does not know.
         """
         with self.errors():
             try:
@@ -558,9 +354,9 @@ class Database:
         self.engine.dispose()
 
     def leave_to_parent(self) -> None:
-        """Begin with an empty pool in a process that was forked: two would speak on one connection otherwise.
+        """Begin with an empty pool in a process that was forked: otherwise two processes would share a connection.
 
-        The connections stay open in the other; psycopg does not end those of another process either.
+        The connections stay open in the parent; psycopg does not end those of another process either.
         """
         self._ready_lock = threading.Lock()
         self.engine.dispose(close=False)

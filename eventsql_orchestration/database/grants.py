@@ -1,11 +1,12 @@
 """The rights of each kind of role: on the platform's own tables, and on the log of each topic.
 
-A role has one kind, and one topic or all of them. What a kind may do is written here and nowhere else.
+A role has one kind, and one topic or all of them. This module alone says what a kind may do.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -20,13 +21,13 @@ TOPIC_KINDS: Final = ("publisher", "consumer", "reader")
 """The kinds that a role of one topic can have."""
 
 DEFAULT_PREFIX: Final = "eventsql"
-"""What the names of roles begin with. Roles belong to a server: installations that share one need several prefixes."""
+"""The names of roles begin with it. Roles belong to a server: installations that share one need several prefixes."""
 
 MOST_NAME: Final = 63
 """The bytes of a PostgreSQL identifier."""
 
 TRIGGER: Final = "event_buffer_granted"
-"""The trigger on the buffer that refuses what a role may not publish. There are roles where it is."""
+"""The trigger on the buffer that refuses events which a role may not publish. It exists where roles exist."""
 
 FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
@@ -36,7 +37,7 @@ FUNCTIONS: Final = (
 """The platform's functions."""
 
 BY_TOPIC: Final = ("consumer", "consumer_claim")
-"""The tables of all topics in which a role of one topic has its own rows, by row security."""
+"""Tables with rows of all topics; row security shows a role of one topic its own rows."""
 
 _DEFINITIONS: Final = ("SELECT ON {s}.schema_version, {s}.topic, {s}.topic_layout, {s}.shard, {s}.shard_layout",)
 _PUBLISH: Final = (
@@ -49,13 +50,13 @@ _MOVED: Final = (
     "eql_lease_owner", "eql_lease_expires_at", "eql_failed_event_id", "eql_attempts", "eql_failure", "eql_retry_at",
     "eql_until", "eql_given_up",
 )  # fmt: skip
-"""What consuming changes of a consumer: not its names, its filter, its attempts or its pause."""
+"""The columns of a consumer that consuming changes; its names, filter, most attempts and pause are not among them."""
 
 _BUFFERED: Final = (
     "SELECT (eql_id, eql_topic, eql_partition, eql_created_at) ON {s}.event_buffer",
     "SELECT (eql_buffer_id, eql_metadata) ON {s}.spark_staged_event",
 )
-"""How many events wait in the buffer, and since when; not what is in them."""
+"""How many events wait in the buffer, and since when; not their contents."""
 
 _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     "transfer": (
@@ -65,6 +66,8 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",
         "SELECT (eql_topic, eql_last_event_id) ON {s}.consumer",
         "EXECUTE ON FUNCTION {s}.ensure_segments",
+        # Moving events of a repartitioned topic calls it, also where PUBLIC may not.
+        "EXECUTE ON FUNCTION {s}.partition_of_key",
     ),
     "publisher": (*_DEFINITIONS, *_PUBLISH),
     "stager": (
@@ -96,11 +99,11 @@ _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",
     ),
 }
-"""What only a role of all topics may do."""
+"""Further rights of a role of all topics."""
 
 _READ_LOG: Final = ("SELECT ON {log}", "SELECT ON SEQUENCE {ids}")
 _MAY_PUBLISH: Final = ("INSERT (eql_id) ON {log}",)
-"""Stands for the right to publish to one topic: nothing can be inserted with it, and it goes with the topic."""
+"""Stands for the right to publish to one topic: it inserts nothing, and the topic takes it along when it goes."""
 
 _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     "transfer": (
@@ -111,6 +114,22 @@ _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     "consumer": _READ_LOG,
     "reader": _READ_LOG,
 }
+
+GRANTED_FUNCTIONS: Final = tuple(
+    dict.fromkeys(
+        function
+        for table in (_RIGHTS, _RIGHTS_OF_ALL_TOPICS)
+        for rights_of_kind in table.values()
+        for right in rights_of_kind
+        for function in re.findall(r"ON FUNCTION \{s\}\.(\w+)", right)
+    )
+)
+"""The functions that some kind of role may execute."""
+
+_LEAST_FIRST: Final = ("reader", "publisher", "transfer", "stager", "consumer")
+
+KINDS_FOR_LOGS: Final = tuple(kind for kind in _LEAST_FIRST if kind in _RIGHTS_ON_LOG)
+"""The kinds that have rights on the logs of topics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +162,20 @@ def role_name(prefix: str, kind: str, topic: str | None = None) -> str:
     return f"{name[: MOST_NAME - 9]}_{hashlib.sha256(topic.encode()).hexdigest()[:8]}"
 
 
+def kinds_for(name: str) -> tuple[str, ...]:
+    """The kinds of role that have rights on a table, sequence or function of the platform.
+
+    Of kinds that share a right, only the least one counts. A right to read some columns does not count.
+    """
+    found: dict[tuple[str, bool], str] = {}
+    for table, of_all in ((_RIGHTS, False), (_RIGHTS_OF_ALL_TOPICS, True)):
+        for kind in _LEAST_FIRST:
+            for right in table.get(kind, ()):
+                if name in re.findall(r"\{s\}\.(\w+)", right) and not right.startswith("SELECT ("):
+                    found.setdefault((right, of_all), kind)
+    return tuple(dict.fromkeys(found.values()))
+
+
 def rights(role: Role, schema: str) -> Iterator[sql.Composed]:
     """GRANT statements for the platform's own tables."""
     granted = _RIGHTS[role.kind] + (_RIGHTS_OF_ALL_TOPICS.get(role.kind, ()) if role.topic is None else ())
@@ -151,7 +184,7 @@ def rights(role: Role, schema: str) -> Iterator[sql.Composed]:
 
 
 def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
-    """GRANT statements for a topic's log; `letters` is what a dead letter topic's name ends with."""
+    """GRANT statements for a topic's log; `letters` is the end of a dead letter topic's name."""
     granted: tuple[str, ...] = ()
     if role.topic in (None, log.topic):
         granted = _RIGHTS_ON_LOG.get(role.kind, ())

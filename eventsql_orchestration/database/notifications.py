@@ -1,7 +1,7 @@
-"""Notifications between processes, by LISTEN and NOTIFY: that a topic's log, or its part of the buffer, has new events.
+"""Notifications between processes by LISTEN and NOTIFY: a topic's log, or its part of the buffer, has new events.
 
-They carry no events and save waiting alone. Any of them may be lost, with a connection or with the process that was to
-send it, so whoever listens polls as well.
+They carry no events and only save waiting. Any of them may be lost, with a connection or with the sending process, so
+every listener polls as well.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database.connections import Connection
-from eventsql_orchestration.database.database import Database, is_pooled
+from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.database.sessions import is_pooled
 from eventsql_orchestration.errors import EventSQLError
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,10 @@ MAX_RETRY_DELAY: Final = 5.0
 """Seconds between two attempts at most, when the database is away."""
 
 CLOSE_SECONDS: Final = 2.0
-"""How long closing waits for a thread; one that is connecting ends by itself when that has ended."""
+"""How long closing waits for a thread, in seconds; a thread that is connecting ends by itself afterwards."""
 
 _LOOKS: Final = 4
-"""How often it is asked which server process answers: each look alone can be deceived, in a busy pooler."""
+"""How often a connection is asked which server process answers: in a busy pooler, a single answer can deceive."""
 
 _FIRST_RETRY_DELAY: Final = 0.1
 _MAX_CHANNEL_BYTES: Final = 63
@@ -74,11 +75,10 @@ def _retry_delay(failures: int) -> float:
 
 @checked
 class Listener:
-    """Hears what other processes, and this one, notify.
+    """Receives the notifications of this process and others.
 
-    A thread with a connection of its own, from the first subscription on. Whenever it has connected, it sends itself a
-    notification through another connection: through a pooler that hands out connections by transactions, LISTEN
-    succeeds and nothing ever arrives.
+    A thread with a connection of its own listens from the first subscription on. After connecting, it sends itself a
+    notification through another connection: through a pooler by transactions LISTEN succeeds, and nothing ever arrives.
     """
 
     def __init__(self, database: Database) -> None:
@@ -94,14 +94,14 @@ class Listener:
 
     @property
     def listening(self) -> bool:
-        """Whether notifications arrive here, as far as is known; where they do not, poll."""
+        """Whether notifications arrive here, as far as is known; otherwise callers poll."""
         return self._listening is not None and self._listening is self._thread
 
     def subscribe(self, kind: str, topic: str | None, callback: Callback) -> Callback:
-        """Call `callback` upon each notification of a kind for one topic, or for all with None; gives what ends that.
+        """Call `callback` upon each notification of a kind for one topic, or for all with None.
 
-        It is called too whenever listening has begun or ended, because something may have been missed. It is called in
-        the listener's thread and must return at once.
+        Returns a function that ends the subscription. The callback also runs whenever listening has begun or ended,
+        because a notification may have been missed. It runs in the listener's thread and must return at once.
         """
         subscription = _payload(kind, topic or "")
         with self._lock:
@@ -151,7 +151,7 @@ class Listener:
                         failures, delay = 0, RETEST_SECONDS
                         if not deaf and not _readable(ending, 0.0):
                             logger.log(
-                                # Of interest to those alone whom it makes poll.
+                                # Only consumers poll for it.
                                 logging.WARNING if self._has_consumers() else logging.INFO,
                                 "%s lets no notification arrive, as through a pooler by transactions: consumers poll; "
                                 "the option direct=host:port of its URL, which names the server itself, lets them wake "
@@ -183,10 +183,10 @@ class Listener:
             _call(callbacks)
 
     def _shared(self, connection: Connection) -> bool:
-        """Whether a pooler has a connection answered by several server processes, or by one that answers others too.
+        """Whether several server processes answer a pooled connection, or one process answers several connections.
 
-        LISTEN would stay with one of them. It hands them out in turn or the last one first, and others take some in
-        between: hence more than one look.
+        LISTEN would stay with one of the processes. A pooler hands them out in turn or the last one first, and other
+        clients take some in between: hence more than one look.
         """
         if not is_pooled(connection):
             return False
@@ -198,7 +198,7 @@ class Listener:
         return len(own) > 1 or bool(own & others)
 
     def _listen(self, connection: Connection, ending: socket.socket) -> bool:
-        """Listen, and give whether what another connection notifies arrives on this one."""
+        """Listen, and return whether a notification of another connection arrives on this one."""
         connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
         token = _payload("test", uuid.uuid4().hex)
         with self._database.connection() as other:
@@ -224,7 +224,7 @@ class Listener:
                 self._hear(connection)
 
     def _hear(self, connection: Connection) -> set[str]:
-        """Hand on what has arrived, and give it."""
+        """Call the subscribers of notifications that have arrived, and return their payloads."""
         payloads = {notification.payload for notification in connection.notifies(timeout=0)}
         for subscription in payloads | {_payload(payload.partition(":")[0], "") for payload in payloads}:
             _call(self._callbacks.get(subscription, ()))
@@ -233,7 +233,7 @@ class Listener:
 
 @checked
 class Notifier:
-    """Notifies other processes, outside of any transaction of a publisher or a transfer.
+    """Notifies other processes, outside of the transactions of publishers and transfers.
 
     `notify` returns at once. A thread with a connection of its own sends the first notification right away, and those
     that follow within `NOTIFY_INTERVAL` together at its end. While the database is away they are kept, each once.
@@ -252,7 +252,7 @@ class Notifier:
     def notify(self, kind: str, topic: str | None) -> None:
         """Tell all listeners, from any thread, that new events of a topic were committed.
 
-        With None, those are told that listen to all topics.
+        With None, only listeners to all topics are told.
         """
         self._pending[_payload(kind, topic or "")] = None
         self._wake.set()
@@ -267,7 +267,7 @@ class Notifier:
                     self._thread.start()
 
     def close(self) -> None:
-        """Send what is left, if the database is there, and end; another notification starts the thread anew."""
+        """Send the remaining notifications, if the database is there, and end; the next one starts a new thread."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._stop.set()
@@ -292,7 +292,7 @@ class Notifier:
                     if not (due := [payload for payload, at in ready_at.items() if at <= now]):
                         stop.wait(min(ready_at.values(), default=now) - now)
                         continue
-                    # Before it is sent: what is told from here on may not be visible to those who hear it.
+                    # Removed before it is sent: a later call may be about events that this notification comes before.
                     # A thread that outlives its closing may send beside its successor.
                     for payload in due:
                         self._pending.pop(payload, None)
@@ -315,7 +315,7 @@ class Notifier:
                 connection.close()
 
     def _send(self, connection: Connection | None, payloads: list[str]) -> Connection:
-        """Send on a connection, or on another one where that has been lost; gives the one that it was."""
+        """Send on a connection, or on a new one where it has been lost; returns the connection that was used."""
         parameters = {"channel": self._channel, "payloads": payloads}
         if connection is not None:
             try:
@@ -348,7 +348,7 @@ def _call(callbacks: Iterable[Callback]) -> None:
         try:
             callback()
         except Exception:
-            # The others must hear it all the same.
+            # The other callbacks must still run.
             logger.exception("a notification could not be handed on")
 
 

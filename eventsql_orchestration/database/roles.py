@@ -34,13 +34,13 @@ from eventsql_orchestration.errors import RegistryError, TopicNotFoundError, Val
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, check_schema_name
 
 LOCK_SECONDS: Final = 10
-"""How long a change of roles waits for each table, and keeps others waiting who come after it."""
+"""How long a change of roles waits for each table. Others that come later wait behind it."""
 
 _EVERYTHING: Final = "eventsql_all_topics"
-"""The policy of those whose rows are those of all topics."""
+"""The policy of roles that see the rows of all topics."""
 
 _OF_EVERYTHING: Final = ("pg_read_all_data", "pg_write_all_data")
-"""PostgreSQL's own roles for all tables, which monitoring has: no GRANT names them."""
+"""PostgreSQL's own roles with rights on all tables, for monitoring; no GRANT names them."""
 
 Statements: TypeAlias = Iterator[sql.Composed]
 
@@ -60,19 +60,19 @@ class Roles:
         self._database = database
 
     def create(self, *, prefix: str = DEFAULT_PREFIX, topics: Sequence[str] = ()) -> list[Role]:
-        """Make the roles of all topics, and those of each of `topics`; gives all that there are now.
+        """Make the roles of all topics, and the roles of each of `topics`; returns all roles of the installation.
 
-        Whatever is there already stays, and gets the rights that it lacks. The admin role becomes the owner of the
-        platform's tables, and the owner before a member of it. Raises `TopicNotFoundError`; `ValidationError` for a
-        role of such a name that is no group; `PermissionDeniedError` for a role that may not make others.
+        A role that exists stays, and gets the rights that it lacks. The admin role becomes the owner of the platform's
+        tables, and their former owner becomes a member of it. Raises `TopicNotFoundError`; `ValidationError` where a
+        role of the same name is no group; `PermissionDeniedError` where the current role may not make roles.
         """
         with self._database.transaction() as connection:
             made = self._wanted(connection, prefix, topics)
             _run(connection, self._statements(connection, made))
-            return [state.role for state in self._states(connection)]
+            return [state.role for state in _states(connection, self._database.schema)]
 
     def sql(self, *, prefix: str = DEFAULT_PREFIX, topics: Sequence[str] = ()) -> str:
-        """The statements of `create`, in one transaction, for who applies them by hand. Raises as that."""
+        """The statements of `create`, in one transaction, to be applied by hand. Raises the same errors."""
         with self._database.transaction() as connection:
             made = self._wanted(connection, prefix, topics)
             statements = [each.as_string(connection) for each in self._statements(connection, made)]
@@ -81,17 +81,18 @@ class Roles:
     def states(self) -> list[RoleState]:
         """All roles of this installation, with their members."""
         with self._database.connection() as connection:
-            return self._states(connection)
+            return _states(connection, self._database.schema)
 
     def drop(self, *, topics: Sequence[str] = ()) -> list[Role]:
-        """Drop the roles of `topics`, or all of this installation; gives those that were dropped.
+        """Drop the roles of `topics`, or all of this installation; returns the dropped roles.
 
         The admin role's tables become the current role's. Raises `RegistryError` where another database still grants
         something to one of them.
         """
         schema = self._database.schema
         with self._database.transaction() as connection:
-            roles = [state.role for state in self._states(connection) if not topics or state.role.topic in topics]
+            known = [state.role for state in _states(connection, schema)]
+            roles = [role for role in known if not topics or role.topic in topics]
             try:
                 _run(connection, _drop(connection, schema, roles, everything=not topics))
             except psycopg.errors.DependentObjectsStillExist as error:
@@ -101,15 +102,11 @@ class Roles:
                 ) from error
         return roles
 
-    def _states(self, connection: Connection) -> list[RoleState]:
-        rows = connection.execute(Queries("roles", self._database.schema)("roles"))
-        return [RoleState(Role(name, kind, topic), tuple(members)) for name, kind, topic, members in rows]
-
     def _wanted(self, connection: Connection, prefix: str, topics: Sequence[str]) -> list[Role]:
-        """The roles to make, and those that there are."""
+        """The roles to make, and the roles that exist."""
         check_schema_name(prefix)
         queries = Queries("roles", self._database.schema)
-        known = {state.role for state in self._states(connection)}
+        known = {state.role for state in _states(connection, self._database.schema)}
         if existing := {role.name for role in known if role.kind == ADMIN} - {role_name(prefix, ADMIN)}:
             raise ValidationError(
                 f"this installation has roles with another prefix ({', '.join(existing)}): name that, or drop them"
@@ -140,7 +137,7 @@ class Roles:
         yield from _own(connection, schema, roles[0])
         for role in roles[1:]:
             yield sql.SQL("GRANT USAGE ON SCHEMA {} TO {}").format(sql.Identifier(schema), sql.Identifier(role.name))
-        # From here on as the owner, so that whoever looks at the grants later finds one grantor.
+        # The owner makes the grants, so that they have one grantor.
         yield sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(roles[0].name))
         for role in roles:
             yield sql.SQL(
@@ -152,15 +149,12 @@ class Roles:
 
 
 def act_as_owner(connection: psycopg.Connection[Any], schema: str) -> bool:
-    """In the caller's transaction, be the admin role, so that it owns whatever is made; whether there are roles.
+    """Become the admin role in the caller's transaction, so that it owns new tables; returns whether there are roles.
 
-    A role that is no member of the admin role stays as it is.
+    A role that is no member of the admin role stays the current role.
     """
-    row = (
-        connection.cursor(row_factory=tuple_row)
-        .execute(Queries("roles", schema)("standing"), {"buffer": f'"{schema}".event_buffer'})
-        .fetchone()
-    )
+    values = {"buffer": f'"{schema}".event_buffer', "trigger": grants.TRIGGER}
+    row = connection.cursor(row_factory=tuple_row).execute(Queries("roles", schema)("ownership"), values).fetchone()
     if row is None:
         return False
     owner, has_roles, becomes = row
@@ -172,14 +166,29 @@ def act_as_owner(connection: psycopg.Connection[Any], schema: str) -> bool:
 def grant(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str] | None = None) -> None:
     """Give the roles of this installation their rights on the logs of `topics`; with None, all of their rights.
 
-    In the transaction of the admin that has made the topics or migrated the tables.
+    The caller's transaction has made the topics or migrated the tables, as the admin.
     """
-    cursor = connection.cursor(row_factory=tuple_row)
-    roles = [Role(*row[:3]) for row in cursor.execute(Queries("roles", schema)("roles"))]
+    roles = [state.role for state in _states(connection, schema)]
     if topics is None:
         _run(connection, _grants(roles, schema, _logs(connection, schema)))
     else:
         _run(connection, _log_grants(roles, _logs(connection, schema, topics)))
+
+
+def _states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]:
+    cursor = connection.cursor(row_factory=tuple_row)
+    rows = cursor.execute(Queries("roles", schema)("roles"), {"kinds": list(KINDS)})
+    return [RoleState(Role(name, kind, topic), tuple(members)) for name, kind, topic, members in rows]
+
+
+def _platform(schema: str) -> dict[str, object]:
+    """The platform's own tables and functions, as the statements on roles take them."""
+    return {
+        "schema": schema,
+        "tables": [*tables.metadata.tables, VERSION_TABLE],
+        "functions": list(grants.FUNCTIONS),
+        "dropped": tables.DROPPED,
+    }
 
 
 def _run(connection: psycopg.Connection[Any], statements: Statements) -> None:
@@ -195,13 +204,8 @@ def _create(role: Role) -> sql.Composed:
 
 
 def _own(connection: Connection, schema: str, admin: Role) -> Statements:
-    """Make the admin role the owner of what is the platform's, and whoever was a member of it."""
-    queries, name = Queries("roles", schema), sql.Identifier(admin.name)
-    platform = {
-        "schema": schema,
-        "tables": [*tables.metadata.tables, VERSION_TABLE],
-        "functions": list(grants.FUNCTIONS),
-    }
+    """Make the admin role the owner of the platform's objects, and their former owners its members."""
+    queries, name, platform = Queries("roles", schema), sql.Identifier(admin.name), _platform(schema)
     found = connection.execute(queries("tables"), platform).fetchall()
     for member in sorted({owner for _, _, owner, superuser in found if not superuser and owner != admin.name}):
         yield sql.SQL("GRANT {} TO {}").format(name, sql.Identifier(member))
@@ -232,7 +236,7 @@ def _grants(roles: Sequence[Role], schema: str, logs: Sequence[Log]) -> Statemen
             yield from grants.rights(role, schema)
     yield from _log_grants(roles, logs)
     s = sql.Identifier(schema)
-    # After the row is stored: a trigger before it would have COPY store rows one by one.
+    # An AFTER trigger: with a BEFORE trigger COPY would store rows one by one.
     yield sql.SQL(
         "CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {s}.event_buffer FOR EACH ROW "
         "WHEN (NEW.eql_partition OPERATOR(pg_catalog.<) (-1) "
@@ -248,9 +252,9 @@ def _log_grants(roles: Sequence[Role], logs: Sequence[Log]) -> Statements:
 
 
 def _policies(connection: Connection, roles: Sequence[Role], schema: str) -> Statements:
-    """Row security, where there are roles of one topic: the owner is not subject to it.
+    """Row security, where there are roles of one topic. The owner is not subject to it.
 
-    Whoever has rights on these tables that were given by hand goes on seeing every row.
+    A role with rights on these tables that were given by hand goes on seeing every row.
     """
     bound = [role for role in roles if role.topic is not None and role.kind != "publisher"]
     if not bound:
@@ -276,8 +280,10 @@ def _policies(connection: Connection, roles: Sequence[Role], schema: str) -> Sta
 
 
 def _drop(connection: Connection, schema: str, roles: Sequence[Role], *, everything: bool) -> Statements:
-    platform = {"schema": schema, "tables": [*tables.metadata.tables, VERSION_TABLE]}
-    found = [sql.Identifier(row[0], row[1]) for row in connection.execute(Queries("roles", schema)("tables"), platform)]
+    queries, platform = Queries("roles", schema), _platform(schema)
+    found = [sql.Identifier(*row[:2]) for row in connection.execute(queries("tables"), platform)]
+    granted = {**platform, "functions": list(grants.GRANTED_FUNCTIONS)}
+    functions = [sql.SQL(name) for name, _ in connection.execute(queries("functions"), granted)]
     sequences = [log.sequence for log in _logs(connection, schema)]
     s = sql.Identifier(schema)
     if everything:
@@ -298,7 +304,7 @@ def _drop(connection: Connection, schema: str, roles: Sequence[Role], *, everyth
                 yield sql.SQL("REVOKE ALL ON TABLE {} FROM {}").format(table, name)
             for sequence in (*sequences, sql.Identifier(schema, "event_buffer_eql_id_seq")):
                 yield sql.SQL("REVOKE ALL ON SEQUENCE {} FROM {}").format(sequence, name)
-            for function in ("hold_topics", "publish_anywhere", "enter_layout", "ensure_segments"):
-                yield sql.SQL("REVOKE ALL ON FUNCTION {} FROM {}").format(sql.Identifier(schema, function), name)
+            for function in functions:
+                yield sql.SQL("REVOKE ALL ON FUNCTION {} FROM {}").format(function, name)
         yield sql.SQL("REVOKE ALL ON SCHEMA {} FROM {}").format(s, name)
         yield sql.SQL("DROP ROLE {}").format(name)

@@ -6,6 +6,8 @@ carry no schema of their own: `Database` maps them to the one that is configured
 
 from __future__ import annotations
 
+from typing import Final
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -26,6 +28,12 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSON, JSONB, UUID
 
 from eventsql_orchestration.database.queries import event_table
+
+DROPPED: Final = "eventsql: dropped by retention"
+"""The comment on a segment from before it is detached: a detached table with it may be dropped.
+
+The function `make_segments` in the database knows it too.
+"""
 
 metadata = MetaData()
 
@@ -191,6 +199,9 @@ spark_publication = Table(
     Column("eql_id", UUID),
     # Whether records of smaller batches of this writer were deleted.
     Column("eql_oldest", Boolean, nullable=False, server_default=text("false")),
+    # The streaming query that published it, and a checksum of its rows; null without one.
+    Column("eql_query", Text),
+    Column("eql_checksum", BigInteger),
 )
 spark_staged_event = Table(
     "spark_staged_event",
@@ -320,7 +331,7 @@ Index("log_line_time", log_line.c.eql_log, log_line.c.eql_written_at)
 
 
 def event_log(topic_name: str, *, partitioned: bool) -> Table:
-    """The table of one topic's ordered log, in a `MetaData` of its own; `log/segments.py` makes its partitions."""
+    """The table of one topic's ordered log, in a `MetaData` of its own; `topics/segments.py` makes its partitions."""
     table = Table(
         event_table(topic_name),
         MetaData(),

@@ -1,4 +1,4 @@
-"""URLs of databases: read, checked before anything else sees them, and shown without what is secret in them.
+"""URLs of databases: parsed, checked before other code sees them, and shown without their secrets.
 
 No error repeats a part of a URL. libpq and its drivers do: they quote the option that they do not understand.
 """
@@ -18,7 +18,7 @@ from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.redaction import HIDDEN, is_plain, is_plain_host
 
 DIRECT: Final = "direct"
-"""The option of a URL that leads to a pooler which names the server behind it: `?direct=host:port`."""
+"""The option by which a pooler's URL names the server behind it: `?direct=host:port`."""
 
 _DIRECT_FORM: Final = re.compile(
     r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/@,\[\]]+)(?::(?P<port>\d{1,5}))?(?:/(?P<database>[^/@]+))?"
@@ -49,7 +49,7 @@ def parse_dsn(dsn: str) -> URL:
     libpq knows.
     """
     if re.search(r"\s\w[\w+]*://", dsn):
-        # The second one would be taken for a part of the first, and repeated with its password.
+        # The second URL would count as a part of the first, and be repeated with its password.
         raise ConfigurationError("several database URLs are given where one is to be used")
     if "\x00" in dsn or any("\ud800" <= character <= "\udfff" for character in dsn):
         raise ConfigurationError("the database URL is not valid text: it holds NUL or bytes that are not UTF-8")
@@ -69,13 +69,13 @@ def parse_dsn(dsn: str) -> URL:
     _check_server(url, dsn)
     for name, value in url.query.items():
         _check_option(name, value)
-    # COPY and Arrow write and read UTF-8. In the URL, so that each program that is told it has the same encoding.
+    # COPY and Arrow write and read UTF-8. The URL says so, for every program that gets it.
     encoding = {**url.query, "client_encoding": "UTF8"}
     return _with_password(url.set(drivername="postgresql+psycopg", query=encoding))
 
 
 def _check_server(url: URL, dsn: str) -> None:
-    # What stands before a second @ belongs to the password, and libpq would repeat it.
+    # Text before a second @ belongs to the password, and libpq would repeat it.
     if "@" in (url.host or ""):
         raise ConfigurationError("the database URL has more than one @: write one in a user or password as %40")
     place = dsn.partition("?")[0].partition("://")[2]
@@ -117,7 +117,7 @@ def _check_option(name: str, value: str | tuple[str, ...]) -> None:
 
 
 def _with_password(url: URL) -> URL:
-    """With the option `password` in the password's own place, which SQLAlchemy and its likes hide when they show it."""
+    """Move the option `password` to the password's own place, which SQLAlchemy hides when it shows a URL."""
     password = url.query.get("password")
     if not isinstance(password, str):
         return url
@@ -130,7 +130,7 @@ def _with_password(url: URL) -> URL:
 
 
 def split_direct(url: URL) -> tuple[URL, URL]:
-    """A database's URL without the option `direct`, and the one that leads past a pooler: the same where it is absent.
+    """A database's URL without the option `direct`, and the URL that leads past a pooler: the same without the option.
 
     The option names `host`, `host:port` or `host:port/database`; user, password and other options are shared. Raises
     `ConfigurationError` for anything else.

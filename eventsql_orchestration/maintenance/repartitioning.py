@@ -14,41 +14,42 @@ from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.database.roles import act_as_owner
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
-from eventsql_orchestration.log import guards, segments, sequences
-from eventsql_orchestration.log.layouts import layouts
-from eventsql_orchestration.log.parts import OpenPartsError, refuse_open_parts
-from eventsql_orchestration.log.patience import Patience
-from eventsql_orchestration.log.registry import Registry, consumer_states, find_topic, lock_registry
-from eventsql_orchestration.log.transfer import Transfer
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
+from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError, refuse_open_parts
+from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.topics import legacy_writer_trigger, segments, sequences
+from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
+from eventsql_orchestration.topics.layouts import layouts
+from eventsql_orchestration.topics.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 CONSUMER_SECONDS: Final = 3.0
-"""How long the consumers' partitions are kept waiting at most, in one attempt, for one whose batch does not end."""
+"""The longest that one attempt makes consumer partitions wait for a batch that does not end."""
 
 BUFFER_SECONDS: Final = 0.5
-"""How long publishers are kept waiting at most for one of them that does not end, in one attempt."""
+"""The longest that one attempt makes publishers wait for a transaction that does not end."""
 
 PATIENCE_SECONDS: Final = 30.0
-"""How long attempts go on."""
+"""How long to go on trying."""
 
 MOST_BUFFERED: Final = 20_000
-"""Events that are moved while publishers wait; what is more is moved before."""
+"""The most events that are moved while publishers wait. More events are moved before."""
 
 PART_BYTES: Final = 8 * 1024 * 1024
-"""The values that one statement moves meanwhile: large events must not take it past a `statement_timeout`."""
+"""The bytes of values that one statement moves: large events must not exceed a `statement_timeout`."""
 
 
 class TooManyBufferedError(Exception):
-    """Internal: events came faster than they were moved."""
+    """Internal: events come faster than they are moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repartitioning:
-    """What a change came to: the topic has `partitions` after offset `after`, and had `before` up to there.
+    """A change: the topic has `before` partitions up to offset `after`, and `partitions` from there on.
 
-    `consumers` are those that go on with the new partitions when all of theirs have come to that offset.
+    `consumers` go on with the new partitions once all of their old ones have reached that offset.
     """
 
     topic: str
@@ -70,7 +71,7 @@ class Repartitioner:
         *,
         announce: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
-        """`announce` is told the topic that was changed."""
+        """`announce` is called with the changed topic."""
         self._database = database
         self._registry = registry
         self._transfer = transfer
@@ -86,23 +87,22 @@ class Repartitioner:
         finish: Callable[[], object] = lambda: None,
         patience: float = PATIENCE_SECONDS,
     ) -> Repartitioning | None:
-        """Give a partitioned topic another number of partitions, more or fewer; None when it has that number.
+        """Give a partitioned topic another number of partitions, more or fewer. None if it has that number already.
 
-        Publishers and consumers go on. The change takes effect at one offset of the log: every event up to there has
-        its partition by the old number, every later one by the new. A publisher that knows the old number finds out in
-        its transaction and chooses anew. Every partitioned consumer consumes up to that offset by the old partitions,
-        all of them, and then goes on with the new ones, so that each key's events stay in their order.
+        Publishers and consumers go on meanwhile. The change takes effect at one offset of the log: events up to there
+        have partitions by the old number, later events by the new number. A publisher that knows the old number notices
+        in its transaction and chooses again. A partitioned consumer consumes all old partitions up to that offset
+        before it goes on with the new ones, so each key's events stay in order.
 
-        Waits up to `patience` seconds for batches and publishers' transactions under way, and keeps other partitions
-        waiting for three seconds at most, other publishers for half a second; `DatabaseBusyError`, and nothing changed,
-        when they do not end. `finish` is called before each attempt, and is to bring here what is published over
-        several shards already. Raises `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned,
-        `ValidationError`.
+        Tries for up to `patience` seconds while batches or publishers' transactions are under way, and makes other
+        partitions wait for at most three seconds, other publishers for half a second. Then raises `DatabaseBusyError`,
+        with nothing changed. `finish`, called before each attempt, finishes publications over several shards. Raises
+        `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned, `ValidationError`.
         """
         if partitions == NOT_PARTITIONED:
             raise ValidationError("a topic cannot lose its partitions while it has events: give a number of at least 1")
         Topic(topic, partitions)
-        trying = Patience(patience)
+        trying = Backoff(patience)
         while True:
             found = self._registry.topic(topic)
             if not found.partitioned:
@@ -111,7 +111,7 @@ class Repartitioner:
                 )
             if found.partitions == partitions:
                 return None
-            # As much as can be before publishers have to wait.
+            # Do as much as possible before publishers have to wait.
             finish()
             self._transfer.run_once([topic])
             try:
@@ -127,22 +127,22 @@ class Repartitioner:
             return changed
 
     def _attempt(self, topic: str, partitions: int) -> Repartitioning | None:
-        """The change, in one transaction. Raises `DatabaseBusyError`, `TooManyBufferedError`."""
+        """Make the change in one transaction. Raises `DatabaseBusyError`, `TooManyBufferedError`."""
         with self._database.core() as connection:
             driver = driver_connection(connection)
             act_as_owner(driver, self._database.schema)
             lock_registry(connection)
             _limit(driver, CONSUMER_SECONDS)
-            # Consumers first, then the topic, then the buffer: as a handler that publishes takes them.
+            # Lock consumers, then the topic, then the buffer: the order of a handler that publishes.
             states = [state for state in consumer_states(connection, topic, lock=True) if state.partition >= 0]
             row = driver.execute(self._log("await_topic"), {"topic": topic}).fetchone()
             current = find_topic(connection, topic)
             if row is None or current is None or current.partitions == partitions:
                 return None
             schema = self._database.schema
-            guarded = partitions < current.partitions or guards.is_guarded(driver, schema, topic)
+            guarded = partitions < current.partitions or legacy_writer_trigger.is_guarded(driver, schema, topic)
             if guarded:
-                guards.hold(driver, schema, topic)
+                legacy_writer_trigger.hold(driver, schema, topic)
             drain(driver, schema, [(topic, current.partitions, current.layout)])
             after = segments.newest_id(driver, schema, topic)
             own = {"topic": topic}
@@ -154,8 +154,8 @@ class Repartitioner:
             driver.execute(self._layouts("lay_out"), changed)
             driver.execute(self._layouts("hold_all"), changed)
             if guarded:
-                # After what came by the old number.
-                guards.guard(driver, schema, topic, partitions)
+                # After the events with old partitions.
+                legacy_writer_trigger.guard(driver, schema, topic, partitions)
             consumers = tuple(sorted({state.name for state in states}))
             for consumer in consumers:
                 added = {"consumer": consumer, "least": current.partitions}
@@ -164,10 +164,10 @@ class Repartitioner:
 
 
 def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tuple[str, int, int]]) -> None:
-    """Move what is in the buffer, and let nothing come into it until the caller's transaction ends, which holds these.
+    """Empty the buffer and lock it until the caller's transaction ends, which holds `topics`.
 
-    `topics` are names with their partitions and layouts. Raises `TooManyBufferedError`, `OpenPartsError` where events
-    that are published over several shards are not in the buffer yet, and the driver's error where a publisher's
+    `topics` are names with their partitions and layouts. Raises `TooManyBufferedError`, `OpenPartsError` if decided
+    events of publications over several shards are not in the buffer yet, and the driver's error if a publisher's
     transaction does not end in time.
     """
     log, layout_queries = Queries("log", schema), Queries("layouts", schema)
@@ -195,14 +195,14 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
 
 
 def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:
-    """Limit the waits of the transaction for a lock."""
+    """Bound how long the transaction waits for each lock."""
     driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(seconds * 1000)}ms"])
 
 
 def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:
-    why = "transactions of consumers or publishers that do not end are in the way; try again later"
+    why = "transactions of consumers or publishers did not end in time: try again later"
     if isinstance(error, TooManyBufferedError):
-        why = f"more than {MOST_BUFFERED:,} events come into the buffer while it is emptied; try when fewer do"
+        why = f"more than {MOST_BUFFERED:,} events came while the buffer was emptied: try again with less traffic"
     elif isinstance(error, OpenPartsError):
         why = str(error)
     return DatabaseBusyError(f"topic {topic.name!r} keeps its {topic.partitions} partitions: {why}")

@@ -1,4 +1,4 @@
-"""Retention: old segments of a topic's log are dropped whole, in constant time, once every consumer has passed them."""
+"""Retention: drops old segments of a topic's log as a whole, in constant time, after every consumer has passed them."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.database import Connection, Database, Queries, tables
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
-from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.dead_letters import DeadLetters
-from eventsql_orchestration.log.leftovers import Leftovers
-from eventsql_orchestration.log.registry import REGISTRY_LOCK, Registry, lock_registry
-from eventsql_orchestration.log.segments import Segment
-from eventsql_orchestration.log.staged import StagedBlocks
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
+from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.catalog import REGISTRY_LOCK, lock_registry
+from eventsql_orchestration.topics.leftovers import Leftovers
+from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.topics.segments import Segment
 
 logger = logging.getLogger(__name__)
 
 ROLL_SHARE: Final = 8
-"""A segment is closed once it holds an eighth of what is to be kept, so that what is kept is exact to an eighth."""
+"""A segment is closed when it holds an eighth of what to keep, so retention is exact to an eighth."""
 
 WAIT_SECONDS: Final = 30
-"""How long dropping a segment waits for the transactions that may be reading it; new ones do not wait for it."""
+"""How long dropping a segment waits for transactions that may read it. New transactions do not wait."""
 
 RUN_SECONDS: Final = 60.0
-"""How often a program that transfers looks for what is due."""
+"""How often a program that transfers looks for due segments."""
 
 LOCK_SECONDS: Final = 5
-"""How long changes to a log's tables wait for others, and keep those who come after them waiting."""
+"""How long a change to a log's tables waits for locks, and makes later sessions wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What retention did to a topic: segments, their events and bytes, and the newest offset that went.
+    """What retention dropped from a topic: segments, events, bytes, and the newest dropped offset.
 
-    `events` is the planner's estimate. `held_by` says which consumer keeps further segments that are due, if one does.
+    `events` is the planner's estimate. `held_by` is the consumer that keeps further due segments, if there is one.
     """
 
     topic: str
@@ -58,7 +59,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a closed segment holds: number of events, its newest one and when that entered the log."""
+    """A closed segment's content: number of events, newest offset, and when that event entered the log."""
 
     segment: Segment
     events: int
@@ -68,7 +69,7 @@ class _Content:
 
 @checked
 class Retainer:
-    """Drops what topics need not keep any longer, by the `Retention` of each."""
+    """Drops old segments of topics, by the `Retention` of each."""
 
     def __init__(self, database: Database, registry: Registry, dead_letters: DeadLetters) -> None:
         self._database = database
@@ -80,12 +81,13 @@ class Retainer:
     def run_once(
         self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
     ) -> list[Dropped]:
-        """Drop the segments that are due, of `topics` or of all that have a retention; gives what went per topic.
+        """Drop the due segments of `topics`, or of all topics with a retention. Gives what was dropped by topic.
 
-        What a registered consumer has not passed stays, unless `force` is set: the topic then loses it for that
-        consumer. Closes the segment that is written to once it holds its share of what is kept. With `execute=False`
-        nothing is changed. Raises `TopicNotFoundError`, and `DatabaseBusyError` when a transaction reads a segment for
-        too long; the next run goes on with it.
+        A segment that a registered consumer has not passed stays, unless `force` is set; the consumer loses its events
+        then. Closes the current segment when it holds its share. With `execute=False` nothing changes.
+
+        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long; the next run
+        continues.
         """
         wanted = self._registry.topics() if topics is None else [self._registry.topic(name) for name in topics]
         dropped: list[Dropped] = []
@@ -107,7 +109,9 @@ class Retainer:
         return dropped
 
     def _clear_leftovers(self, kept: list[str]) -> None:
-        """Clear what topics and consumers that do not exist have left; the segments of `kept` are their own runs'."""
+        """Clear what deleted topics and consumers have left. The topics in `kept` clear their segments in their own
+        runs.
+        """
         try:
             self._leftovers.clear()
             with self._database.transaction() as connection:
@@ -115,41 +119,43 @@ class Retainer:
                 self._leftovers.drop_detached(connection, kept=kept)
                 StagedBlocks(self._database.schema).sweep(connection)
         except PermissionDeniedError as error:
-            # Of a role that transfers: the admin's retention clears them.
+            # A role that transfers has no right to; the admin's retention clears them.
             logger.debug("leftovers of deleted topics are left to the admin role: %s", error)
         except EventSQLError as error:
             logger.warning("leftovers of deleted topics are kept for now: %s", error)
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
-        """Drop what is due each `every` seconds until `stop` is set. What goes wrong is logged, and tried again."""
+        """Drop due segments every `every` seconds until `stop` is set. Errors are logged, and the next run tries
+        again.
+        """
         while not stop.wait(every):
             try:
                 self.run_once()
             except EventSQLError as error:
                 logger.warning("old segments are kept for now: %s", error)
             except Exception:
-                # A thread that dies would let the logs grow for ever.
+                # If this thread died, the logs would grow without bound.
                 logger.exception("old segments could not be dropped; trying again in %.0f s", every)
 
     def _retain(self, topic: Topic, *, force: bool, execute: bool) -> Dropped | None:
-        """None where the topic keeps everything, or another program is at it."""
+        """Run retention for one topic. None if it keeps everything, or another program is at it."""
         self._database.ensure_schema()
         schema = self._database.schema
         with self._database.errors(), self._database.dedicated() as connection:
             if topic.retention is None:
                 if execute:
-                    # Programs that know nothing of segments, such as EventSQL's Java library, may write to the log.
+                    # Writers that know no segments, as EventSQL's Java library, may write to the log.
                     with connection.transaction():
                         if connection.execute(Queries("log", schema)("lock_topic"), {"topic": topic.name}).fetchone():
                             segments.ensure_ahead(connection, schema, topic.name)
                 return None
-            # What is held over several transactions is held by one of another connection: a session's own locks would
-            # stay with the server process that a pooler lent for them.
+            # A transaction of another connection holds the locks that span several transactions: session locks would
+            # stay with the server process that a pooler lends.
             with self._database.dedicated() as holder, holder.transaction():
                 locked = holder.execute(self._queries("try_retain"), {"topic": f"{schema}.{topic.name}"}).fetchone()
                 if locked is None or not locked[0]:
                     return None
-                # Without parameters, so that what ran with some is closed: its snapshot would be waited for.
+                # Without parameters: this closes the earlier statement, whose snapshot DETACH would wait for.
                 holder.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
                 if execute:
                     segments.adopt(connection, schema, topic.name)
@@ -160,7 +166,7 @@ class Retainer:
                 return self._drop_due(connection, holder, topic, topic.retention, newest, force=force, execute=execute)
 
     def _finish_drops(self, connection: Connection, topic: Topic) -> None:
-        """Drop what a run before this one detached and did not get to drop."""
+        """Drop segments that an earlier run has detached and not dropped."""
         for segment in segments.segments(connection, self._database.schema, topic.name) or ():
             if segment.detaching:
                 with self._waiting(topic):
@@ -168,13 +174,13 @@ class Retainer:
                         connection, topic, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE",
                         wait=WAIT_SECONDS,
                     )  # fmt: skip
-        # Only what carries our mark: a segment that somebody detached to keep it is theirs.
+        # Only segments with our comment: somebody may have detached another one to keep it.
         detached = connection.execute(
             self._queries("detached"),
             {
                 "schema": self._database.schema,
                 "names": segments.segment_name(topic.name, 0)[:-1],
-                "mark": segments.DROPPED,
+                "mark": tables.DROPPED,
             },
         )
         for (table,) in detached.fetchall():
@@ -183,11 +189,13 @@ class Retainer:
     def _alter(
         self, connection: Connection, topic: Topic, table: str, statement: str, *, wait: float | None = None
     ) -> None:
-        """One change to a log's tables; `wait` is how many seconds it may take in all, instead of for a lock."""
+        """Change a log's tables. `wait` bounds the statement in seconds; without it, `LOCK_SECONDS` bounds each
+        lock.
+        """
         names = {
             "log": sql.Identifier(self._database.schema, event_table(topic.name)),
             "segment": sql.Identifier(self._database.schema, table),
-            "mark": sql.Literal(segments.DROPPED),
+            "mark": sql.Literal(tables.DROPPED),
         }
         limit = ("lock_timeout", LOCK_SECONDS) if wait is None else ("statement_timeout", wait)
         with connection.transaction():
@@ -195,9 +203,9 @@ class Retainer:
             connection.execute(sql.SQL(statement).format(**names))
 
     def _detach(self, connection: Connection, topic: Topic, table: str) -> None:
-        """Readers and writers go on meanwhile: for that it must not be in a transaction, and has its limit from here.
+        """Detach a segment concurrently: readers and writers go on. It cannot run in a transaction.
 
-        Raises `QueryCanceled` where `WAIT_SECONDS` are over.
+        Raises `QueryCanceled` after `WAIT_SECONDS`, which a timer measures.
         """
         statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(
             sql.Identifier(self._database.schema, event_table(topic.name)),
@@ -205,7 +213,7 @@ class Retainer:
         )
 
         def give_up() -> None:
-            # Where the server cannot be told, the statement ends with its connection.
+            # If the server cannot be reached, the statement ends with its connection.
             with suppress(psycopg.Error):
                 connection.cancel_safe()
 
@@ -216,14 +224,13 @@ class Retainer:
             connection.execute(statement)
         finally:
             over.cancel()
-            # A cancellation that is on its way must not meet the next statement.
+            # A cancellation under way must not hit the next statement.
             over.join()
 
     def _roll(self, connection: Connection, topic: Topic, retention: Retention) -> int:
-        """Close the segment that is written to, if it holds its share; segments for what comes are made in any case.
+        """Close the current segment if it holds its share, and make segments ahead.
 
-        Gives an id up to which the log does not change any more: whoever drew a smaller one has ended, since the topic
-        is held here.
+        Gives an id up to which the log cannot change any more: this holds the topic, so no writer is active.
         """
         schema = self._database.schema
         with connection.transaction():
@@ -266,8 +273,8 @@ class Retainer:
         dropped = events = size = upto = 0
         held_by = None
         for content in _due(contents, newest, retention, self._now(connection)):
-            # A segment is detached in several transactions: no seek may go back into it meanwhile. Rolling back to the
-            # savepoint lets the lock go.
+            # Detaching takes several transactions, and no seek may go back into the segment meanwhile. The rollback to
+            # the savepoint releases the lock.
             with holder.transaction(force_rollback=True):
                 holder.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({REGISTRY_LOCK})")
                 held_by = None if force else self._held_by(connection, topic, content)
@@ -288,7 +295,7 @@ class Retainer:
         return Dropped(topic.name, dropped, events, size, upto, held_by)
 
     def _drop_layouts(self, connection: Connection, topic: Topic, dropped: int) -> None:
-        """Forget the layouts that events up to offset `dropped` had and that no consumer is in any more."""
+        """Delete the layouts of events up to offset `dropped` that no consumer is in any more."""
         with connection.transaction():
             lock_registry(connection)
             passed = Queries("leftovers", self._database.schema)("passed_layouts")
@@ -307,7 +314,7 @@ class Retainer:
         row = connection.execute(self._queries("estimate"), {"table": self._table(connection, segment)}).fetchone()
         events = -1 if row is None else int(row[0])
         if events < 0:
-            # Never analyzed.
+            # The segment was never analyzed.
             counted = connection.execute(self._queries("size", segment=segment.table), prepare=False).fetchone()
             events = 0 if counted is None else int(counted[0])
         return _Content(segment, events, last[0], last[1])
@@ -316,7 +323,7 @@ class Retainer:
         return sql.Identifier(self._database.schema, segment.table).as_string(connection)
 
     def _held_by(self, connection: Connection, topic: Topic, content: _Content) -> str | None:
-        """The consumer partition that has events of the segment to consume yet."""
+        """The consumer partition that has not consumed all events of the segment; None without one."""
         row = (
             connection.cursor(row_factory=tuple_row)
             .execute(
@@ -341,24 +348,24 @@ class Retainer:
         except DatabaseBusyError:
             existing = segments.segments(connection, self._database.schema, topic.name) or ()
             if any(each.table == segment.table and not each.detaching for each in existing):
-                # It did not begin: whoever detaches it later may do so to keep it.
+                # The detach did not begin. Remove our comment: an operator may detach the segment to keep it.
                 self._alter(connection, topic, segment.table, "COMMENT ON TABLE {segment} IS NULL")
             raise
         logger.info("topic %r lost its events up to offset %d", topic.name, segment.end - 1)
 
     @contextmanager
     def _waiting(self, topic: Topic) -> Iterator[None]:
-        """What the block waits for too long, are those who read a segment."""
+        """Translate timeouts of the block: transactions that read a segment cause them."""
         try:
             yield
         except (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable) as error:
             raise DatabaseBusyError(
-                f"a segment of topic {topic.name!r} is still read by an open transaction: it is dropped by the next run"
+                f"an open transaction still reads a segment of topic {topic.name!r}: the next run drops it"
             ) from error
 
 
 def _due(contents: list[_Content], newest: int, retention: Retention, now: datetime) -> list[_Content]:
-    """The closed segments that need not be kept, oldest first."""
+    """The closed segments that are due, oldest first."""
     due: list[_Content] = []
     events, size = sum(content.events for content in contents), sum(content.segment.bytes for content in contents)
     for content in contents:

@@ -1,4 +1,4 @@
-"""Seeking: moving a consumer to another place in its topic's log, after a plan that says what comes of it."""
+"""Seeking: moving a consumer to another position in its topic's log, after a plan that shows the effect."""
 
 from __future__ import annotations
 
@@ -8,31 +8,27 @@ from dataclasses import dataclass, replace
 from sqlalchemy import Connection, func, select, text
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, PartitionLeasedError
-from eventsql_orchestration.log import layouts
-from eventsql_orchestration.log.consumption import ConsumerPartition
-from eventsql_orchestration.log.positions import Position, resolve
-from eventsql_orchestration.log.reader import Reader
-from eventsql_orchestration.log.registry import (
-    LOCK_SECONDS,
-    Registry,
-    choose_partitions,
-    consumer_states,
-    lock_registry,
-)
-from eventsql_orchestration.model import NOT_PARTITIONED, ConsumerState
+from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.topics import layouts
+from eventsql_orchestration.topics.catalog import LOCK_SECONDS, choose_partitions, consumer_states, lock_registry
+from eventsql_orchestration.topics.offsets import Position, resolve
+from eventsql_orchestration.topics.reader import Reader
+from eventsql_orchestration.topics.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What a seek does to one consumer partition: its offset goes from `offset` to `target`.
+    """The effect of a seek on one consumer partition: its offset goes from `offset` to `target`.
 
-    `again` are the events between the two that are to be consumed again, or for the first time where the consumer began
-    after them; `skipped` are those that never will be. Whether they match the consumer's filter is not looked at.
-    `clamped` says that the place which was asked for lies outside of the log, and `target` is the end that is nearest.
-    `owner` is who leases the partition, if anybody does. `shard` is where it is, of several.
+    `again` counts the events between the two that will be consumed again, or for the first time if the consumer began
+    after them. `skipped` counts the events that will not be consumed. Both ignore the consumer's filter. `clamped` says
+    that the requested position is outside of the log and `target` is its nearest end. `owner` leases the partition, if
+    anybody does. `shard` is the partition's shard, if there are several.
     """
 
     topic: str
@@ -49,12 +45,12 @@ class Move:
 
 @checked
 class Seeker:
-    """Moves consumers. Who consumes by the old offset meanwhile commits nothing any more."""
+    """Moves consumers. A consumption that goes by the old offset cannot commit any more."""
 
     def __init__(
         self, database: Database, registry: Registry, *, announce: Callable[[Iterable[str]], None] | None = None
     ) -> None:
-        """`announce` is told the topic of a consumer that was moved."""
+        """`announce` is called with the topic of a moved consumer."""
         self._database = database
         self._announce = announce or (lambda _topics: None)
         self._registry = registry
@@ -62,7 +58,7 @@ class Seeker:
         self._queries = Queries("seek", database.schema)
 
     def plan(self, topic: str, consumer: str, position: Position, *, partition: int | None = None) -> list[Move]:
-        """What a seek of a consumer to `position` would do now, in one partition or in all; nothing is changed.
+        """The moves that a seek to `position` would make now, in one partition or in all. Changes nothing.
 
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `PartitionOutOfRangeError`.
         """
@@ -82,18 +78,16 @@ class Seeker:
         force: bool = False,
         choose: Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]] | None = None,
     ) -> list[Move]:
-        """Move a consumer to `position`, in one partition or in all of them at once; gives what was done.
+        """Move a consumer to `position`, in one partition or in all at once. Gives the moves.
 
-        `choose` is given the partitions as they stand when nobody can move them any more, and gives those to be moved;
-        what it raises leaves all where they are.
+        `choose` gets the locked partitions and gives those to move. If it raises, nothing moves.
 
-        Consumptions go on from there, whether they are running or started later: nothing else is needed. What is known
-        of a failing event is forgotten, and a claim that is not committed is released. The counts of consumed events
-        stay: they count handlings.
+        Running and later consumptions go on from the new position. The failures of the failing event are forgotten, and
+        an uncommitted claim is released. The counts of consumed events stay, because they count handlings.
 
-        Waits at most 10 seconds for batches under way, else `DatabaseBusyError`. Raises `PartitionLeasedError` while
-        somebody leases a partition, unless `force` is set: then that owner is fenced off and commits nothing more.
-        Raises as `plan` otherwise. When it raises, no partition has moved.
+        Waits at most 10 seconds for batches under way, then raises `DatabaseBusyError`. Raises `PartitionLeasedError`
+        if somebody leases a partition. With `force`, that owner is fenced off instead and cannot commit any more.
+        Otherwise raises as `plan`. If it raises, no partition has moved.
         """
         wanted = choose_partitions(self._registry.consumer(topic, consumer), partition)
         with self._database.core() as connection:
@@ -111,22 +105,21 @@ class Seeker:
             driver.execute(self._queries("seek"), {**own, "offsets": [move.target for move in moves]})
             self._settle(connection, before, moves, known)
         self._announce([topic])
-        # Counting takes its time, and the past does not change.
+        # Count after the transaction: counting takes time, and the past does not change.
         return [self._counted(move) for move in moves]
 
     def _lock(
         self, connection: Connection, topic: str, consumer: str, partitions: Sequence[int]
     ) -> tuple[list[ConsumerState], list[layouts.Layout]]:
-        """Keep retention from dropping what is looked at, and consumptions from moving the offsets.
+        """Keep retention from dropping segments, consumptions from moving offsets, and the layouts from changing.
 
-        Gives the partitions that are asked for, or all of them where the topic was repartitioned, and its layouts,
-        which nobody changes meanwhile either.
+        Gives the requested partitions, or all of them if the topic was repartitioned, and the topic's layouts.
         """
         connection.execute(text(f"SET LOCAL statement_timeout TO '{LOCK_SECONDS}s'"))
         try:
             with self._database.errors():
                 lock_registry(connection)
-                # Of a topic that was repartitioned, all: `_settle` has to do with them.
+                # `_settle` needs all partitions of a topic that was repartitioned.
                 schema, wide = self._database.schema, NOT_PARTITIONED not in partitions
                 known = layouts.layouts(driver_connection(connection), schema, topic) if wide else []
                 locked = consumer_states(
@@ -134,8 +127,8 @@ class Seeker:
                 )
         except DatabaseBusyError as error:
             raise DatabaseBusyError(
-                f"consumer {consumer!r} of topic {topic!r} did not move: for {LOCK_SECONDS} s a batch under way, or a "
-                "change of the registry, kept its partitions; stop the consumption, or try again"
+                f"consumer {consumer!r} of topic {topic!r} did not move: a batch or a change of the registry held its "
+                f"partitions for {LOCK_SECONDS} s. Stop the consumption, or try again"
             ) from error
         connection.execute(text("SET LOCAL statement_timeout TO DEFAULT"))
         if not {state.partition for state in locked}.issuperset(partitions):
@@ -145,7 +138,7 @@ class Seeker:
         return locked, known
 
     def _moves(self, connection: Connection, states: Sequence[ConsumerState], position: Position) -> list[Move]:
-        """The moves, with nothing counted yet."""
+        """The moves, without counts."""
         topic, now = states[0].topic, connection.execute(select(func.clock_timestamp())).scalar_one()
         offsets = {state.partition: state.last_event_id for state in states}
         targets = resolve(driver_connection(connection), self._database.schema, topic, position, offsets)
@@ -169,9 +162,9 @@ class Seeker:
         moves: Sequence[Move],
         known: Sequence[layouts.Layout],
     ) -> None:
-        """Give a consumer the partitions of the place that it has gone to, where those of its topic have changed.
+        """Give a consumer the partitions of its new position's layout, if its topic was repartitioned.
 
-        `before` are all of its partitions, which are locked, as they were.
+        `before` are all of its partitions as they were, locked.
         """
         topic, consumer, driver = before[0].topic, before[0].name, driver_connection(connection)
         if not known:
@@ -180,11 +173,11 @@ class Seeker:
         whole = {state.partition for state in before} == {move.partition for move in moves}
         until = before[0].until
         if until == HELD:
-            # How far it may consume when it is let go: as the one that is behind all others.
-            until = layouts.place(known, min(state.last_event_id for state in before)).until
+            # The partition furthest behind says how far the consumer may go when it is released.
+            until = layouts.bounds_at(known, min(state.last_event_id for state in before)).until
         layouts.check_same_layout(known, layouts.bounded(known, until).after, targets, whole=whole)
         if whole:
-            # Each keeps the offset that it has got; a partition that is new begins with the first of them.
+            # Each partition keeps its new offset. An added partition begins at the smallest of them.
             layouts.move(driver, self._database.schema, topic, consumer, offset=min(targets), until=until)
 
     def _counted(self, move: Move) -> Move:

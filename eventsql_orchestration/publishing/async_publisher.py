@@ -10,80 +10,49 @@ from typing import Final, Unpack
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import EventSQLError, PublisherClosedError
-from eventsql_orchestration.log.buffered import CLOSE_TIMEOUT, BoundOptions, Bounds, Lanes
-from eventsql_orchestration.log.publisher import Publisher, check_publication
-from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import Publication
+from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, BufferOptions, Lanes
+from eventsql_orchestration.publishing.publisher import check_publication
+from eventsql_orchestration.topics.registry import Registry
 
 IN_A_ROW: Final = 100
-"""Events that are given without letting the loop's other tasks run. Measured: giving one takes under 10 µs."""
+"""Events taken before the loop's other tasks may run. Measured: taking an event needs less than 10 µs."""
 
 
 @checked
-class AsyncPublisher:
-    """Publishes events of any number of tasks together, a commit for many, and acknowledges each after its commit.
+class AsyncCollector:
+    """Collects the events of any number of tasks for one database. `AsyncPublisher` is its public face."""
 
-    The options are those of `log.buffered.Bounds`. Memory is bounded by them: while as many events wait as may, tasks
-    wait for room, in the order in which they came.
-
-    Events of a key are committed in the order in which they were given. Without a key, events that name the same
-    partition are, and in a topic without partitions all events are. Events of different keys have no order, even in one
-    partition. An event that fails does not keep those after it from being committed.
-
-    It belongs to the event loop in which it is used first. Close it, or use it with `async with`: events that are not
-    acknowledged when the process ends may be lost.
-
-    Cancelling a task that waits for an acknowledgement, or the future of one, does not take its event back.
-    """
-
-    def __init__(self, publisher: Publisher, registry: Registry, **bounds: Unpack[BoundOptions]) -> None:
+    def __init__(self, publisher: BatchPublisher, registry: Registry, **limits: Unpack[BufferOptions]) -> None:
         self._registry = registry
-        self._lanes: Lanes[asyncio.Future[None]] = Lanes(publisher, registry, Bounds(**bounds), self._settle)
+        self._lanes: Lanes[asyncio.Future[None]] = Lanes(publisher, BufferLimits(**limits), self._settle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._given = 0
-        # Tasks that could not give their event at once. While there are any, those that come later wait behind them.
+        # The number of tasks that wait to give their event. Tasks that come later wait behind them.
         self._queued = 0
         self._turn = asyncio.Lock()
         self._room = asyncio.Event()
 
     @checks_itself
-    async def publish(self, publication: Publication) -> None:
-        """Publish one event; it is committed when this returns.
-
-        Raises what `enqueue` raises, and what the database says against this event, or `RedefinitionError` when its
-        topic was redefined after it was given: neither touches the events that share its commit.
-        `DatabaseUnavailableError` and other errors of the database hit all that share it; where the connection broke at
-        the commit, they may be published nevertheless, and are twice if they are published again. So may one whose task
-        is cancelled.
-        """
-        future = await self.enqueue(publication)
-        await future
-
-    @checks_itself
     async def enqueue(self, publication: Publication) -> asyncio.Future[None]:
-        """Give one event, when there is room; the future is done when the event is committed, or cannot be.
-
-        Where the task is cancelled before this returns, the event is not published.
-
-        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseUnavailableError` (where the topic had to be
-        looked up), `PublisherClosedError`; the event is not published then. The future has the other errors of
-        `publish`.
-        """
+        """Give one event, when there is room; the future is done when the event is committed or has failed."""
         check_publication(publication)
         loop = self._own_loop()
         if self._closing:
             raise PublisherClosedError
+
         self._given += 1
         topic = self._registry.known(publication.topic)
         if topic is not None and not self._queued and self._given % IN_A_ROW:
             future = loop.create_future()
-            if self._lanes.put_if_room(self._lanes.place(publication, topic), future, on_room=self._wake):
+            if self._lanes.put_if_room(self._lanes.assign(publication, topic), future, on_room=self._wake):
                 return future
+
         self._queued += 1
         try:
             async with self._turn:
-                # Where the database keeps up with a task that only gives events, nothing else would let others run.
+                # A task that only gives events would otherwise never let others run.
                 await asyncio.sleep(0)
                 return await self._give(publication, loop.create_future())
         finally:
@@ -93,7 +62,7 @@ class AsyncPublisher:
         topic = self._registry.known(publication.topic)
         if topic is None:
             topic = await asyncio.to_thread(self._registry.cached_topic, publication.topic)
-        event = self._lanes.place(publication, topic)
+        event = self._lanes.assign(publication, topic)
         while True:
             self._room.clear()
             if self._lanes.put_if_room(event, future, on_room=self._wake):
@@ -101,17 +70,17 @@ class AsyncPublisher:
             await self._room.wait()
 
     async def flush(self) -> None:
-        """Wait until every event that was given before is committed, or cannot be; its future is done then."""
+        """Wait until every event given before is committed or has failed. Its future is done then."""
         self._own_loop()
         async with self._turn:
             pass
         await asyncio.to_thread(self._lanes.flush)
 
-    async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - what is left then is told
+    async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - the rest gets an error
         """Take no more events, and commit those that were given.
 
-        What is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its outcome is
-        known.
+        An event that is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its
+        outcome is known.
         """
         self._own_loop()
         self._closing = True
@@ -123,15 +92,9 @@ class AsyncPublisher:
         await asyncio.to_thread(self._lanes.close, left)
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
-        """The same for code that is not a task; the thread that calls it waits, be it the loop's own."""
+        """`aclose` for code outside of tasks. It blocks the calling thread, also if that is the loop's own."""
         self._closing = True
         self._lanes.close(timeout)
-
-    async def __aenter__(self) -> AsyncPublisher:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
@@ -141,7 +104,7 @@ class AsyncPublisher:
             raise EventSQLError("this publisher belongs to another event loop: make one in each")
         return loop
 
-    # Called by the threads of the lanes
+    # The lanes' threads call these
 
     def _wake(self) -> None:
         self._call(self._room.set)
@@ -151,7 +114,7 @@ class AsyncPublisher:
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         if self._loop is not None:
-            # A loop that is closed has nobody who waits.
+            # Nobody waits in a closed loop.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function, *arguments)
 

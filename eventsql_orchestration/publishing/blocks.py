@@ -1,12 +1,12 @@
-"""Blocks: many events of one topic, encoded once by whoever has them, that take one row's place in the buffer.
+"""Blocks: many events of one topic, encoded once by their writer, that take the place of one row in the buffer.
 
-Published in bulk, events need not pass through the buffer one by one: they lie in a block, compressed, in
-`spark_staged_event`, and a row of the buffer with the partition `REFERENCE` stands for them. Its buffer id says when
-their turn is; the transfer then copies them into the log, and deletes the block and the row. What moves rows and knows
-nothing of blocks, as EventSQL's Java library does, cannot pass one by: a trigger keeps the row from being deleted
-before its block.
+Events that are published in bulk do not pass through the buffer one by one. They lie in a compressed block in
+`spark_staged_event`, and a row of the buffer with the partition `REFERENCE` stands for them. The row's buffer id gives
+the block its place in the order. At that place the transfer copies the events into the log and deletes the block and
+the row. A transfer that knows no blocks, as the one of EventSQL's Java library, cannot pass one by: a trigger refuses
+to delete the row before its block.
 
-Imports no database: Spark's tasks make blocks.
+Spark's tasks make blocks, so this module imports no database.
 """
 
 from __future__ import annotations
@@ -14,26 +14,30 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from eventsql_orchestration.log import encoding
+from eventsql_orchestration.publishing import copy_format
 
 REFERENCE: Final = -2
 """The partition of a row of the buffer that stands for a block. No event has it."""
 
 _LEVEL: Final = 1
-"""Of zlib, which every Python has, and so every transfer. Measured: 0.33 µs an event to pack, 0.19 to unpack."""
+"""The level of zlib, which every Python has. Measured: 0.33 µs an event to pack, 0.19 to unpack."""
 
 _MARK: Final = struct.Struct(">qq")
+
+_PIECE: Final = 8 * 1024 * 1024
+"""Bytes that are unpacked at once: all of an ordinary block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a log, encoded for COPY, whose times are not known yet, and the number of events of each partition.
+    """Rows of a log, encoded for COPY, and the number of events of each partition.
 
-    In the place of each row's times stands `mark`.
+    `mark` stands in place of each row's times, which are not known yet.
     """
 
     topic: str
@@ -49,7 +53,7 @@ class Block:
         return self.mark + zlib.compress(self.rows, _LEVEL)
 
     def metadata(self) -> dict[str, object]:
-        """What is known of it without unpacking it, for JSON."""
+        """What can be known of the block without unpacking it, as JSON."""
         return {
             "events": self.events,
             "partitions": {str(number): events for number, events in self.partitions.items()},
@@ -57,24 +61,41 @@ class Block:
 
 
 def new_mark() -> bytes:
-    """Random, so that no event holds it."""
+    """A random mark, so that no event contains it."""
     return os.urandom(_MARK.size)
 
 
 def prefix(mark: bytes) -> bytes:
-    """What begins each row of a block."""
-    return encoding.log_prefix(*_MARK.unpack(mark))
+    """The first bytes of each row of a block."""
+    return copy_format.log_prefix(*_MARK.unpack(mark))
 
 
 def join(first: Block, second: Block) -> Block:
-    """Two blocks of one topic and mark as one."""
-    partitions = dict(first.partitions)
-    for partition, events in second.partitions.items():
-        partitions[partition] = partitions.get(partition, 0) + events
+    """Two blocks of one topic and mark as one block."""
+    partitions = Counter(first.partitions) + Counter(second.partitions)
     return Block(first.topic, first.mark, first.rows + second.rows, partitions)
 
 
-def unpack(packed: bytes, begin: bytes) -> bytes:
-    """The rows of a packed block, with `begin` as what begins each. Raises `zlib.error` for anything else."""
-    rows = zlib.decompress(memoryview(packed)[_MARK.size :])
-    return rows.replace(prefix(packed[: _MARK.size]), begin)
+def unpack(packed: bytes, begin: bytes) -> Iterator[bytes]:
+    """The rows of a packed block in pieces, each row with `begin` as its first bytes.
+
+    A piece has at most some `_PIECE` bytes, however large the block is. Raises `zlib.error` for anything else.
+    """
+    if len(packed) < _MARK.size:
+        raise zlib.error("the block is incomplete")
+    old = prefix(packed[: _MARK.size])
+    packed = packed[_MARK.size :]
+    unpacker = zlib.decompressobj()
+    kept = b""
+    while not unpacker.eof:
+        rows = unpacker.decompress(packed, _PIECE)
+        packed = unpacker.unconsumed_tail
+        if not (rows or packed or unpacker.eof):
+            raise zlib.error("the block is incomplete")
+
+        *whole, rest = (kept + rows).split(old)
+        # The next piece may go on in the middle of a row's first bytes.
+        end = max(0, len(rest) - len(old) + 1)
+        kept = rest[end:]
+        yield begin.join([*whole, rest[:end]])
+    yield kept

@@ -1,12 +1,12 @@
-"""Writing to a topic's ordered log: as its one writer, for as long as a transaction holds the topic.
+"""Writing to a topic's ordered log, as its only writer while a transaction holds the topic.
 
-Contract: in a topic's event table, an event with a smaller id is never visible after one with a larger id was. Ids are
-given out by whoever inserts, so only a transaction that holds the topic's row of `event_buffer_lock` may insert.
+Contract: in a topic's event table, an event with a smaller id never becomes visible after an event with a larger id.
+Inserting draws the ids, so only a transaction that holds the topic's row of `event_buffer_lock` may insert.
 
-Buffered events are read in the order of their buffer ids, from a low-water mark on. Without one, every batch would
-step over the index entries of all rows that were deleted since the last vacuum, for as long as any transaction in the
-database keeps them from being removed (measured: 126,000 events/s falling to 75,000, against 140,000 flat). The mark
-may pass an id only when no event with that id or a smaller one can still appear; see `_LowWater`.
+The writer reads buffered events in the order of their buffer ids, from a low-water mark on (`publishing/low_water.py`).
+Without the mark, each batch would step over the index entries of all rows deleted since the last vacuum, while any
+transaction in the database keeps vacuum from removing them. Measured: 126,000 events/s fall to 75,000 without the mark,
+and stay at 140,000 with it.
 """
 
 from __future__ import annotations
@@ -15,130 +15,79 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import psycopg
 
-from eventsql_orchestration.database import Connection, Database, Queries, is_pooled, tables
-from eventsql_orchestration.database.database import describe
+from eventsql_orchestration.database import Connection, Database, Queries, is_pooled
+from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import StuckEventError
-from eventsql_orchestration.log import encoding, segments, sequences
-from eventsql_orchestration.log.block_moves import BlockMoves
-from eventsql_orchestration.log.load import too_much
-from eventsql_orchestration.log.reader import MAX_OFFSET
 from eventsql_orchestration.model import Topic
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.low_water import LowWater
+from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
+from eventsql_orchestration.topics import segments, sequences
+from eventsql_orchestration.topics.reader import MAX_OFFSET
 
 FIRST_BATCH: Final = 1_000
 LEAST_BATCH: Final = 100
 MOST_BATCH: Final = 20_000
-"""Events that are moved in one transaction. Measured: 3,000 to 30,000 move at the same rate. Only a batch that failed
-makes the next ones smaller than the least."""
+"""Events moved in one transaction. Measured: batches of 3,000 to 30,000 move at the same rate. Only a failed batch
+makes the next ones smaller than `LEAST_BATCH`."""
 
 BATCH_SECONDS: Final = 0.2
-"""How long a transaction should hold its topic: batches shrink where events are large or the server is slow."""
+"""The time that a transaction should hold its topic. Batches shrink if events are large or the server is slow."""
 
 LOOK_SECONDS: Final = 0.5
-"""How often a publisher that appends takes note of what is decided in the buffer."""
-
-OBSERVE_SECONDS: Final = 0.05
-"""How often, at most, the transactions that may have written to the buffer are listed: what is not decided yet costs
-nothing but a step over entries that are dead already."""
+"""How often a publisher that appends updates the low-water mark."""
 
 MOST_BUFFERED: Final = 10_000
-"""Events in the buffer that a publisher moves before its own; where there are more, the transfer is behind."""
+"""The most buffered events that a publisher moves before its own. If there are more, the transfer is behind."""
 
 LOCK_TIMEOUT: Final = 0.25
-"""Seconds that a publisher waits for other threads of its process, and then for a topic, before its batch goes to the
-buffer: who waits writes each event once, who turns to the buffer makes whoever holds the topic move it. Measured with
-four publishers of batches of 5,000: as fast together as one alone."""
+"""Seconds that a publisher waits for other threads of its process, and then for the topic, before its batch goes to the
+buffer. A batch that waits is written once; a batch in the buffer has to be moved. Measured with four publishers of
+batches of 5,000: together as fast as one alone."""
 
 ROOM_CHECK: Final = 500_000
-"""After how many events a writer looks whether there are segments ahead; far fewer than are kept ahead."""
-
-_POSTGRESQL_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
+"""Events between two checks for free segments ahead. Far more ids than that are kept ahead."""
 
 _OF_EVENTS: Final = ("22", "23", "44", "P0", "XX")
-"""SQLSTATE classes of data, constraints, views' checks, triggers and faults of the server: one event may cause them."""
+"""SQLSTATE classes that a single event may cause: data, constraints, views' checks, triggers, faults of the server."""
 
 
 class SmallerBatchError(Exception):
-    """Internal: a batch could not be moved, and the next one of its topic has fewer events."""
+    """Internal: a batch could not be moved, and the next batch of its topic has fewer events."""
 
 
 class _BufferStuckError(Exception):
-    """Internal: what lies in the buffer could not be moved by a publisher; the transfer has to."""
-
-
-class _LowWater:
-    """The largest buffer id below which nothing can appear any more.
-
-    An event's id comes from a sequence that hands its values out one by one, before its transaction commits. A
-    transaction that was given an id holds `ROW EXCLUSIVE` on the buffer from before that until its end, and its end is
-    visible to others before the lock goes. So: read the newest id that was given out, then list the transactions that
-    hold that lock; once all of them have ended, every id up to that one is decided. A transaction that only keeps a
-    snapshot open is not in the list, and does not hold the mark back. One that is prepared keeps its place in the list.
-
-    What is known here was seen through one process of one server and is void with it: a server that crashed or failed
-    over may give out ids again, and a connection pooler may put another server behind the same connection.
-    """
-
-    def __init__(self, process: str = "") -> None:
-        self._process = process
-        self._decided = 0
-        self._candidate = 0
-        self._writers: frozenset[str] | None = None
-        self._moved: dict[str, int] = {}
-
-    def holds(self, process: str, newest: int) -> bool:
-        """Whether what is known still holds, as seen by this server process that knows this newest id."""
-        return process == self._process and newest >= max(self._decided, self._candidate)
-
-    def observe(self, newest: int, writers: frozenset[str]) -> None:
-        """Take in the newest id and, listed after it was read, the transactions that may hold ids."""
-        if self._writers is not None:
-            self._writers &= writers
-            if self._writers:
-                return
-            self._decided = self._candidate
-        self._candidate, self._writers = newest, writers
-        if not writers:
-            self._decided, self._writers = newest, None
-
-    @property
-    def marks(self) -> dict[str, int]:
-        """Per topic, the buffer id up to which all of its events are moved, for ever."""
-        return self._moved
-
-    def moved(self, topic: str, upto: int) -> None:
-        """Every event of `topic` up to buffer id `upto` that was visible after the last observation is moved."""
-        self._moved[topic] = max(self._moved.get(topic, 0), min(self._decided, upto))
+    """Internal: a publisher could not move the buffered events; the transfer has to."""
 
 
 class LogWriter:
-    """Becomes a topic's one writer for a transaction at a time: moves what is buffered, appends what is handed to it.
+    """Becomes a topic's only writer, one transaction at a time: moves buffered events, appends given events.
 
-    Has a connection of its own, opened at first use. Its methods are called in the block of a `session()`.
+    It has its own connection, opened at first use. Call its methods inside a `session()`.
     """
 
     def __init__(self, database: Database, *, batch: int | None = None, lock_timeout: float | None = None) -> None:
-        """`batch` fixes the number of events moved at a time; it follows their size and the server's speed by default.
+        """`batch` fixes the number of events moved at a time; the default follows their size and the server's speed.
 
-        `lock_timeout` is how long `append` waits for a topic, in seconds.
+        `lock_timeout` is how many seconds `append` waits for a topic.
         """
         self._database = database
         self._fixed_batch = batch
-        # Per topic: the events of one must not make the batches of another small.
+        # By topic, so that large events of one topic do not make the batches of another topic small.
         self._batches: dict[str, int] = {}
-        # The number of events in the batch that is being moved, and the buffer id of its last one where that is known.
+        # The number of events in the current batch, and the buffer id of its last event if that is known.
         self._tried: tuple[int, int | None] | None = None
         self._lock_timeout = lock_timeout
         self._queries = Queries("log", database.schema)
-        self._blocks = BlockMoves(database.schema)
+        self._blocks = StagedBlocks(database.schema)
         self._connection: Connection | None = None
-        self._low_water = _LowWater()
+        self._low_water = LowWater(database.schema)
         self._looked_at = 0.0
-        self._observed_at = 0.0
         self._room: dict[str, int] = {}
         self._zoned: dict[str, bool] = {}
         self._ids = sequences.Ids(database.schema)
@@ -159,9 +108,9 @@ class LogWriter:
         return self._connection
 
     def _set_limits(self, connection: Connection) -> None:
-        """For the session, or for the transaction in one."""
+        """Set the limits for the session; through a pooler, for the current transaction."""
         local = is_pooled(connection)
-        # A batch of events is sorted between the buffer and the log; keep it in memory.
+        # Sort the events between buffer and log in memory.
         connection.execute("SELECT pg_catalog.set_config('work_mem', '64MB', %s)", [local])
         if self._lock_timeout is not None:
             connection.execute(
@@ -172,7 +121,7 @@ class LogWriter:
     def _transaction(self, connection: Connection) -> Iterator[None]:
         with connection.transaction():
             if is_pooled(connection):
-                # What a session keeps would be everybody's.
+                # A pooler lends the session to other clients.
                 self._set_limits(connection)
             yield
 
@@ -180,16 +129,16 @@ class LogWriter:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
-        self._low_water = _LowWater()
-        self._looked_at = self._observed_at = 0.0
-        # Another server may answer the next one, with sequences of its own.
+        self._low_water = LowWater(self._database.schema)
+        self._looked_at = 0.0
+        # The next connection may lead to another server with other sequences.
         self._room.clear()
 
     @contextmanager
     def session(self, *, timeout: float = -1) -> Iterator[bool]:
-        """The block has the writer for itself, or False where another thread keeps it for `timeout` seconds.
+        """Give the block the writer for itself. False if another thread keeps it for `timeout` seconds.
 
-        What goes wrong in the block ends the connection, and is an error of ours where it is known what it means.
+        An error in the block closes the connection. It becomes an error of this package if its meaning is known.
         """
         if not self._mutex.acquire(timeout=timeout):
             yield False
@@ -204,7 +153,7 @@ class LogWriter:
             self._mutex.release()
 
     def may_append(self, topic: str) -> bool:
-        """Whether the current role may write to logs, and was not refused that of `topic` before."""
+        """Whether the current role may write to logs and was not refused the log of `topic` before."""
         return topic not in self._refused and self._database.may_transfer
 
     @property
@@ -212,51 +161,29 @@ class LogWriter:
         """Whether the connection is gone."""
         return self._connection is None or self._connection.closed
 
+    # Looking into the buffer
+
     def look(self, wanted: list[str] | None) -> tuple[int, list[str]]:
-        """The newest buffer id that was given out, and the topics with events in the buffer, of `wanted` or of all."""
+        """The newest buffer id that was given out, and the topics with buffered events, of `wanted` or of all."""
         reused = self._connection is not None
+        # Opening a connection makes a new low-water mark, so open it first.
+        connection = self._open()
         try:
-            return self._look(self._open(), wanted)
+            return self._low_water.look(connection, wanted)
         except psycopg.Error:
-            # The server may have restarted since the last time: nothing was asked of it in this one.
+            # The server may have restarted since the last use; this use has asked nothing of it yet.
             if not (reused and self.broken):
                 raise
-            return self._look(self._open(), wanted)
+        connection = self._open()
+        return self._low_water.look(connection, wanted)
 
-    def _look(self, connection: Connection, wanted: list[str] | None) -> tuple[int, list[str]]:
-        process, newest, topics = self._marked(connection, wanted)
-        # Through a pooler, a server that crashes and gives ids out again between two transactions goes unnoticed.
-        known_server = not is_pooled(connection)
-        if not self._low_water.holds(process, newest):
-            self._low_water = _LowWater(process)
-            self._observed_at = 0.0
-            if known_server:
-                sequences.advance_buffer(connection, self._database.schema)
-            process, newest, topics = self._marked(connection, wanted)
-        if topics and known_server and time.monotonic() - self._observed_at >= OBSERVE_SECONDS:
-            self._observed_at = time.monotonic()
-            # The order matters: whoever drew an id up to `newest` and is not in the list has ended.
-            relation = f'"{self._database.schema}".event_buffer'
-            writers = connection.execute(self._queries("buffer_writers"), {"relation": relation})
-            self._low_water.observe(newest, frozenset(str(writer) for (writer,) in writers))
-        return newest, topics
-
-    def _marked(self, connection: Connection, wanted: list[str] | None) -> tuple[str, int, list[str]]:
-        marks = self._low_water.marks
-        row = connection.execute(
-            self._queries("look"), {"marked": list(marks), "low_waters": list(marks.values()), "wanted": wanted}
-        ).fetchone()
-        assert row is not None, "a SELECT without FROM gives a row"
-        process, newest, topics, in_order = row
-        if not in_order:
-            sequences.check(connection, self._database.schema, tables.event_buffer.name)
-        return process, newest, topics
+    # Moving buffered events
 
     def move(self, topic: str, newest: int) -> int | None:
-        """Move one batch of `topic`, up to buffer id `newest`, in a transaction of its own.
+        """Move one batch of `topic`, up to buffer id `newest`, in its own transaction.
 
-        Gives the number of its events, None when another transaction holds the topic. Raises `SmallerBatchError` where
-        the batch failed and a smaller one is to be tried, `StuckEventError` where it failed with a single event.
+        Gives the number of events, or None if another transaction holds the topic. Raises `SmallerBatchError` if the
+        batch failed and a smaller one is to be tried, `StuckEventError` if a batch of one event failed.
         """
         self._tried = None
         try:
@@ -269,7 +196,7 @@ class LogWriter:
         try:
             return self._move_batch(topic, newest)
         except psycopg.errors.CheckViolation as error:
-            # Another writer, which knows nothing of segments, has used up the room; it is made by the second attempt.
+            # Another writer that knows no segments has used up the room. The second attempt makes room.
             if error.diag.constraint_name == segments.ADOPTION_CHECK:
                 segments.give_adoption_up(self._open(), self._database.schema, topic)
             return self._move_batch(topic, newest)
@@ -281,19 +208,15 @@ class LogWriter:
         with self._room_for(topic), self._transaction(connection):
             if connection.execute(self._queries("lock_topic"), {"topic": topic}).fetchone() is None:
                 return None
+
             self._tried = limit, None
+            found_from = {"topic": topic, "low_water": self._low_water.marks.get(topic, 0)}
             batch = connection.execute(
-                self._queries("batch_end"),
-                {
-                    "topic": topic,
-                    "low_water": self._low_water.marks.get(topic, 0),
-                    "newest": newest,
-                    "limit": limit,
-                },
-                prepare=False,
+                self._queries("batch_end"), {**found_from, "newest": newest, "limit": limit}, prepare=False
             ).fetchone()
             assert batch is not None, "an aggregate gives one row"
             upto, found, definition, block, last_id = batch
+
             self._tried = None
             if found:
                 self._make_room(connection, topic, last_id)
@@ -301,7 +224,10 @@ class LogWriter:
             last = upto if block is None else block - 1
             moved = self._move(connection, topic, last, definition) if found else 0
             if block is not None:
-                moved += self._move_block(connection, topic, block)
+                copied = self._blocks.move(connection, topic, block, zoned=self._zoned[topic])
+                self._drew(topic, copied)
+                moved += copied
+
         if block is not None:
             self._low_water.moved(topic, block)
             return moved
@@ -312,7 +238,7 @@ class LogWriter:
 
     def _move(self, connection: Connection, topic: str, upto: int, definition: list[int]) -> int:
         partitions, layout = definition
-        # Only a publisher that knows nothing of layouts may have written by one that is past.
+        # A publisher that knows no layouts may have chosen partitions by an earlier layout.
         moved = connection.execute(
             self._queries("move" if layout == 1 else "move_into_layout", topic=topic),
             {
@@ -326,21 +252,17 @@ class LogWriter:
         self._drew(topic, moved)
         return moved
 
-    def _move_block(self, connection: Connection, topic: str, block: int) -> int:
-        moved = self._blocks.move(connection, topic, block, zoned=self._zoned[topic])
-        self._drew(topic, moved)
-        return moved
-
     def _shrink(self, topic: str, error: psycopg.Error) -> None:
-        """Have fewer events in the next batch of a topic, where `error` may come from those in this one.
+        """Make the topic's next batch smaller if events of this batch may have caused `error`.
 
-        Raises as `move`; returns where the error has another cause, or the connection is gone.
+        Raises as `move`. Returns if the error has another cause or the connection is gone.
         """
         lost = self.broken
         if self._tried is None or not (lost or too_much(error) or (error.sqlstate or "").startswith(_OF_EVENTS)):
             return
+
         events, upto = self._tried
-        # A server that runs out of memory takes the connection with it.
+        # A server that runs out of memory closes the connection.
         self._batches[topic] = max(1, events // 2)
         if lost:
             return
@@ -356,46 +278,54 @@ class LogWriter:
             size, events = row or (None, None)
         what = f"event {buffer_id}" if events is None else f"block {buffer_id} of {events:,} events"
         return StuckEventError(
-            f"the events of topic {topic!r} stay in the buffer of {self._database}, from {what} on, which cannot be "
+            f"the events of topic {topic!r} stay in the buffer of {self._database} from {what} on, which cannot be "
             f"moved even alone{'' if size is None else f' ({size:,} bytes)'}: {describe(error)}",
             topic=topic, buffer_id=buffer_id, size=size,
         )  # fmt: skip
 
     def _fit_batch(self, topic: str, size: int, seconds: float) -> None:
-        """Adapt the size of a topic's batches to how long a full one took."""
+        """Adapt the topic's batch size to the time that a full batch took."""
         if seconds < BATCH_SECONDS / 2:
             size = min(size * 2, self._fixed_batch or MOST_BATCH)
         elif seconds > BATCH_SECONDS and self._fixed_batch is None:
             size = max(min(size, LEAST_BATCH), size // 2)
         self._batches[topic] = size
 
-    def append(self, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
-        """Append encoded events to the topic's log, after what lies in its buffer, in a transaction of its own.
+    # Appending a publisher's own events
 
-        They come in parts, which are asked for one by one while the topic is held. Where one cannot be had, nothing is
+    def append(self, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
+        """Append encoded events to the topic's log, after its buffered events, in one transaction.
+
+        `events` come in parts, and each part is fetched while the topic is held. If fetching a part raises, nothing is
         appended.
 
-        False, and nothing done, where they must go to the buffer instead: another transaction keeps the topic for too
-        long, too much lies in the buffer, the topic is not defined like `topic` any more, or its log has times without
-        a time zone, which the server must convert (EventSQL's Java library makes such tables).
+        False, with nothing done, if the events must go to the buffer: another transaction keeps the topic for too long,
+        too much is buffered, the topic is no longer defined like `topic`, or its log has times without a time zone,
+        which the server must convert (EventSQL's Java library makes such tables).
         """
-        # What is decided need not be known to the last event; without events in the buffer it makes no difference.
+        # The mark may be a little late; it matters only with events in the buffer.
         if time.monotonic() - self._looked_at > LOOK_SECONDS:
             self.look([topic.name])
             self._looked_at = time.monotonic()
+
         connection = self._open()
         try:
             with self._room_for(topic.name), self._transaction(connection):
                 appended = self._append(connection, topic, events)
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation):
-            return False
-        except (psycopg.errors.QueryCanceled, _BufferStuckError):
-            # Nothing was appended: the buffer may take the batch yet.
+        except (
+            psycopg.errors.LockNotAvailable,
+            psycopg.errors.CheckViolation,
+            psycopg.errors.UniqueViolation,
+            psycopg.errors.QueryCanceled,
+            _BufferStuckError,
+        ):
+            # Nothing was appended, and the buffer may still take the batch.
             return False
         except psycopg.errors.InsufficientPrivilege:
-            # The transfer says so, where it may not either.
+            # The transfer reports this if it lacks the right, too.
             self._refused.add(topic.name)
             return False
+
         if appended:
             self._low_water.moved(topic.name, MAX_OFFSET)
         return appended
@@ -403,16 +333,12 @@ class LogWriter:
     def _append(self, connection: Connection, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
         if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
             return False
-        # After the lock: what its last holder did is seen, and the topic cannot be redefined any more.
+
+        # After the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
         most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
+        found_from = {"topic": topic.name, "low_water": self._low_water.marks.get(topic.name, 0)}
         row = connection.execute(
-            self._queries("append_state"),
-            {
-                "topic": topic.name,
-                "low_water": self._low_water.marks.get(topic.name, 0),
-                "limit": most + 1,
-            },
-            prepare=False,
+            self._queries("append_state"), {**found_from, "limit": most + 1}, prepare=False
         ).fetchone()
         assert row is not None, "an aggregate gives one row"
         definition, now, upto, found, last_id = row
@@ -421,35 +347,37 @@ class LogWriter:
         self._make_room(connection, topic.name, last_id)
         if not self._zoned[topic.name]:
             return False
+
         if found:
             self._move_before(connection, topic.name, upto, definition, found)
-        prefix = encoding.log_prefix((now - _POSTGRESQL_EPOCH) // timedelta(microseconds=1))
+        prefix = copy_format.log_prefix(copy_format.microseconds(now))
         with connection.cursor().copy(self._queries("append", topic=topic.name)) as copy:
-            copy.write(encoding.HEADER)
+            copy.write(copy_format.HEADER)
             for part in events:
                 copy.write(prefix + prefix.join(part))
                 self._drew(topic.name, len(part))
-            copy.write(encoding.TRAILER)
+            copy.write(copy_format.TRAILER)
         return True
 
     def _move_before(self, connection: Connection, topic: str, upto: int, definition: list[int], found: int) -> None:
-        """Move the `found` events that lie in the buffer, before a publisher's own."""
+        """Move the `found` buffered events, before a publisher's own."""
         try:
             self._move(connection, topic, upto, definition)
         except psycopg.Error as error:
             if self.broken:
                 raise
-            # They are others' events: the publisher's own batch must not fail because of them.
+            # Other publishers' events must not make this publisher's batch fail.
             self._batches[topic] = max(1, found // 2)
             raise _BufferStuckError(describe(error)) from error
         if topic in self._batches:
             self._batches[topic] = max(found * 2, self._batches[topic])
 
-    def _make_room(self, connection: Connection, topic: str, last_id: int | None) -> None:
-        """See to it that there are segments for the ids to come, in the caller's transaction that holds the topic.
+    # Segments and sequences
 
-        Now and then, and with it what else does not change while the log is there. At once where `last_id`, the last id
-        of the log's sequence as it was read with the sequence's settings, is not what it should be.
+    def _make_room(self, connection: Connection, topic: str, last_id: int | None) -> None:
+        """Make segments for the ids to come, in the caller's transaction that holds the topic.
+
+        Looks once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected.
         """
         if self._room.get(topic, 0) > 0 and self._ids.holds(topic, last_id):
             return
@@ -463,7 +391,7 @@ class LogWriter:
 
     @contextmanager
     def _room_for(self, topic: str) -> Iterator[None]:
-        """Looks for room anew after a transaction that failed: for want of it, or with segments that it had made."""
+        """Look for room again after a failed transaction: it may have lacked room, or have made segments."""
         try:
             yield
         except BaseException:

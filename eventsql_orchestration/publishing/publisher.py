@@ -1,10 +1,9 @@
 """Publishing: events are committed before the call returns, or join the caller's transaction.
 
-Events are written to the buffer, from which the transfer moves them to their topic's log. A batch may take the
-straight path instead: the publisher becomes the topic's one writer for a short transaction of its own, moves what lies
-in the buffer, and appends the batch to the log, so that it is written once and not three times. Events of one
-publisher, and of one key, keep their order over both paths, because whoever appends moves first what was committed
-before.
+Events go to the buffer, and the transfer moves them to their topic's log. A batch may take the straight path instead:
+the publisher becomes the topic's only writer for one short transaction, moves the buffered events, and appends the
+batch to the log. The batch is written once then, instead of three times. Events of one publisher and of one key keep
+their order over both paths, because an append first moves all events that were committed before.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import sqlalchemy
 from psycopg.pq import TransactionStatus
@@ -23,30 +22,43 @@ from psycopg.types.json import Json
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
-from eventsql_orchestration.log import encoding
-from eventsql_orchestration.log.partitioner import Partitioner, default_partition
-from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.log.writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.model import Publication, Topic, check_partition
-from eventsql_orchestration.rules import check_kind
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.log_writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.sharding import ANYWHERE, ShardSet
+from eventsql_orchestration.topics.partitioner import Partitioner, default_partition
+from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import check_kind
 
 REDEFINITIONS: Final = 5
-"""How often a batch is published anew because its topic was redefined just then."""
+"""Attempts to publish a batch whose topic is redefined at the same time."""
 
 STRAIGHT_LEAST: Final = 50
-"""Events of a batch that takes the straight path. Smaller ones commit side by side in the buffer, faster together than
-one after the other under the topic's lock."""
+"""The least events of a batch on the straight path. Smaller batches commit side by side in the buffer, which is faster
+than one after the other under the topic's lock."""
 
 STRAIGHT_MOST: Final = 20_000
 STRAIGHT_BYTES: Final = 16 * 1024 * 1024
-"""A larger batch would hold the topic, and memory, for too long."""
+"""A larger batch would hold the topic and memory for too long."""
 
 _CHUNK_BYTES: Final = 256 * 1024
 _CHUNK_EVENTS: Final = 500
 
 Encoded: TypeAlias = tuple[str, bytes]
 """An event's topic and the rest of its row."""
+
+
+@runtime_checkable
+class TransactionPublisher(Protocol):
+    """Publishes batches as part of a caller's transaction, on one database or over several shards."""
+
+    def publish_all(
+        self,
+        publications: Iterable[Publication],
+        *,
+        connection: Connection | sqlalchemy.Connection | None = None,
+    ) -> int:
+        """Publish any number of events in order; gives their number. See `Publisher.publish_all`."""
 
 
 @checked
@@ -62,9 +74,10 @@ class Publisher:
         on_published: Callable[[], None] | None = None,
         on_appended: Callable[[str], None] | None = None,
     ) -> None:
-        """With `straight`, batches may be appended to the log directly.
+        """With `straight`, batches may go to the log directly.
 
-        `on_published` is called after events went to the buffer, `on_appended` with a topic after some went to its log.
+        `on_published` is called after events went to the buffer, `on_appended` with the topic after a batch went to its
+        log.
         """
         self._database = database
         self._registry = registry
@@ -82,7 +95,7 @@ class Publisher:
     def configure_partitioner(self, partitioner: Partitioner) -> None:
         """Choose partitions by `partitioner(publication, partitions)` instead of by the hash of the key.
 
-        It may be asked again about events that turn out to go through the buffer.
+        It may be called twice for an event that cannot take the straight path.
         """
         self._partitioner = partitioner
 
@@ -94,22 +107,21 @@ class Publisher:
         connection: Connection | sqlalchemy.Connection | None = None,
         placed: ShardSet | None = None,
     ) -> None:
-        """Publish one event; it is committed when this returns.
+        """Publish one event. It is committed when this returns.
 
-        With `connection`, of psycopg or SQLAlchemy and on the same database, the event is part of the caller's
-        transaction instead, and is published when that commits (an outbox). One of psycopg in autocommit mode has a
-        transaction inside `with connection.transaction():`; outside, the event is committed at once, and a batch of
-        `publish_all` in a transaction of its own. Raises `ValidationError` for a connection to another database, for
-        one of SQLAlchemy in AUTOCOMMIT, which cannot roll back, and for what is no such connection; nothing was written
-        then.
+        With `connection`, of psycopg or SQLAlchemy and to the same database, the event joins the caller's transaction
+        and is published when that commits (an outbox). A psycopg connection in autocommit mode has a transaction inside
+        `with connection.transaction():`. Outside of it, the event is committed at once, and a batch of `publish_all` in
+        its own transaction. Raises `ValidationError`, with nothing written, for a connection to another database, a
+        SQLAlchemy connection in AUTOCOMMIT, which cannot roll back, or any other object.
 
-        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, and `RedefinitionError` when the
-        topic does not stop being redefined; in each case nothing was published. `DatabaseUnavailableError` where the
-        connection was lost: in the commit, whether the event is published is not known then. A caller's transaction
-        that is not `READ COMMITTED` fails with `DatabaseBusyError` where the topic has changed since it began.
+        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, or `RedefinitionError` if the
+        topic keeps being redefined; nothing was published then. Raises `DatabaseUnavailableError` if the connection is
+        lost; if it is lost during the commit, the outcome is unknown. A caller's transaction that is not
+        `READ COMMITTED` fails with `DatabaseBusyError` if the topic has changed since the transaction began.
 
-        Where the database is a shard, an event whose key belongs to another one raises `WrongShardError`. `placed` is
-        the set by which a caller has chosen this shard for it already.
+        On a shard, an event whose key belongs to another shard raises `WrongShardError`. `placed` is the shard set by
+        which the caller has chosen this shard already.
         """
         check_publication(publication)
         check_kind("placed", placed, ShardSet | None)
@@ -131,17 +143,17 @@ class Publisher:
         connection: Connection | sqlalchemy.Connection | None = None,
         placed: ShardSet | None = None,
     ) -> int:
-        """Publish any number of events, of any topics, in order and in one commit; gives their number.
+        """Publish any number of events, of any topics, in order and with one commit. Gives their number.
 
-        `publications` may be longer than memory: beyond the first 16 MiB it is read as it is written. When it raises,
-        or one of them cannot be published, none is; a transaction of the caller's must be rolled back then. Raises
-        `RedefinitionError` when a topic was redefined while they were read, or in the caller's transaction: publish
-        again. Otherwise as `publish`.
+        `publications` may be longer than memory: after the first 16 MiB it is read while it is written. If it raises,
+        or one event cannot be published, nothing is published; roll back the caller's transaction then. Raises
+        `RedefinitionError` if a topic was redefined while the events were read, or in the caller's transaction: publish
+        again. Otherwise raises as `publish`.
         """
         check_many(publications)
         if connection is None:
             if placed is not None and placed.names and isinstance(publications, list):
-                # The part of a batch in memory whose size is known to be small enough.
+                # One shard's part of a batch that is in memory already.
                 return self._publish_known(publications, placed)
             first, rest = _begin(publications)
             if rest is None:
@@ -150,12 +162,12 @@ class Publisher:
         return self._publish_buffered(publications, connection, placed)
 
     def _publish_known(self, publications: list[Publication], placed: ShardSet | None) -> int:
-        """Events that can be read more than once: where their topic is redefined meanwhile, by its new definition."""
+        """Publish events that are in memory. If their topic is redefined meanwhile, try its new definition."""
         names = {publication.topic for publication in publications}
         for name in names:
-            # Not in the transaction below: it has a connection, and this may need another.
+            # Before the transaction below, which has a connection: the registry may need another.
             self._registry.cached_topic(name)
-        # A part of a batch of many shards has as many topics, each with a lock of its own, to go to.
+        # A batch over many shards has one log, and one lock, on each of them.
         least = STRAIGHT_LEAST // max(1, len(placed.names) if placed is not None else 1)
         if self._writer is not None and len(publications) >= least and len(names) == 1:
             topic = self._definition(publications[0].topic, placed)
@@ -172,7 +184,7 @@ class Publisher:
         connection: Connection | sqlalchemy.Connection | None,
         placed: ShardSet | None,
     ) -> int:
-        # One definition for the whole batch: what is checked in the end is what its partitions were chosen by.
+        # One definition for the whole batch: the one that chose the partitions is checked in the end.
         topics: dict[str, Topic] = {}
         encoded = self._encoded(publications, topics, placed)
         published = 0
@@ -190,7 +202,7 @@ class Publisher:
         return published
 
     def _append(self, writer: LogWriter, topic: Topic, publications: list[Publication]) -> bool:
-        """Take the straight path; False, and nothing done, when the events must go to the buffer."""
+        """Take the straight path. False, with nothing done, if the events must go to the buffer."""
         if not writer.may_append(topic.name):
             return False
         rows = self._rows(publications, topic)
@@ -201,32 +213,32 @@ class Publisher:
         return appended
 
     def _rows(self, publications: list[Publication], topic: Topic) -> Iterator[bytes]:
-        """The rows of events, encoded when they are asked for; no code of the caller's runs then: the topic is held."""
+        """The rows of events, encoded lazily while the topic is held. The caller's partitioner runs before that."""
         partitions: Iterable[int]
         by_key = self._partitioner is default_partition and topic.shards is None
         if by_key and all(each.partition is None for each in publications):
             partitions = (default_partition(each, topic.partitions) for each in publications)
         else:
             partitions = [self._partition(each, topic) for each in publications]
-        return map(encoding.encode, publications, partitions)
+        return map(copy_format.encode, publications, partitions)
 
     @property
     def hashes_keys(self) -> bool:
-        """Whether an event with a key has its partition by `default_partition`, unless it names one."""
+        """Whether `default_partition` chooses the partition of an event with a key, unless it names one."""
         return self._partitioner is default_partition
 
     @checks_itself
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
-        """The partition that a publication goes to; `topic` is its topic where the caller has looked it up.
+        """The partition of a publication. `topic` is its topic if the caller has looked it up.
 
-        Raises `TopicNotFoundError`, and `PartitionOutOfRangeError` when its topic has no such partition.
+        Raises `TopicNotFoundError`, or `PartitionOutOfRangeError` if the topic has no such partition.
         """
         check_publication(publication)
         check_kind("topic", topic, Topic | None)
         return self._partition(publication, topic or self._registry.cached_topic(publication.topic))
 
     def _definition(self, name: str, placed: ShardSet | None) -> Topic:
-        """A topic, without its shards where a caller has placed its events by the same set, or means this very one."""
+        """A topic, without its shards if the caller has chosen this shard by the same shard set."""
         topic = self._registry.cached_topic(name)
         if topic.shards is not None and (placed is ANYWHERE or topic.shards.same_places(placed)):
             return replace(topic, shards=None)
@@ -234,7 +246,7 @@ class Publisher:
 
     def _partition(self, publication: Publication, topic: Topic) -> int:
         if topic.shards is not None:
-            # What is checked in the transaction with the topic's layout, which changes when a shard is added.
+            # The transaction checks the topic's layout, which changes when a shard is added.
             topic.shards.check(publication.key)
         partition = publication.partition
         if partition is None:
@@ -246,18 +258,18 @@ class Publisher:
     def _encoded(
         self, publications: Iterable[Publication], topics: dict[str, Topic], placed: ShardSet | None
     ) -> Iterator[Encoded]:
-        """The rows of publications; the definitions that their partitions are chosen by are added to `topics`."""
+        """The rows of publications. Adds the definitions that choose their partitions to `topics`."""
         for publication in publications:
             name = check_publication(publication).topic
             topic = topics.get(name)
             if topic is None:
                 topic = topics[name] = self._definition(name, placed)
-            yield name, encoding.encode(publication, self._partition(publication, topic))
+            yield name, copy_format.encode(publication, self._partition(publication, topic))
 
     def _insert(
         self, connection: Connection, statement: str, publication: Publication, partition: int, topic: Topic
     ) -> bool:
-        """Insert an event; False, and nothing done, when its topic is not defined like `topic` any more."""
+        """Insert an event. False, with nothing done, if its topic is no longer defined like `topic`."""
         inserted = connection.execute(
             self._queries(statement),
             {
@@ -273,7 +285,7 @@ class Publisher:
         return inserted.rowcount == 1
 
     def _check(self, connection: Connection, topics: Collection[Topic], *, joined: bool) -> None:
-        """Raise `RedefinitionError` unless these are the topics' definitions, which the open COPY keeps as they are."""
+        """Raise `RedefinitionError` unless the topics have these definitions. The open COPY keeps them unchanged."""
         known = definitions(topics)
         if joined:
             connection.execute(self._queries("hold_topics"), known)
@@ -297,7 +309,7 @@ class Publisher:
 
 
 def definitions(topics: Collection[Topic]) -> dict[str, object]:
-    """The topics as a publisher knows them, for the statement `redefined_topics`."""
+    """The values of the statement `redefined_topics`."""
     return {
         "topics": [topic.name for topic in topics],
         "partitions": [topic.partitions for topic in topics],
@@ -306,11 +318,11 @@ def definitions(topics: Collection[Topic]) -> dict[str, object]:
 
 
 def check_many(publications: object) -> None:
-    """Raise `ValidationError` for what is not any number of publications, as a single one is not."""
+    """Raise `ValidationError` unless `publications` is iterable and no string."""
     if isinstance(publications, str | bytes) or not isinstance(publications, Iterable):
         raise ValidationError(
-            f"publish_all takes a list of publications, or anything else that gives them one by one, not "
-            f"{type(publications).__name__}: a single one goes to publish"
+            f"publish_all takes an iterable of publications, not {type(publications).__name__}: "
+            "use publish for a single publication"
         )
 
 
@@ -319,47 +331,47 @@ def check_publication(publication: object) -> Publication:
     if isinstance(publication, Publication):
         return publication
     raise ValidationError(
-        f"publication: a Publication is needed, not {type(publication).__name__}: "
+        f"publication must be a Publication, not {type(publication).__name__}: "
         "Publication(topic, value, key=…, metadata=…)"
     )
 
 
 def _redefined(topics: list[str]) -> RedefinitionError:
-    return RedefinitionError(f"topic {', '.join(topics)} was redefined meanwhile: nothing was published, publish again")
+    return RedefinitionError(f"topic {', '.join(topics)} was redefined meanwhile. Nothing was published: publish again")
 
 
 def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
-    """As many of the first events as the straight path takes and one more, and the others, if there may be any."""
+    """The first events, up to one more than the straight path takes, and the rest; None if there is no rest."""
     first: list[Publication] = []
     size = 0
     source = iter(publications)
     for publication in source:
         first.append(check_publication(publication))
-        size += encoding.size(publication)
+        size += copy_format.size(publication)
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None
 
 
 def _chunks(rows: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """The rows in parts: while the server stores one, the next is encoded."""
+    """The rows in parts, so that the server stores one part while the next is encoded."""
     while chunk := list(islice(rows, _CHUNK_EVENTS)):
         yield chunk
 
 
 def _buffer_rows(encoded: Iterable[Encoded]) -> Iterator[tuple[int, bytes]]:
-    """The same events as a COPY into the buffer takes them, in chunks of some size with their number."""
+    """The events as a COPY into the buffer takes them: chunks of bytes, each with its number of events."""
     prefixes: dict[str, bytes] = {}
-    parts, size, count = [encoding.HEADER], 0, 0
+    parts, size, count = [copy_format.HEADER], 0, 0
     for topic, event in encoded:
         prefix = prefixes.get(topic)
         if prefix is None:
-            prefix = prefixes[topic] = encoding.buffer_prefix(topic)
+            prefix = prefixes[topic] = copy_format.buffer_prefix(topic)
         parts += (prefix, event)
         size += len(event)
         count += 1
         if size > _CHUNK_BYTES:
             yield count, b"".join(parts)
             parts, size, count = [], 0, 0
-    parts.append(encoding.TRAILER)
+    parts.append(copy_format.TRAILER)
     yield count, b"".join(parts)

@@ -1,31 +1,34 @@
-"""Publishing staged blocks (`log/blocks.py`): by a row of the buffer for each, or as the events that it holds."""
+"""Staged blocks (`publishing/blocks.py`): publishing them, and moving published blocks into the log of their topic."""
 
 from __future__ import annotations
 
 import uuid
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import psycopg
+
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import DatabaseError
-from eventsql_orchestration.log import encoding
-from eventsql_orchestration.log.blocks import REFERENCE, unpack
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.blocks import REFERENCE, unpack
 
 LEAST_BY_BLOCKS: Final = 10_000
-"""Events that a publication must have to be published as the blocks that were staged. The events of a smaller one go to
-the buffer, where any transfer moves them, many publications' at a time; each block takes a transaction of its own."""
-
-ORPHANED_AFTER_HOURS: Final = 24
-"""How long a staged block is kept for a publication that may still come."""
+"""The least events of a publication that is published as blocks. The events of a smaller one go to the buffer, where
+the transfer moves those of many publications together; each block takes a transaction of its own."""
 
 MOST_COPIED: Final = 16 * 1024 * 1024
-"""Bytes of the blocks of such a publication at most, which are held in memory."""
+"""The most bytes of blocks that are copied to the buffer instead. They are held in memory."""
+
+ORPHANED_AFTER_HOURS: Final = 24
+"""How long a staged block waits for its publication before a sweep deletes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """Where a staged block is, how many events of which topic it holds, and in how many bytes."""
+    """A staged block: its attempt and position, its topic, its number of events, its size in bytes."""
 
     attempt: uuid.UUID
     position: int
@@ -35,7 +38,7 @@ class StagedBlock:
 
 
 class StagedBlocks:
-    """Publishes blocks of attempts, in the transactions of its callers."""
+    """Publishes, moves and deletes the blocks of attempts, in its callers' transactions."""
 
     def __init__(self, schema: str) -> None:
         self._queries = Queries("spark", schema)
@@ -43,26 +46,24 @@ class StagedBlocks:
         self._blocks = Queries("blocks", schema)
 
     def find(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> list[StagedBlock]:
-        """The blocks of attempts that are not published, in the order of `attempts`, each one's in theirs."""
+        """The unpublished blocks of attempts, in the order of `attempts` and then of their positions."""
         rows = connection.execute(self._queries("staged_blocks"), {"attempts": list(attempts)})
-        blocks: dict[uuid.UUID, list[StagedBlock]] = {}
-        for row in rows:
-            block = StagedBlock(*row)
-            blocks.setdefault(block.attempt, []).append(block)
-        return [block for attempt in attempts for block in blocks.get(attempt, ())]
+        blocks = [StagedBlock(*row) for row in rows]
+        order = {attempt: number for number, attempt in enumerate(attempts)}
+        return sorted(blocks, key=lambda block: (order[block.attempt], block.position))
 
     def publish(
         self, connection: Connection, attempts: Sequence[uuid.UUID], staged: Sequence[StagedBlock] | None = None
     ) -> None:
-        """Publish the blocks of attempts, in that order; `staged` are those that were found, where somebody looked.
+        """Publish the blocks of attempts, in that order. `staged` are the blocks if the caller has found them already.
 
-        Delete the attempts then: their events may have been copied. Raises `DatabaseError` where a block that was found
-        is gone.
+        Delete the attempts afterwards: their events may have been copied. Raises `DatabaseError` if a block is missing.
         """
         if staged is None:
             staged = self.find(connection, attempts)
         if not staged:
             return
+
         events, size = sum(block.events for block in staged), sum(block.size for block in staged)
         if events < LEAST_BY_BLOCKS and size < MOST_COPIED:
             self._copy(connection, staged, attempts)
@@ -71,35 +72,65 @@ class StagedBlocks:
             self._blocks("place"), {"attempts": list(attempts), "reference": REFERENCE}
         ).rowcount
         if placed != len(staged):
-            raise swept()
+            raise missing_blocks()
 
     def _copy(self, connection: Connection, staged: Sequence[StagedBlock], attempts: Sequence[uuid.UUID]) -> None:
         """Write the events of blocks to the buffer."""
         rows = connection.execute(self._queries("staged_content"), {"attempts": list(attempts)}, binary=True)
         contents = {(attempt, position): packed for attempt, position, packed in rows}
         if len(contents) != len(staged):
-            raise swept()
-        packed = [(block.topic, contents[block.attempt, block.position]) for block in staged]
+            raise missing_blocks()
+
         with connection.cursor().copy(self._log("publish_all")) as copy:
-            copy.write(encoding.HEADER)
-            for topic, block in packed:
-                copy.write(unpack(block, encoding.buffer_prefix(topic)))
-            copy.write(encoding.TRAILER)
+            copy.write(copy_format.HEADER)
+            for block in staged:
+                packed = contents[block.attempt, block.position]
+                for piece in unpack(packed, copy_format.buffer_prefix(block.topic)):
+                    copy.write(piece)
+            copy.write(copy_format.TRAILER)
+
+    def move(self, connection: Connection, topic: str, reference: int, *, zoned: bool) -> int:
+        """Copy the block that the buffer's row `reference` stands for to the end of the log. Gives its events.
+
+        The caller's transaction holds the topic. `zoned` says whether the log's times have a time zone. Raises
+        `psycopg.DataError` if the block is missing or damaged.
+        """
+        row = connection.execute(self._blocks("take"), {"id": reference, "zoned": zoned}, binary=True).fetchone()
+        if row is None:
+            raise _damaged(reference, "is gone")
+        packed, events, published, now = row
+        prefix = copy_format.log_prefix(copy_format.microseconds(now), copy_format.microseconds(published))
+        with connection.cursor() as cursor:
+            try:
+                with cursor.copy(self._log("append", topic=topic)) as copy:
+                    copy.write(copy_format.HEADER)
+                    for rows in unpack(packed, prefix):
+                        copy.write(rows)
+                    copy.write(copy_format.TRAILER)
+            except zlib.error as error:
+                raise _damaged(reference, f"cannot be unpacked ({error})") from error
+            if cursor.rowcount != events:
+                raise _damaged(reference, f"has {cursor.rowcount} events instead of {events}")
+        return int(events)
 
     def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
-        """Delete the blocks of attempts that are neither published nor to be."""
+        """Delete the blocks of attempts, except published blocks and blocks of a prepared part."""
         connection.execute(self._queries("delete_attempts"), {"attempts": list(attempts)})
 
     def sweep(self, connection: Connection) -> None:
-        """Delete the blocks of attempts that nobody published or gave up."""
+        """Delete the blocks of attempts that nobody published or gave up within `ORPHANED_AFTER_HOURS`."""
         connection.execute(self._queries("delete_orphans"), {"hours": ORPHANED_AFTER_HOURS})
 
 
-def swept(attempt: uuid.UUID | None = None, events: int | None = None) -> DatabaseError:
-    """That blocks which were staged are not there any more; of an attempt, and so many events, where that is known."""
+def missing_blocks(attempt: uuid.UUID | None = None, events: int | None = None) -> DatabaseError:
+    """The error for staged blocks that are missing, of one attempt with this number of events if that is known."""
     who = "an attempt staged events" if attempt is None else f"attempt {attempt} staged {events} events"
     return DatabaseError(
-        f"{who}, and they are not all there: those of an attempt that ends more than {ORPHANED_AFTER_HOURS} hours "
-        "before its query are given up, and a crash of the server loses those of the last moment; write again, in "
-        "smaller batches where the query took so long"
+        f"{who}, and they are not all there. A sweep deletes the blocks of an attempt that ends more than "
+        f"{ORPHANED_AFTER_HOURS} hours before its query; a crash of the server loses the newest blocks. Write again, "
+        "in smaller batches if the query took so long"
     )
+
+
+def _damaged(reference: int, how: str) -> psycopg.DataError:
+    return psycopg.DataError(f"the block of events that row {reference} of the buffer stands for {how}")

@@ -1,4 +1,4 @@
-"""The transfer: moves events from the buffer to the ordered log of their topic, in rounds over all topics."""
+"""The transfer: moves events from the buffer to the ordered logs, in rounds over all topics."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import psycopg
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.database import describe
-from eventsql_orchestration.errors import DatabaseError, EventSQLError, PermissionDeniedError
-from eventsql_orchestration.log.reader import MAX_OFFSET
-from eventsql_orchestration.log.writer import LogWriter, SmallerBatchError
+from eventsql_orchestration.database.translation import describe
+from eventsql_orchestration.errors import DatabaseError, EventSQLError, PermissionDeniedError, ValidationError
+from eventsql_orchestration.publishing.log_writer import LogWriter, SmallerBatchError
+from eventsql_orchestration.topics.reader import MAX_OFFSET
 
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_DELAY: Final = 5.0
-"""Seconds between two attempts at most, when the database is away or the events of a topic cannot be moved."""
+"""The most seconds between two attempts if the database is down or a topic's events cannot be moved."""
 
 FIRST_DELAY: Final = 0.005
-"""Seconds until the next look after a wake-up or a move. Doubles with each look that finds nothing, so that what a
-caller's transaction publishes a little later, by a commit that nobody tells of, is found soon."""
+"""Seconds until the next look after a wake-up or a move. Doubles with each look that finds nothing. Nothing announces
+the commit of a caller's transaction, so the transfer has to look for its events."""
 
 
 class _Round(NamedTuple):
-    """The newest buffer id of a round, the events moved per topic, and whether a smaller batch is to be tried."""
+    """The newest buffer id of a round, the events moved by topic, and whether to try a smaller batch."""
 
     newest: int
     moved: dict[str, int]
@@ -38,9 +38,9 @@ class _Round(NamedTuple):
 
 @checked
 class Transfer:
-    """Moves buffered events into their topics' logs.
+    """Moves buffered events into the logs of their topics.
 
-    Several may run at once, in any processes, and share the topics.
+    Several may run at once, in any processes. They share the topics.
     """
 
     def __init__(
@@ -50,27 +50,28 @@ class Transfer:
         batch: int | None = None,
         announce: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
-        """`announce` is told, after each round, the topics that events were moved of.
+        """`announce` is called after each round with the topics whose events were moved.
 
-        `batch` fixes the events moved at a time; it follows their size and the server's speed by default.
+        `batch` fixes the number of events moved at a time; the default follows their size and the server's speed.
         """
         self._database = database
         self._announce = announce or (lambda _topics: None)
         self._writer = LogWriter(database, batch=batch)
 
     def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
-        """Move what is visible in the buffer now, of `topics` or of all; gives the number of events moved per topic.
+        """Move the events visible in the buffer now, of `topics` or of all. Gives the number of events by topic.
 
-        A topic that another transfer holds is left to it. Topics take turns, a batch each, so that one topic's flood
-        does not keep the others waiting; one whose events cannot be moved does not either: its error is raised at the
-        end. A batch that fails is tried again with half as many events; `StuckEventError` names an event that fails
-        alone. Of topics that do not exist there is nothing to move. From `deadline` on, a time of `time.monotonic`, no
-        further round begins. Raises `DatabaseUnavailableError`, `SequenceError` and other kinds of `DatabaseError`.
+        Topics take turns, one batch each, so that a busy topic does not delay the others. A topic that another transfer
+        holds is left to it. A topic whose events cannot be moved does not stop the others; its error is raised at the
+        end. A failed batch is tried again with half as many events, and `StuckEventError` names an event that fails
+        alone. Unknown topics are ignored. No round begins after `deadline`, a time of `time.monotonic`.
+
+        Raises `DatabaseUnavailableError`, `SequenceError` and other kinds of `DatabaseError`.
         """
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
         failed: dict[str, EventSQLError] = {}
-        # Publishers that are faster than this must not keep it from ending.
+        # One bound for all rounds: fast publishers must not keep this from ending.
         newest = None
         while deadline is None or time.monotonic() < deadline:
             newest, counts, again = self._round(wanted, failed, newest)
@@ -89,10 +90,10 @@ class Transfer:
         wake: threading.Event | None = None,
         on_moved: Callable[[dict[str, int]], None] | None = None,
     ) -> None:
-        """Transfer until `stop` is set; looks again after `polling_delay` seconds, or when `wake` is set.
+        """Transfer until `stop` is set. Looks every `polling_delay` seconds, and when `wake` is set.
 
-        After a wake-up, and after a round that moved something, it looks sooner, and slows down. A database that goes
-        away is waited for, and so is a topic whose events cannot be moved. `on_moved` is told what each round moved.
+        After a wake-up, and after a round that moved events, it looks sooner and then slows down. It retries while the
+        database is down or a topic's events cannot be moved. `on_moved` gets the events by topic of each round.
         """
         wake = wake or stop
         delay = 0.0
@@ -109,7 +110,7 @@ class Transfer:
             except DatabaseError as error:
                 longest = max(longest, MAX_RETRY_DELAY)
                 logger.warning("the transfer waits %.2g s for the database: %s", delay, error)
-                # Not for a wake-up: each publication would make an attempt.
+                # Ignore wake-ups: otherwise each publication would cause an attempt.
                 stop.wait(delay)
                 delay = min(delay * 2, longest)
                 continue
@@ -128,9 +129,9 @@ class Transfer:
         self._writer.close()
 
     def _round(self, wanted: list[str] | None, failed: dict[str, EventSQLError], newest: int | None) -> _Round:
-        """Move a batch of each topic that has events in the buffer up to id `newest`, by default the newest there is.
+        """Move one batch of each topic with events up to buffer id `newest`, by default the newest id.
 
-        A topic whose events cannot be moved is added to `failed`; the topics in there are left out.
+        Skips the topics in `failed`, and adds each topic whose events cannot be moved.
         """
         counts: dict[str, int | None] = {}
         again = False
@@ -162,8 +163,10 @@ class Transfer:
         if isinstance(error, DatabaseError):
             return error
         known = self._database.meaning(error)
-        # A right that is missing is named with the role that has it.
+        # The error for a missing right names the role that has it.
         why = str(known) if isinstance(known, PermissionDeniedError) else describe(error)
-        fault = type(known)(f"the events of topic {topic!r} stay in the buffer of {self._database}: {why}")
+        # Nobody gave the transfer a value that it could refuse.
+        kind = DatabaseError if isinstance(known, ValidationError) else type(known)
+        fault = kind(f"the events of topic {topic!r} stay in the buffer of {self._database}: {why}")
         fault.__cause__ = error
         return fault

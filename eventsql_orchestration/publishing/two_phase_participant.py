@@ -1,9 +1,11 @@
-"""Publications over several shards, as one database keeps them: what it has decided, and its parts of what others have.
+"""Publications over several shards, as one database records them: those that it decides, and its parts of all others.
 
-A publication is *announced* on the shard that is to decide it, then its part is *prepared* on each other one: a row
-there, whose commit puts the part's blocks on disk and keeps them from every sweep. It is *decided* by the row of the
-announcement, in the transaction that publishes the deciding shard's own events; from then on each part is published,
-once, by whoever comes, and until then by nobody. `sharded/decisions.py` has the rules for that.
+1. The shard that decides announces the publication.
+2. Each other shard prepares its part: a row whose commit puts the part's blocks on disk and protects them from sweeps.
+3. The transaction that publishes the deciding shard's own events marks the announcement as decided.
+
+Before step 3 nobody publishes a part. After it, anybody may publish a part, and it is published once.
+`shards/two_phase_coordinator.py` has the rules.
 """
 
 from __future__ import annotations
@@ -21,24 +23,25 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import DatabaseBusyError
-from eventsql_orchestration.log.staged import StagedBlocks
+from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS: Final = 60.0
-"""After so long, a transaction of these is ended whose client does nothing in it, as one whose machine is gone."""
+"""The server ends a transaction of a publication whose client is idle for this long: its machine may be gone."""
 
 
 class OpenPartsError(DatabaseBusyError):
-    """Events that are published over several shards are not in the buffer of this one yet: `eventsql shard status`."""
+    """Parts of publications over several shards are not in this shard's buffer yet: see `eventsql shard status`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A publication that this shard decides, and that is not finished; `shards` are the others that have parts of it.
+    """An unfinished publication that this shard decides.
 
-    `age` is in seconds. `owner` is who is to decide it, None where an older version of this package announced it;
-    `deserted` says that this one has ended, so nobody decides it any more.
+    `shards` are the other shards that have parts of it. `age` is in seconds. `owner` is the process that is to decide
+    it, None if an older version of this package announced it. `deserted` says that the owner has ended, so that nobody
+    can decide the publication any more.
     """
 
     id: uuid.UUID
@@ -52,11 +55,8 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a publication that is not published; `decider` is the shard that knows whether it will be.
-
-    `since` is when it was prepared, None before it is.
-    """
+class PublicationPart:
+    """One shard's part of a publication. `decider` is the shard that decides; `since` is when the part was prepared."""
 
     id: uuid.UUID
     decider: str
@@ -69,94 +69,100 @@ class Part:
         return f"batch {self.batch} of writer {self.writer!r}{since}"
 
 
-class Parts:
-    """Reads and writes what one database keeps of publications over several shards."""
+class TwoPhaseParticipant:
+    """Reads and writes one database's records of publications over several shards.
+
+    Methods with a `timeout` wait that many seconds for another transaction and then raise `DatabaseBusyError`.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._queries = Queries("parts", database.schema)
+        self._queries = Queries("two_phase", database.schema)
         self._blocks = StagedBlocks(database.schema)
 
-    def bound(self, connection: Connection) -> None:
-        """Have the caller's transaction end where its client is idle for too long, and its commit wait for the disk.
+    def limit_transaction(self, connection: Connection) -> None:
+        """Bound how long the caller's transaction may be idle, and make its commit wait for the disk.
 
-        First of all in each that announces, prepares, decides, publishes or finishes.
+        Call it first in each transaction that announces, prepares, decides, publishes or finishes.
         """
-        connection.execute(self._queries("bound"), {"idle": _milliseconds(IDLE_SECONDS)})
+        connection.execute(self._queries("limit_transaction"), {"idle": _milliseconds(IDLE_SECONDS)})
 
     @contextmanager
-    def _transaction(self, patience: float | None = None) -> Iterator[Connection]:
+    def _transaction(self, timeout: float | None = None) -> Iterator[Connection]:
         with self._database.transaction() as connection:
-            self.bound(connection)
-            if patience is not None:
-                connection.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [_milliseconds(patience)])
+            self.limit_transaction(connection)
+            if timeout is not None:
+                connection.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [_milliseconds(timeout)])
             yield connection
+
+    def _change(self, statement: str, publication: uuid.UUID, *, timeout: float | None = None) -> bool:
+        """Run a statement on one publication in a transaction of its own. Gives whether it changed a row."""
+        with self._transaction(timeout) as connection:
+            return connection.execute(self._queries(statement), {"id": publication}).rowcount == 1
+
+    def _ask(self, statement: str, values: dict[str, object]) -> tuple[Any, ...] | None:
+        with self._database.connection() as connection:
+            return connection.execute(self._queries(statement), values).fetchone()
 
     # On the shard that decides
 
-    def attend(self, connection: Connection, publication: uuid.UUID) -> None:
-        """Show others that somebody is at a publication, until the caller's transaction ends, which is to decide it.
+    def lock_publication(self, connection: Connection, publication: uuid.UUID) -> None:
+        """Hold the publication's lock until the caller's transaction ends, which is the one that decides.
 
-        Before it is announced: whoever finds it announced and nobody at it gives it up.
+        Take it before the announcement: an announced publication whose lock is free is given up by anybody.
         """
-        connection.execute(self._queries("attend"), {"id": publication})
+        connection.execute(self._queries("lock_publication"), {"id": publication})
 
-    def announce(self, part: Part, shards: Sequence[str], owner: str) -> None:
-        """Begin the publication of a part, which nobody can decide before this is committed; `shards` have parts."""
+    def announce(self, part: PublicationPart, shards: Sequence[str], owner: str) -> None:
+        """Announce a publication whose other parts are on `shards`, in a transaction of its own."""
         values = {"id": part.id, "writer": part.writer, "batch": part.batch, "shards": list(shards), "owner": owner}
         with self._transaction() as connection:
-            connection.execute(self._queries("intend"), values)
+            connection.execute(self._queries("announce"), values)
 
     def decide(self, connection: Connection, publication: uuid.UUID) -> bool:
-        """Make it take place with the caller's transaction; False where somebody has given it up."""
+        """Decide a publication with the caller's transaction. False if somebody has given it up."""
         return connection.execute(self._queries("decide"), {"id": publication}).rowcount == 1
 
     def is_decided(self, publication: uuid.UUID) -> bool | None:
-        """None where it is finished, or was given up."""
-        with self._database.connection() as connection:
-            row = connection.execute(self._queries("is_decided"), {"id": publication}).fetchone()
+        """Whether an announced publication is decided. None if it is finished or was given up."""
+        row = self._ask("is_decided", {"id": publication})
         return None if row is None else bool(row[0])
 
-    def give_up(self, publication: uuid.UUID, *, patience: float) -> bool:
-        """See to it that it never takes place; False where it does, or is over.
-
-        Waits up to `patience` seconds for a transaction that is about to decide it: `DatabaseBusyError`.
-        """
-        with self._transaction(patience) as connection:
-            return connection.execute(self._queries("give_up"), {"id": publication}).rowcount == 1
+    def give_up(self, publication: uuid.UUID, *, timeout: float) -> bool:
+        """Make sure that nobody decides a publication any more. False if it is decided or over."""
+        return self._change("give_up", publication, timeout=timeout)
 
     def finish(self, publication: uuid.UUID) -> None:
-        """Forget a publication whose parts are all published."""
-        with self._transaction() as connection:
-            connection.execute(self._queries("finish"), {"id": publication})
+        """Delete the announcement of a publication whose parts are all published."""
+        self._change("finish", publication)
 
-    def took_place(self, part: Part) -> bool | None:
-        """Whether a publication that is over took place, or was given up; another one of its batch may have, then.
+    def took_place(self, part: PublicationPart) -> bool | None:
+        """Whether the record of the part's batch names this publication, and not another attempt at the same batch.
 
-        None where that is not known, because an older version of this package recorded the batch.
+        None if an older version of this package recorded the batch, without naming the publication.
         """
-        values = {"id": part.id, "writer": part.writer, "batch": part.batch}
-        with self._database.connection() as connection:
-            row = connection.execute(self._queries("took_place"), values).fetchone()
+        row = self._ask("took_place", {"id": part.id, "writer": part.writer, "batch": part.batch})
         return False if row is None else row[0]
 
     def announced(self) -> list[Announcement]:
-        """The publications that are to be decided here, or are and are not finished; oldest first."""
+        """The unfinished publications that this shard decides, oldest first."""
         with self._database.connection() as connection:
-            rows = connection.execute(self._queries("decisions")).fetchall()
+            rows = connection.execute(self._queries("announcements")).fetchall()
         return [
             Announcement(publication, writer, batch, tuple(shards), decided, age, owner, deserted)
             for publication, writer, batch, shards, decided, age, owner, deserted in rows
         ]
 
-    # On the others
+    # On the other shards
 
-    def hold(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
-        """Keep the blocks of attempts from a sweep until the end of the caller's transaction, which prepares them."""
-        connection.execute(self._queries("hold_blocks"), {"attempts": list(attempts)})
+    def lock_blocks(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
+        """Keep the attempts' blocks from a sweep until the caller's transaction ends, which prepares them."""
+        connection.execute(self._queries("lock_blocks"), {"attempts": list(attempts)})
 
-    def prepare(self, connection: Connection, part: Part, attempts: Sequence[uuid.UUID], events: int) -> None:
-        """Have the blocks of a part kept for its publication, from the commit of the caller's transaction on."""
+    def prepare(
+        self, connection: Connection, part: PublicationPart, attempts: Sequence[uuid.UUID], events: int
+    ) -> None:
+        """Keep the blocks of a part for its publication, from the commit of the caller's transaction on."""
         connection.execute(
             self._queries("prepare"),
             {
@@ -166,80 +172,73 @@ class Parts:
         )  # fmt: skip
 
     def publish(self, connection: Connection, publication: uuid.UUID) -> int | None:
-        """Publish a part with the caller's transaction; None where that is done, or it was given up.
+        """Publish a part with the caller's transaction. None if the part was published or given up before.
 
-        Gives how many of its events are not there any more: their topic was deleted, or they were lost.
+        Gives how many of its events are missing: their topic was deleted, or they were lost.
         """
         row = connection.execute(self._queries("publish_part"), {"id": publication}).fetchone()
         if row is None:
             return None
+
         attempts, events = row
         staged = self._blocks.find(connection, attempts)
         self._blocks.publish(connection, attempts, staged)
         self._blocks.delete(connection, attempts)
         return int(events) - sum(block.events for block in staged)
 
-    def publish_decided(self, publication: uuid.UUID, *, patience: float) -> None:
-        """Publish the part of a publication that is decided, unless that is done.
-
-        Waits up to `patience` seconds for whoever is about to: `DatabaseBusyError`.
-        """
-        with self._transaction(patience) as connection:
+    def publish_decided(self, publication: uuid.UUID, *, timeout: float) -> None:
+        """Publish the part of a decided publication, unless it was published before."""
+        with self._transaction(timeout) as connection:
             missing = self.publish(connection, publication)
         if missing:
             logger.warning(
-                "publication %s was published on %s without %d of its events, which are not there any more: their "
-                "topic was deleted since",
+                "publication %s was published on %s without %d of its events: their topic was deleted meanwhile",
                 publication, self._database, missing,
             )  # fmt: skip
 
-    def give_part_up(self, publication: uuid.UUID, *, patience: float) -> bool:
-        """Forget a part of a publication that never takes place; its blocks go with those of dead attempts.
-
-        False where there is none that is open.
-        """
-        with self._transaction(patience) as connection:
-            return connection.execute(self._queries("give_part_up"), {"id": publication}).rowcount == 1
+    def give_part_up(self, publication: uuid.UUID, *, timeout: float) -> bool:
+        """Delete the part of a publication that was given up. A sweep deletes its blocks. False if no part is open."""
+        return self._change("give_part_up", publication, timeout=timeout)
 
     def is_open(self, publication: uuid.UUID) -> bool:
-        """Whether a part is here and not published."""
-        with self._database.connection() as connection:
-            return connection.execute(self._queries("is_open"), {"id": publication}).fetchone() == (True,)
+        """Whether an unpublished part is here."""
+        return self._ask("is_open", {"id": publication}) == (True,)
 
-    def was_replaced(self, part: Part) -> bool:
-        """Whether another part of the same batch is published here: a batch takes place once, with one on each shard.
+    def was_replaced(self, part: PublicationPart) -> bool:
+        """Whether another publication of the same batch has published its part here.
 
-        False also where that was forgotten.
+        A batch takes place once, with one part on each shard. False also if the other part's record was deleted.
         """
         values = {"id": part.id, "decider": part.decider, "writer": part.writer, "batch": part.batch}
-        with self._database.connection() as connection:
-            return connection.execute(self._queries("was_replaced"), values).fetchone() == (True,)
+        return self._ask("was_replaced", values) == (True,)
 
-    def open(self) -> list[Part]:
-        """The parts that are not published, oldest first."""
+    def open(self) -> list[PublicationPart]:
+        """The unpublished parts, oldest first."""
         with self._database.connection() as connection:
-            return [Part(*row) for row in connection.execute(self._queries("open_parts"))]
+            return [PublicationPart(*row) for row in connection.execute(self._queries("open_parts"))]
 
     def forget(self, seconds: float) -> None:
-        """Delete what is known of parts that were published longer ago than that."""
+        """Delete the records of parts that were published more than `seconds` ago."""
         with self._database.connection() as connection:
             connection.execute(self._queries("forget_parts"), {"seconds": seconds})
 
 
 def refuse_open_parts(connection: psycopg.Connection[Any], schema: str) -> None:
-    """Raises `OpenPartsError` where events that are decided may lie outside of the buffer.
+    """Raise `OpenPartsError` if decided events may lie outside of the buffer.
 
-    For who has locked the buffer to change what publishers go by: whoever checked that before has prepared his part.
+    Call it with the buffer locked, before a change of partitions or shards: every publication that checked the old
+    definition has prepared its part by then.
     """
-    rows = connection.cursor(row_factory=tuple_row).execute(Queries("parts", schema)("open_parts")).fetchall()
+    rows = connection.cursor(row_factory=tuple_row).execute(Queries("two_phase", schema)("open_parts")).fetchall()
     if not rows:
         return
-    parts = [Part(*row) for row in rows]
+
+    parts = [PublicationPart(*row) for row in rows]
     others = "" if len(parts) == 1 else f", and {len(parts) - 1} more"
     raise OpenPartsError(
-        f"events that are published over several shards are not in the buffer yet: {parts[0]}{others}, and shard "
-        f"{parts[0].decider!r} knows whether they take place. With the URLs of all shards, `eventsql shard status` "
-        "brings them here or gives them up, and says what is in the way where it cannot"
+        f"events that are published over several shards are not in the buffer yet: {parts[0]}{others}. Shard "
+        f"{parts[0].decider!r} knows whether they take place. Run `eventsql shard status` with the URLs of all shards: "
+        "it brings the events here or gives them up, and says what prevents that"
     )
 
 

@@ -1,4 +1,4 @@
-"""Floor 3: SQS-style delivery, each message to one receiver at a time until one of them acknowledges it."""
+"""SQS-style queues: a message goes to one receiver at a time until it is acknowledged."""
 
 from eventsql_orchestration.queue.message import Message, QueueDepth
 from eventsql_orchestration.queue.queue import Queue

@@ -1,4 +1,4 @@
-"""A queue of messages in PostgreSQL: sent once, received by one worker at a time, kept until acknowledged."""
+"""A queue in PostgreSQL: one worker at a time receives a message, and it stays until it is acknowledged."""
 
 from __future__ import annotations
 
@@ -11,26 +11,19 @@ from psycopg.rows import class_row, scalar_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import MessageNotFoundError
-from eventsql_orchestration.queue.message import (
-    Message,
-    QueueDepth,
-    check_body,
-    check_key,
-    check_max_messages,
-)
-from eventsql_orchestration.rules import NO_METADATA, Duration, check_metadata, check_name, check_seconds
+from eventsql_orchestration.queue.message import Message, QueueDepth, check_body, check_key, check_max_messages
+from eventsql_orchestration.validation import NO_METADATA, Duration, check_metadata, check_name, check_seconds
 
 
 @checked
 class Queue:
-    """The queue called `name`; it exists as soon as a message is sent to it.
+    """The queue called `name`. It exists as soon as a message is sent to it.
 
-    Messages are handed out roughly in the order in which they became visible, each to one receiver at a time. A
-    receiver that dies, or takes longer than its visibility timeout, has its message handed out again: delivery is at
-    least once. `acknowledge(message, connection=…)` in the transaction of the message's own effects makes those
-    effects exactly once.
+    Messages are received roughly in the order in which they became visible, by one receiver at a time. If a receiver
+    dies or takes longer than its visibility timeout, another receives the message: delivery is at least once.
+    `acknowledge(message, connection=…)` in the transaction of the message's effects makes the effects exactly once.
 
-    Raises `InvalidNameError` for a name that cannot be used; nothing connects before the first call.
+    Raises `InvalidNameError` for an unusable name. Nothing connects before the first call.
     """
 
     def __init__(self, database: Database, name: str) -> None:
@@ -47,14 +40,13 @@ class Queue:
         delay: Duration = 0.0,
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> int:
-        """Put one message on the queue and return its id.
+        """Send one message and return its id.
 
-        `key` and `metadata` travel with the message; they do not order its delivery. It is received no earlier than
-        `delay` (seconds) from now. With `connection`, of psycopg or SQLAlchemy, it is sent when the caller's
-        transaction commits, and not at all when that rolls back.
+        `key` and `metadata` go with the message and do not affect its delivery. It is received at the earliest after
+        `delay` seconds. With `connection`, of psycopg or SQLAlchemy, it is sent when the caller's transaction commits.
 
-        Raises `ValidationError` for what cannot be stored, and for a connection to another database; nothing was sent
-        then.
+        Raises `ValidationError`, with nothing sent, for values that cannot be stored and for a connection to another
+        database.
         """
         values = {
             "queue": self.name,
@@ -69,10 +61,10 @@ class Queue:
             return sent
 
     def receive(self, *, max_messages: int = 1, visibility_timeout: Duration = 30.0) -> list[Message]:
-        """Take up to `max_messages` (1 to 10,000) messages, none when none is visible; it never waits.
+        """Receive up to `max_messages` (1 to 10,000) visible messages, in the order in which they were sent. Never
+        waits.
 
-        No other receiver gets them for `visibility_timeout` seconds; choose it longer than a batch takes. A batch is
-        in the order in which its messages were sent.
+        No other receiver gets them for `visibility_timeout` seconds. Choose it longer than a batch takes.
         """
         values = {
             "queue": self.name,
@@ -83,22 +75,22 @@ class Queue:
             return cursor.execute(self._queries("receive"), values, binary=True).fetchall()
 
     def acknowledge(self, message: Message, *, connection: Connection | sqlalchemy.Connection | None = None) -> None:
-        """Delete a message whose work is done, with `connection` when the caller's transaction commits.
+        """Delete a message whose work is done; with `connection`, when the caller's transaction commits.
 
-        A message whose visibility timeout has ended can still be acknowledged while nobody received it again.
-        Raises `MessageNotFoundError` when somebody did, or when it was acknowledged or released before.
+        After its visibility timeout, a message can still be acknowledged until somebody receives it again. Raises
+        `MessageNotFoundError` after that, or if it was acknowledged or released before.
         """
         self._settle("acknowledge", message, connection)
 
     def release(self, message: Message) -> None:
-        """Give a message back, visible to every receiver at once, behind those that are visible already.
+        """Make a message visible again at once, behind all visible messages.
 
-        Raises `MessageNotFoundError` when it is not held under this receipt any more.
+        Raises `MessageNotFoundError` if this receipt does not hold it any more.
         """
         self._settle("release", message, None)
 
     def depth(self) -> QueueDepth:
-        """Count the queue's messages; the time it takes grows with their number."""
+        """Count the queue's messages. This takes longer the more there are."""
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(QueueDepth)) as cursor:
             counted = cursor.execute(self._queries("depth"), {"queue": self.name}).fetchone()
             assert counted is not None, "an aggregate without GROUP BY has one row"

@@ -1,14 +1,15 @@
 """Adding a shard while events flow: each key that moves to it keeps its order.
 
-1. *Prepared*: the new database gets its name, the topics and the consumers, and takes no events. Nobody else notices.
-2. *Fenced*, one shard after the other: a transaction that keeps its publishers waiting notes where each log ends and
-   the new generation. Whoever published by the old one finds out in his next transaction. Keys that move wait from
-   then on; all others go on. What is published over several shards at once comes to lie before the fence of each
-   (decisions.py): there is no fence while a part of it is open.
-3. *Active*, when all are fenced: one row in the new database decides. The keys that moved go on, there.
-4. *Held back*: each consumer gets the new shard's events once it has consumed what lies before the fences.
+1. *Prepared*: the new database gets its name, the topics and the consumers, and takes no events. No other process
+   notices.
+2. *Fenced*, one shard after the other: a transaction makes publishers wait, and notes where each log ends and the new
+   generation. A publisher of the old generation finds out in its next transaction. Keys that move wait from then on;
+   all other keys go on. A publication over several shards comes before the fence of each shard: there is no fence
+   while a part of it is open (two_phase_coordinator.py).
+3. *Active*, when all shards are fenced: one row in the new database decides. The keys that moved go on there.
+4. *Held back*: each consumer gets the new shard's events after it has consumed the events before the fences.
 
-Every step finds out what is done already, so whoever dies in between runs the same again.
+Every step finds out what is done already. If the command dies, run it again.
 """
 
 from __future__ import annotations
@@ -19,30 +20,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.errors import InvalidNameError, ShardSetError
-from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.log.shard_store import ShardState, ShardStore
-from eventsql_orchestration.model import NOT_PARTITIONED, Consumer, Retention, Topic
-from eventsql_orchestration.platform import EventSQL
-from eventsql_orchestration.rules import check_name
-from eventsql_orchestration.sharded.decisions import Decisions
+from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.shards.shard_state import ShardState
+from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
+from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import check_name
 
 logger = logging.getLogger(__name__)
 
 FIRST: Final = "shard-1"
-"""The name that a database gets which had no other shards beside it until now."""
+"""The name of a database that becomes the first shard of a set."""
 
 ABANDONED_SECONDS: Final = 5.0
-"""After so long, a publication over several shards that is announced and not decided is given up for a fence. It could
-not take place after that in any case: its events were placed by the generation before."""
+"""Seconds until a fence gives up a publication over several shards that is announced and not decided. The fence makes
+the publication impossible in any case: its events were placed by the generation before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What adding a shard takes, as it stands: `name` joins `names` with `generation`.
+    """The addition of a shard, as it stands: `name` joins `names` with `generation`.
 
-    `share` is the part of the keys that move to it. `prepared`, `fenced` (the shards that are) and `active` say how far
-    it is.
+    `share` is the part of the keys that move to the shard. `prepared`, `fenced` (the fenced shards) and `active` say
+    how far the addition is.
     """
 
     name: str
@@ -57,31 +59,30 @@ class Addition:
 
 
 class ShardAddition:
-    """Adds the database of `new` to the shards of `old`, each a platform on one database."""
+    """Adds the database of `new` to the shards `old`."""
 
     def __init__(
         self,
-        old: Sequence[EventSQL],
-        new: EventSQL,
+        old: Sequence[Shard],
+        new: Shard,
         *,
         name: str | None = None,
         on_step: Callable[[str], None] = lambda _step: None,
     ) -> None:
-        """`name` is the new shard's; by default the next free `shard-N`. `on_step` is told what was done."""
+        """`name` is the new shard's; by default the next free `shard-N`. `on_step` gets a text after each step."""
         self._old = list(old)
         self._new = new
-        self._stores = {id(platform): ShardStore(platform.database) for platform in (*old, new)}
         self._name = None if name is None else check_name("shard name", name)
         self._on_step = on_step
 
     def plan(self) -> Addition:
-        """What is to be done and what is done; nothing is written.
+        """The steps that are done and the steps that are left; nothing is written.
 
-        Raises `ShardSetError` where these databases cannot become one set, `DatabaseUnavailableError` where one cannot
-        be reached.
+        Raises `ShardSetError` if these databases cannot become one set, `DatabaseUnavailableError` if one cannot be
+        reached.
         """
-        states = [self._state(platform) for platform in self._old]
-        new = self._state(self._new)
+        states = [shard.store.state() for shard in self._old]
+        new = self._new.store.state()
         before = self._before(states, new)
         generation = len(before) + 1
         names = before[-1] if before else frozenset({FIRST})
@@ -98,44 +99,38 @@ class ShardAddition:
         )  # fmt: skip
 
     def execute(self, *, only_prepare: bool = False) -> Addition:
-        """Add it, or go on where an attempt before this one ended; with `only_prepare`, not so far that others notice.
+        """Add the shard, or continue an earlier attempt; with `only_prepare`, stop before other processes notice.
 
-        Raises as `plan`, and `DatabaseBusyError` where publishers' transactions do not end: run it again.
+        Raises as `plan`, and `DatabaseBusyError` if publishers' transactions do not end: run it again.
         """
         plan = self.plan()
         if plan.active:
-            # What an operator before this one may not have come to.
+            # An earlier attempt may have ended before this step.
             self._define()
             return plan
-        self._found(plan)
+        self._bootstrap(plan)
         self._prepare(plan)
         if only_prepare:
             return self.plan()
         names = [*plan.names, plan.name]
-        named = {self._state(platform).name or "": platform for platform in self._old}
-        decisions = Decisions(lambda: named)
-        for name, platform in sorted(named.items()):
-            if self._store(platform).fence(
-                plan.generation, names, platform.transfer,
+        named = {shard.store.state().name or "": shard for shard in self._old}
+        decisions = TwoPhaseCoordinator(lambda: named)
+        for name, shard in sorted(named.items()):
+            if shard.store.fence(
+                plan.generation, names, shard.transfer,
                 finish=lambda: decisions.finish(abandoned_after=ABANDONED_SECONDS),
             ):  # fmt: skip
                 self._on_step(f"shard {name!r} is fenced")
-        # What was registered meanwhile, by those who did not know of it.
+        # Other processes may have registered topics and consumers meanwhile.
         self._define()
-        self._store(self._new).activate()
+        self._new.store.activate()
         self._on_step(f"shard {plan.name!r} is active")
         return self.plan()
-
-    def _store(self, platform: EventSQL) -> ShardStore:
-        return self._stores[id(platform)]
-
-    def _state(self, platform: EventSQL) -> ShardState:
-        return self._store(platform).state()
 
     # Looking
 
     def _before(self, states: Sequence[ShardState], new: ShardState) -> tuple[frozenset[str], ...]:
-        """The generations without the one that is to begin. Raises `ShardSetError` where the old are not one set."""
+        """The generations before the new one. Raises `ShardSetError` if the old shards are not one set."""
         identities = [state.identity for state in (*states, new)]
         if len(set(identities)) < len(identities):
             raise ShardSetError("two of the URLs lead to one database: name each once")
@@ -148,7 +143,7 @@ class ShardAddition:
                 "the databases before it are not all shards of one set that is made: `eventsql shard list`"
             )
         newest = max((state.generations for state in states), key=len)
-        # The newest one is to be finished where it began on some of them only, or its shard is this one.
+        # The newest generation is unfinished if it began on some shards only, or if the new shard is the one it adds.
         unfinished = {state.generation for state in states} != {len(newest)} or (
             new.name in newest[-1] and new.generation == len(newest) and len(newest) > 1
         )
@@ -172,7 +167,7 @@ class ShardAddition:
         if self._name in names:
             raise ShardSetError(f"there is a shard {self._name!r} already: take another name")
         if self._name is not None and self._name.isdecimal():
-            # Offsets of Spark's tell shards from partitions, and "0" stands there for a database that is no shard.
+            # In the offsets of Spark, a number is a partition, and "0" stands for a database that is no shard.
             raise InvalidNameError(f"shard name {self._name!r} is a number, as partitions are: take another name")
         free = (f"shard-{number}" for number in range(len(names) + 1, 2 * len(names) + 2))
         return self._name or next(name for name in free if name not in names)
@@ -199,31 +194,31 @@ class ShardAddition:
 
     # Doing
 
-    def _found(self, plan: Addition) -> None:
-        """Make a database that had no shards beside it the first of a set."""
-        if len(self._old) > 1 or self._state(self._old[0]).name is not None:
+    def _bootstrap(self, plan: Addition) -> None:
+        """Make a lone database the first shard of a set."""
+        if len(self._old) > 1 or self._old[0].store.state().name is not None:
             return
         self._old[0].database.ensure_schema()
-        with self._store(self._old[0]).founding() as (state, founding):
+        with self._old[0].store.bootstrap() as (state, bootstrap):
             if state.name is None:
-                founding.become(FIRST, str(uuid.uuid4()), [frozenset(plan.names)], active=True)
+                bootstrap.become(FIRST, str(uuid.uuid4()), [frozenset(plan.names)], active=True)
         self._on_step(f"{self._old[0].database} is shard {FIRST!r}")
 
     def _prepare(self, plan: Addition) -> None:
-        old = self._state(self._old[0])
+        old = self._old[0].store.state()
         assert old.set is not None, "it is a shard"
         generations = [*old.generations[: plan.generation - 1], frozenset({*plan.names, plan.name})]
         self._new.database.ensure_schema()
-        with self._store(self._new).founding() as (state, founding):
+        with self._new.store.bootstrap() as (state, bootstrap):
             if state.name is None:
                 if state.topics:
                     raise ShardSetError(f"{self._new.database} got topics meanwhile: a database that is added is empty")
-                founding.become(plan.name, old.set, generations, active=False)
+                bootstrap.become(plan.name, old.set, generations, active=False)
         self._define()
         self._on_step(f"shard {plan.name!r} is prepared")
 
     def _define(self) -> None:
-        """Give the new shard the topics and consumers that all others have."""
+        """Give the new shard the topics and consumers of the other shards."""
         registry = self._old[0].registry
         existing = {topic.name: topic for topic in self._new.registry.topics()}
         for topic in registry.topics():

@@ -1,7 +1,7 @@
-"""Holding consumers of a shard that joined back, until the shards that were there before are consumed up to then.
+"""Barriers: consumers wait on a shard that joined, until they have consumed the older shards up to their fences.
 
-The keys that moved to it have their older events on the other shards, before the fences there. A consumer that reads
-everything again, from the beginning or from another place, is held back anew.
+The keys that moved to the new shard have their older events on the other shards, before the fences. A consumer that
+seeks waits again.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.sharded.member import Member
-from eventsql_orchestration.sharded.members import Members
+from eventsql_orchestration.shards.cluster import Cluster
+from eventsql_orchestration.shards.shard import Shard
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBack:
-    """A consumer that gets no events from `shard` before it has consumed those of `waits_for` up to their fences."""
+    """A consumer that gets no events from `shard` until it has consumed the shards `waits_for` up to their fences."""
 
     topic: str
     consumer: str
@@ -28,66 +28,66 @@ class HeldBack:
     waits_for: tuple[str, ...]
 
 
-class Gates:
-    """Holds consumers back on shards that joined, and lets them go."""
+class Barriers:
+    """Holds consumers back on shards that joined, and releases them."""
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
 
-    def joined(self) -> list[Member]:
+    def _joined(self) -> list[Shard]:
         """The shards that were not there from the beginning."""
-        return [member for member in self._members.known() if self._members.generation_of(member)]
+        return [shard for shard in self._cluster.known() if self._cluster.generation_of(shard)]
 
     def settle(self) -> list[HeldBack]:
-        """Let go the consumers that have come to the fences of the other shards; gives those that have not."""
+        """Release consumers that have reached the fences of the other shards; gives the consumers that have not."""
         left: list[HeldBack] = []
-        for member in self.joined():
-            if member.down is not None:
+        for shard in self._joined():
+            if shard.down is not None:
                 continue
-            with self._members.using(member):
-                held = member.store.held()
-                if not held:
-                    continue
-                with member.store.gate(wait=False) as mine:
-                    for topic, consumer in held:
-                        waits_for = self._waits_for(member, topic, consumer)
-                        if mine and not waits_for:
-                            member.store.let_go(topic, consumer)
-                            logger.info("consumer %r of topic %r goes on with shard %r", consumer, topic, member.name)
-                            member.platform.announce([topic])
-                        elif waits_for:
-                            left.append(HeldBack(topic, consumer, member.name, waits_for))
+            with self._cluster.using(shard):
+                left += self._settle(shard)
         return left
 
-    def _waits_for(self, member: Member, topic: str, consumer: str) -> tuple[str, ...]:
-        joined = self._members.state.before(member.name)
+    def _settle(self, shard: Shard) -> Iterator[HeldBack]:
+        held = shard.store.held()
+        if not held:
+            return
+        with shard.store.barrier(wait=False) as mine:
+            for topic, consumer in held:
+                waits_for = self._waits_for(shard, topic, consumer)
+                if waits_for:
+                    yield HeldBack(topic, consumer, shard.label, waits_for)
+                elif mine:
+                    shard.store.let_go(topic, consumer)
+                    logger.info("consumer %r of topic %r goes on with shard %r", consumer, topic, shard.label)
+                    shard.announce([topic])
+
+    def _waits_for(self, shard: Shard, topic: str, consumer: str) -> tuple[str, ...]:
+        joined = self._cluster.state.before(shard.label)
         if joined is None:
             return ()
         generation, before = joined
-        return tuple(
-            name
-            for name in sorted(before)
-            if not self._consumed(self._members.named(name), generation, topic, consumer)
-        )
+        others = [self._cluster.named(name) for name in sorted(before)]
+        return tuple(each.label for each in others if not self._consumed(each, generation, topic, consumer))
 
-    def _consumed(self, member: Member, generation: int, topic: str, consumer: str) -> bool:
-        if member.down is not None:
+    def _consumed(self, shard: Shard, generation: int, topic: str, consumer: str) -> bool:
+        if shard.down is not None:
             return False
         try:
-            with self._members.using(member):
-                return member.store.consumed_before(generation, topic, consumer)
+            with self._cluster.using(shard):
+                return shard.store.consumed_before(generation, topic, consumer)
         except DatabaseUnavailableError:
             return False
 
     @contextmanager
     def moving(self, topic: str, consumer: str) -> Iterator[None]:
-        """The block moves a consumer: it is held back on the shards that joined, until `settle` lets it go."""
+        """The block moves a consumer. Shards that joined hold the consumer back until `settle` releases it."""
         with ExitStack() as stack:
-            for member in self.joined():
-                stack.enter_context(member.store.gate())
-                member.store.hold(topic, consumer)
+            for shard in self._joined():
+                stack.enter_context(shard.store.barrier())
+                shard.store.hold(topic, consumer)
             yield
-            for member in self.joined():
-                # Where the topic's partitions have changed there, the move itself has said how far it may go.
-                member.store.hold(topic, consumer)
+            for shard in self._joined():
+                # If the topic's partitions have changed on the shard, the move has set how far the consumer may go.
+                shard.store.hold(topic, consumer)
         self.settle()

@@ -1,37 +1,34 @@
-"""Whether the databases that were named are the shards of one set, and making one of those that are none yet."""
+"""Check that databases are the shards of one set, and turn databases that are no shards into a set."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from eventsql_orchestration.errors import ShardSetError
-from eventsql_orchestration.log.shard_store import ShardState, ShardStore
-
-if TYPE_CHECKING:
-    from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.shards.shard_state import ShardState
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the databases that could be reached say together.
+class Comparison:
+    """The combined state of the databases that could be reached.
 
-    `generations` are the names of the shards, of each generation, oldest first; `found` says that databases which are
-    no shards yet are to be made some. `missing` are the names of shards that none of them is.
+    `generations` are the names of the shards in each generation, the oldest first. `incomplete` says that the set is
+    not made yet. `missing` are the names of shards that are none of these databases.
     """
 
     set: str | None
     generations: tuple[frozenset[str], ...]
-    found: bool
+    incomplete: bool
     missing: frozenset[str]
 
 
-def judge(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str] = ()) -> Verdict:
-    """Compare what databases say of themselves, each with what it is called in messages.
+def compare(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str] = ()) -> Comparison:
+    """Compare the states of databases. The text beside each state names its database in errors.
 
-    Raises `ShardSetError` where they are not all shards of one set.
+    Raises `ShardSetError` if the databases are not all shards of one set.
     """
     _check_distinct(states)
     named = {where: state for where, state in states if state.shards is not None}
@@ -43,11 +40,11 @@ def judge(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str] =
                 f"{where} has topics already and is no shard: give its URL alone to `eventsql shard add --dsn NEW`, "
                 "which makes it the first shard of a set"
             )
-    # The set is founded when the first of its databases says so, as the last to be written. One that is prepared to
-    # join knows of a generation before the others do, which is none yet.
-    founded = [state for state in named.values() if state.active]
-    newest = max((state.generations for state in founded or named.values()), key=len, default=())
-    if blank and founded:
+    # The set is made when its first database is active: that is written last. A prepared shard knows a generation that
+    # has not begun yet.
+    made = [state for state in named.values() if state.active]
+    newest = max((state.generations for state in made or named.values()), key=len, default=())
+    if blank and made:
         names = ", ".join(sorted(newest[-1]))
         raise ShardSetError(
             f"{next(iter(blank))} is none of the shards {names}: correct its URL, or add it with `eventsql shard add`"
@@ -56,17 +53,17 @@ def judge(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str] =
         joining = not state.active and state.generations[:-1] == newest
         if state.generations != newest[: state.generation] and not joining:
             raise ShardSetError(
-                f"{where} is to be a shard beside {', '.join(sorted(state.generations[-1]))}, which never came about: "
-                "leave out its URL"
+                f"{where} was prepared for a shard set that was never created, "
+                f"{', '.join(sorted(state.generations[-1]))}: remove its URL"
             )
-    if not founded:
+    if not made:
         if len(newest) > 1:
             raise ShardSetError(
                 f"{next(iter(named))} is to join a set of shards, and none of those was named: name them all"
             )
         if unreachable:
             raise ShardSetError(f"{unreachable[0]} cannot be reached, and the set of shards is yet to be made")
-        return Verdict(_set(named), newest, True, frozenset())
+        return Comparison(_set(named), newest, True, frozenset())
     missing = newest[-1] - {state.name for state in named.values()}
     if len(missing) > len(unreachable):
         raise ShardSetError(
@@ -78,11 +75,11 @@ def judge(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str] =
             f"{', '.join(unreachable)} cannot be reached, and of the shards {', '.join(sorted(newest[-1]))} no "
             f"more than {len(missing)} are missing: correct the URLs"
         )
-    return Verdict(_set(named), newest, False, frozenset(missing))
+    return Comparison(_set(named), newest, False, frozenset(missing))
 
 
 def unreached(states: Iterable[ShardState]) -> list[str]:
-    """Stands for the shards that were not asked, because they are down or this process has no URL of them."""
+    """Placeholders for the shards that were not asked: they are down, or this process has no URL of them."""
     states = list(states)
     newest = max((state.generations for state in states if state.active), key=len, default=())
     return [""] * len(newest[-1] - {state.name for state in states}) if newest else []
@@ -115,39 +112,38 @@ def _check_one_set(named: Mapping[str, ShardState]) -> None:
         raise ShardSetError(f"{other} belongs to another set of shards than {first}: name the shards of one set")
 
 
-def found(platforms: Sequence[EventSQL]) -> None:
-    """Make shards of databases without topics: `shard-1`, `shard-2` and so on, in the order of their URLs.
+def bootstrap(shards: Sequence[Shard]) -> None:
+    """Turn databases without topics into shards: `shard-1`, `shard-2` and so on, in the order of their URLs.
 
-    Safe from several processes at once, whatever the order of their URLs, and finished by the next where one dies.
-    Raises `ShardSetError`.
+    Several processes may call this at once, with their URLs in any order. If a process dies, the next process finishes
+    its work. Raises `ShardSetError`.
     """
-    for platform in platforms:
-        platform.database.ensure_schema()
-    stores = [ShardStore(platform.database) for platform in platforms]
-    identities = [store.state().identity for store in stores]
-    # Whichever URL comes first, all processes begin with one and the same database.
-    first = min(range(len(stores)), key=identities.__getitem__)
-    with stores[first].founding() as (_, first_founding):
-        states = [store.state() for store in stores]
-        verdict = judge([(str(each.database), state) for each, state in zip(platforms, states, strict=True)])
-        if verdict.found:
-            set_id = verdict.set or str(uuid.uuid4())
-            names = _names(states, verdict)
+    for shard in shards:
+        shard.database.ensure_schema()
+    identities = [shard.store.state().identity for shard in shards]
+    # All processes begin with the same database, whatever the order of their URLs.
+    first = min(range(len(shards)), key=identities.__getitem__)
+    with shards[first].store.bootstrap() as (_, of_first):
+        states = [shard.store.state() for shard in shards]
+        compared = compare([(str(shard.database), state) for shard, state in zip(shards, states, strict=True)])
+        if compared.incomplete:
+            set_id = compared.set or str(uuid.uuid4())
+            names = _names(states, compared)
             generations = (frozenset(names),)
-            for position, (store, state) in enumerate(zip(stores, states, strict=True)):
+            for position, (shard, state) in enumerate(zip(shards, states, strict=True)):
                 if state.name is None and position != first:
-                    with store.founding() as (_, founding):
-                        founding.become(names[position], set_id, generations, active=False)
-            first_founding.become(names[first], set_id, generations, active=True)
-    for store in stores:
-        store.activate()
+                    with shard.store.bootstrap() as (_, of_shard):
+                        of_shard.become(names[position], set_id, generations, active=False)
+            of_first.become(names[first], set_id, generations, active=True)
+    for shard in shards:
+        shard.store.activate()
 
 
-def _names(states: Sequence[ShardState], verdict: Verdict) -> list[str]:
-    """The names of the databases: what they have, and what is left over, in order."""
+def _names(states: Sequence[ShardState], compared: Comparison) -> list[str]:
+    """The names of the databases. A database without a name gets the next free name."""
     every = [f"shard-{number}" for number in range(1, len(states) + 1)]
-    if verdict.generations:
-        every = sorted(verdict.generations[-1])
+    if compared.generations:
+        every = sorted(compared.generations[-1])
     left = iter([name for name in every if name not in {state.name for state in states}])
     names = [state.name or next(left, None) for state in states]
     if None in names or len(every) != len(names):

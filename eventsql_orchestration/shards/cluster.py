@@ -1,339 +1,346 @@
-"""The shards of a platform: which there are, which can be reached, and which one takes a key."""
+"""The shards of a platform: all shards, the shards that can be reached, and the shard of a key.
+
+A platform that was opened with one URL has a cluster of one shard. It asks nothing about shards: every method here
+answers at once from that shard.
+"""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 import psycopg
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
-    DatabaseUnavailableError,
     EventSQLError,
     RegistryError,
     SchemaOutdatedError,
+    ShardError,
     ShardPendingError,
     ShardSetError,
     ShardUnavailableError,
     WrongShardError,
 )
-from eventsql_orchestration.log.shard_store import ShardState
-from eventsql_orchestration.sharded.asking import ask
-from eventsql_orchestration.sharded.chores import Chores
-from eventsql_orchestration.sharded.founding import found, judge, unreached
-from eventsql_orchestration.sharded.member import Member
-from eventsql_orchestration.sharded.probing import probe
 from eventsql_orchestration.sharding import ShardSet
-
-if TYPE_CHECKING:
-    from eventsql_orchestration.platform import EventSQL
-
-logger = logging.getLogger(__name__)
+from eventsql_orchestration.shards.background import Background
+from eventsql_orchestration.shards.bootstrap import bootstrap, compare, unreached
+from eventsql_orchestration.shards.health import Health, ask
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.shards.shard_state import ShardState
 
 OnShardDown: TypeAlias = Literal["fail", "wait"]
 
 Given = TypeVar("Given")
 
 PENDING_POLL: Final = 0.05
-"""Seconds between two looks whether a shard that is being added takes events."""
+"""Seconds between two checks whether a shard that is being added takes events."""
 
 
-class Members:
-    """The shards that a platform was given, checked against what they have stored at the first use."""
+class Cluster:
+    """One shard, or several. The first use checks several shards against their stored state."""
 
-    def __init__(self, platforms: Iterable[EventSQL], *, migrate: bool, on_down: OnShardDown, timeout: float) -> None:
-        self._members = [Member(platform) for platform in platforms]
+    def __init__(self, shards: Sequence[Shard], *, migrate: bool, on_down: OnShardDown, timeout: float) -> None:
+        """`timeout` is how many seconds an event waits for a shard that is being added, or is down."""
+        self._shards = list(shards)
+        self.lone = self._shards[0] if len(self._shards) == 1 else None
+        """The shard of a platform that was opened with one URL. It may be one of a set; the cluster does not ask."""
         self._migrate = migrate
-        self._waits = on_down == "wait"
         self.timeout = timeout
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._state: ShardState | None = None
-        self._shards: ShardSet | None = None
+        self._set: ShardSet | None = None
         self._turns = itertools.count()
-        self._chores = Chores()
-        self._stop = threading.Event()
+        self.background = Background()
+        self.health = Health(wait=on_down == "wait", on_return=self._check_returned)
         self._of_connections: weakref.WeakKeyDictionary[Connection, str] = weakref.WeakKeyDictionary()
 
     @property
-    def platforms(self) -> tuple[EventSQL, ...]:
-        return tuple(member.platform for member in self._members)
+    def shards(self) -> tuple[Shard, ...]:
+        """Each shard, in the order of the URLs."""
+        return tuple(self._shards)
 
     # Opening
 
-    def open(self) -> ShardSet:
-        """Check once that the databases are the shards of one set; make them one where they are none, if they may.
+    def open(self) -> None:
+        """Connect, and check once that the databases are the shards of one set; if they are no shards, make the set.
 
-        Gives the set. Nothing is written where they do not fit. Raises `ShardSetError`, and `DatabaseUnavailableError`
-        where none can be reached.
+        If they do not fit, nothing is written. Raises `ShardSetError`, and `DatabaseUnavailableError` if none can be
+        reached.
         """
-        shards = self._shards
-        return shards if shards is not None else self._open()
+        if self.lone is not None:
+            self.lone.database.ensure_schema()
+        else:
+            self.current()
+
+    def current(self) -> ShardSet:
+        """The set of the shards; opens them if needed. Raises as `open`."""
+        found = self._set
+        return found if found is not None else self._open()
 
     def _open(self) -> ShardSet:
         with self._lock:
-            if self._shards is not None:
-                return self._shards
-            states = self._look(self._members)
+            if self._set is not None:
+                return self._set
+            states = self._look(self._shards)
             if not states:
-                raise self._members[0].unavailable()
-            verdict = judge(
-                _called(states),
-                [str(member.platform.database) for member in self._members if member.down is not None],
-            )
-            if verdict.found:
+                raise self._shards[0].unavailable()
+            down = [shard for shard in self._shards if shard.down is not None]
+            compared = compare(_named(states), [str(shard.database) for shard in down])
+
+            if compared.incomplete:
                 if not self._migrate:
                     raise SchemaOutdatedError(
                         "these databases are no set of shards yet: run `eventsql migrate` with the URLs of all of them"
                     )
-                found([member.platform for member in self._members])
-                states = self._look(self._members)
-                verdict = judge(_called(states))
-            elif verdict.missing and len(verdict.missing) == 1:
-                (lost,) = (member for member in self._members if member.down is not None)
-                lost.platform.shard = next(iter(verdict.missing))
-            for member in states:
-                member.platform.database.ensure_schema()
-                if states[member].generation == 1 and not states[member].active:
-                    member.store.activate()
+                bootstrap(self._shards)
+                states = self._look(self._shards)
+                compare(_named(states))
+            elif len(compared.missing) == len(down) == 1:
+                down[0].name = next(iter(compared.missing))
+
+            for shard, state in states.items():
+                shard.database.ensure_schema()
+                if state.generation == 1 and not state.active:
+                    shard.store.activate()
             return self._take_in(states)
 
-    def _look(self, members: Iterable[Member]) -> dict[Member, ShardState]:
-        """What those say of themselves that can be reached; the others are down."""
+    def _look(self, shards: Iterable[Shard]) -> dict[Shard, ShardState]:
+        """The states of the shards that can be reached; the others are counted as down."""
         states = {}
-        for member, answer in ask(members).items():
+        for shard, answer in ask(shards).items():
             if isinstance(answer, ShardState):
-                states[member] = answer
+                states[shard] = answer
             else:
-                self.lose(member, answer)
+                self.health.lose(shard, answer)
         return states
 
-    def _take_in(self, states: dict[Member, ShardState]) -> ShardSet:
-        """Go on with the newest generation that has begun; gives its shards."""
+    def _take_in(self, states: dict[Shard, ShardState]) -> ShardSet:
+        """Use the newest generation that has begun; gives its shards."""
         with self._lock:
-            for member, state in states.items():
-                member.platform.shard, member.active = state.name, state.active
+            for shard, state in states.items():
+                shard.name, shard.active = state.name, state.active
             if any(not state.active for state in states.values()):
-                self.attend(self._settle_joining)
+                self.background.add(self._await_joining)
             newest = max(states.values(), key=lambda state: (state.active, state.generation))
             known = self._state
             if known is None or (newest.active and newest.generation > known.generation):
                 self._state = newest
                 assert newest.shards is not None, "it is one of a set"
-                self._shards = replace(newest.shards, own="", active=True)
-                self._changed.notify_all()
-            assert self._shards is not None, "there is a state"
-            return self._shards
+                self._set = replace(newest.shards, own="", active=True)
+            assert self._set is not None, "there is a state"
+            return self._set
 
-    def refresh(self) -> ShardSet:
-        """Read again which shards there are; gives them."""
-        self.open()
-        states = self._look([member for member in self._members if member.down is None])
-        if states:
-            judge(_called(states), unreached(states.values()))
-            return self._take_in(states)
-        return self.open()
+    def refresh(self) -> None:
+        """Read the set of shards again."""
+        if self.lone is not None:
+            return
+        self.current()
+        if states := self._look([shard for shard in self._shards if shard.down is None]):
+            compare(_named(states), unreached(states.values()))
+            self._take_in(states)
 
-    def _settle_joining(self) -> None:
-        """Find out when a shard that joins takes events."""
-        if all(member.active for member in self._members if member.down is None):
-            self.neglect(self._settle_joining)
+    def _await_joining(self) -> None:
+        """Refresh until the shards that join take events."""
+        if all(shard.active for shard in self._shards if shard.down is None):
+            self.background.remove(self._await_joining)
         else:
             self.refresh()
 
-    def add(self, platform: EventSQL) -> None:
-        """Take a further shard in. Raises `ShardSetError` for one that is not of the set."""
-        shards, member = self.open(), Member(platform)
-        state = member.store.state()
-        if state.set != shards.id:
-            raise ShardSetError(f"{platform.database} is no shard of this set: add it with `eventsql shard add`")
-        if any(known.platform.shard == state.name for known in self._members):
-            raise ShardSetError(f"shard {state.name!r} is known already, by another URL than {platform.database}")
+    def _check_returned(self, shard: Shard, state: ShardState) -> None:
         with self._lock:
-            self._members.append(member)
-        self._take_in({member: state})
+            if self._set is None:
+                return
+            taken = {other.name for other in self._shards if other is not shard}
+            if state.set != self._set.id or state.name is None or state.name in taken:
+                raise ShardSetError(f"{shard.database} is none of the shards {', '.join(self._set.names)}")
+            self._take_in({shard: state})
 
-    # Which shard
+    def add(self, shard: Shard) -> None:
+        """Add a shard. Raises `ShardSetError` for a database that is not of the set."""
+        if self.lone is not None:
+            raise ShardSetError("this platform was opened with one URL: open it with the URLs of all shards")
+        found, state = self.current(), shard.store.state()
+        if state.set != found.id:
+            raise ShardSetError(f"{shard.database} is no shard of this set: add it with `eventsql shard add`")
+        if any(known.name == state.name for known in self._shards):
+            raise ShardSetError(f"shard {state.name!r} is known already, by another URL than {shard.database}")
+        with self._lock:
+            self._shards.append(shard)
+        self._take_in({shard: state})
+
+    # Which shards
 
     @property
     def state(self) -> ShardState:
-        """The newest state, with the names of all generations."""
-        self.open()
+        """The newest state of the shards, with the names of all generations."""
+        self.current()
         assert self._state is not None, "it is open"
         return self._state
 
-    def named(self, name: str) -> Member:
-        """The shard of a name. Raises `ShardSetError` where its URL is not known to this process."""
-        for member in self._members:
-            if member.platform.shard == name:
-                return member
+    def named(self, name: str) -> Shard:
+        """The shard with this name. Raises `ShardSetError` if this process does not know its URL."""
+        for shard in self._shards:
+            if shard.name == name:
+                return shard
         raise ShardSetError(
             f"this process has no URL of shard {name!r}, which joined the others: open the platform with the URLs of "
             "all of them, or tell it with `platform.add_url(…)`"
         )
 
-    def all(self) -> list[Member]:
-        """All shards, those first that were there first. Raises `ShardSetError` where a URL is not known."""
-        names, ordered = self.open().names, []
-        for name in names:
-            joined = self.state.before(name)
-            ordered.append((0 if joined is None else joined[0], name))
-        return [self.named(name) for _, name in sorted(ordered)]
+    def owner(self, key: str) -> Shard:
+        """The shard of a key. Raises `ShardSetError` if this process does not know its URL."""
+        return self.lone or self.named(self.current().owner(key))
 
-    def known(self) -> list[Member]:
-        """The shards that this process has URLs of, as `all`, up or down."""
-        self.open()
-        return sorted(self._members, key=lambda member: (self.generation_of(member), member.name))
+    def all(self) -> list[Shard]:
+        """All shards, the oldest first. Raises `ShardSetError` if a URL is not known."""
+        if self.lone is not None:
+            return [self.lone]
+        return sorted(map(self.named, self.current().names), key=self._age)
 
-    def generation_of(self, member: Member) -> int:
-        """With which generation a shard came; 0 for one that was there from the beginning."""
-        joined = None if member.platform.shard is None else self.state.before(member.platform.shard)
+    def known(self) -> list[Shard]:
+        """The shards whose URLs this process has, the oldest first, up or down."""
+        if self.lone is not None:
+            return [self.lone]
+        self.current()
+        return sorted(self._shards, key=self._age)
+
+    def _age(self, shard: Shard) -> tuple[int, str]:
+        return self.generation_of(shard), shard.label
+
+    def generation_of(self, shard: Shard) -> int:
+        """The generation with which a shard joined; 0 for a shard of the first generation."""
+        joined = None if shard.name is None or self.lone is not None else self.state.before(shard.name)
         return 0 if joined is None else joined[0]
 
-    def up(self) -> list[Member]:
-        """The shards that can be reached, as far as is known. Raises `DatabaseUnavailableError` where none can be."""
-        found = [member for member in self.known() if member.down is None]
+    def up(self) -> list[Shard]:
+        """The shards that are not known to be down. Raises `DatabaseUnavailableError` if all are down."""
+        found = [shard for shard in self.known() if shard.down is None]
         if not found:
-            raise self._members[0].unavailable()
+            raise self._shards[0].unavailable()
         return found
 
-    def reach(self, member: Member) -> None:
-        """Make sure that a shard can be reached. Raises `ShardUnavailableError`."""
-        if member.down is not None:
-            raise member.unavailable()
-        try:
-            with member.platform.database.connection():
-                pass
-        except DatabaseUnavailableError as error:
-            self.lose(member, error)
-            raise member.unavailable() from error
+    def reachable(self) -> dict[str, Shard]:
+        """The shards that are not known to be down, by name; there may be none."""
+        return {shard.label: shard for shard in self.known() if shard.down is None}
 
-    def keyed(self, key: str, action: Callable[[Member, ShardSet], Given], *, topic: str) -> Given:
-        """Do something on the shard of a key, with the set by which it was chosen.
+    # Doing something on several
 
-        Waits, at most for the platform's `shard_timeout`, for a shard that is being added, and for one that is down
-        where the platform was told to. Raises `ShardUnavailableError`, `ShardPendingError`, `ShardSetError`.
+    def using(self, shard: Shard) -> AbstractContextManager[None]:
+        """Count one of several shards as down if the block finds it down."""
+        return nullcontext() if self.lone is not None else self.health.watching(shard)
+
+    def each_up(self, action: Callable[[Shard], Given]) -> list[tuple[Shard, Given]]:
+        """Call `action` on one shard after the other, without shards that are down. Raises the first error."""
+        done = []
+        for shard in self.up():
+            with self.using(shard):
+                done.append((shard, action(shard)))
+        return done
+
+    def fan_out(self, action: Callable[[Shard], Given]) -> dict[Shard, Given]:
+        """Call `action` on all shards, the oldest first; gives each result. A shard that joins meanwhile is included.
+
+        Raises the first shard's error; `ShardUnavailableError` if a shard is down, before `action` is called;
+        `ShardError` if a shard fails after another has succeeded.
+        """
+        if self.lone is not None:
+            return {self.lone: action(self.lone)}
+        done: dict[Shard, Given] = {}
+        while True:
+            self.refresh()
+            left = [shard for shard in self.all() if shard not in done]
+            if not left:
+                return done
+            for shard in left:
+                self.health.reach(shard)
+            for shard in left:
+                try:
+                    with self.using(shard):
+                        done[shard] = action(shard)
+                except EventSQLError as error:
+                    if not done:
+                        raise
+                    names = ", ".join(each.label for each in done)
+                    raise ShardError(
+                        f"shard {shard.label!r} did not follow: {error}; it is done on {names}: do it again"
+                    ) from error
+
+    # Which one of several
+
+    def keyed(self, key: str, action: Callable[[Shard, ShardSet], Given], *, topic: str) -> Given:
+        """Call `action` with the shard of a key and the set by which the shard was chosen.
+
+        Waits up to `timeout` for a shard that is being added; with `on_down="wait"`, also for a shard that is down.
+        Raises `ShardUnavailableError`, `ShardPendingError`, `ShardSetError`.
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            shards = self.open()
-            member = self.named(shards.owner(key))
+            current = self.current()
+            shard = self.named(current.owner(key))
             try:
-                self.reach_in_time(member, deadline)
-                return action(member, shards)
+                self.health.reach(shard, deadline)
+                return action(shard, current)
             except WrongShardError as error:
                 self.reconsider(error, [topic], deadline)
 
     def reconsider(self, error: RegistryError, topics: Iterable[str], deadline: float) -> None:
-        """After a shard refused events: find out where they belong by now. Raises `error` when time is up."""
+        """Read the shards again after a shard refused events. Raises `error` if the deadline is over."""
         if time.monotonic() > deadline:
             raise error
         for topic in topics:
-            for member in self._members:
-                member.platform.registry.forget(topic)
+            for shard in self._shards:
+                shard.registry.forget(topic)
         if isinstance(error, ShardPendingError):
-            self._stop.wait(PENDING_POLL)
+            self.health.stop.wait(PENDING_POLL)
         self.refresh()
 
-    def reach_in_time(self, member: Member, deadline: float) -> None:
-        """As `reach`; where the platform waits for shards that are down, until a time of `time.monotonic`."""
-        while True:
-            try:
-                return self.reach(member)
-            except ShardUnavailableError:
-                if not self._waits:
-                    raise
-                with self._changed:
-                    up = self._changed.wait_for(lambda: member.down is None, max(0.0, deadline - time.monotonic()))
-                if not up:
-                    raise
-
-    def any(self) -> Member:
-        """A shard that can be reached, another one each time. Raises `DatabaseUnavailableError` where none can be."""
-        self.open()
-        candidates = [member for member in self._members if member.active or member.down is not None]
+    def any(self) -> Shard:
+        """A shard that can be reached, in turns. Raises `DatabaseUnavailableError` if none can be reached."""
+        if self.lone is not None:
+            return self.lone
+        self.current()
+        candidates = [shard for shard in self._shards if shard.active or shard.down is not None]
         first = next(self._turns) % len(candidates)
         last: ShardUnavailableError | None = None
-        for member in (*candidates[first:], *candidates[:first]):
+        for shard in (*candidates[first:], *candidates[:first]):
             try:
-                self.reach(member)
+                # Do not wait for this shard: another can take the event.
+                self.health.reach(shard)
             except ShardUnavailableError as error:
                 last = error
             else:
-                return member
+                return shard
         assert last is not None, "there are shards"
         raise last
 
-    def of_connection(self, connection: Connection) -> Member:
+    def of_connection(self, connection: Connection) -> Shard:
         """The shard that a caller's connection leads to. Raises `ShardSetError`."""
-        self.open()
+        if self.lone is not None:
+            return self.lone
+        self.current()
         name = self._of_connections.get(connection)
         if name is None:
             with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName), connection.transaction():
-                name = self._members[0].store.name(connection)
+                name = self._shards[0].store.name(connection)
             if name is None:
                 raise ShardSetError(f"the connection leads to {connection.info.dbname!r}, which is no shard")
             self._of_connections[connection] = name
         return self.named(name)
 
-    # Down and up
-
-    @contextmanager
-    def using(self, member: Member) -> Iterator[None]:
-        """Takes note where the shard turns out to be down in the block."""
-        try:
-            yield
-        except DatabaseUnavailableError as error:
-            self.lose(member, error)
-            raise
-
-    def lose(self, member: Member, error: EventSQLError) -> None:
-        """Take a shard for down until it can be reached again."""
-        with self._lock:
-            if member.down is not None:
-                return
-            member.down, member.down_since = error, time.monotonic()
-        logger.warning("shard %s is down: %s", member.name, error)
-        threading.Thread(target=self._probe, args=(member,), name="eventsql-shard-probe", daemon=True).start()
-
-    def _probe(self, member: Member) -> None:
-        if probe(member, self._stop, lambda state: self._check_returned(member, state)):
-            with self._changed:
-                member.down = None
-                self._changed.notify_all()
-            logger.warning("shard %s is back", member.name)
-
-    def _check_returned(self, member: Member, state: ShardState) -> None:
-        with self._lock:
-            if self._shards is None:
-                return
-            taken = {other.platform.shard for other in self._members if other is not member}
-            if state.set != self._shards.id or state.name is None or state.name in taken:
-                raise ShardSetError(f"{member.platform.database} is none of the shards {', '.join(self._shards.names)}")
-            self._take_in({member: state})
-
-    def attend(self, chore: Callable[[], object]) -> None:
-        """Call `chore` again and again while this platform is open."""
-        self._chores.attend(chore)
-
-    def neglect(self, chore: Callable[[], object]) -> None:
-        """Call it no more."""
-        self._chores.neglect(chore)
+    # Closing
 
     def close(self) -> None:
         """End the threads."""
-        self._stop.set()
-        self._chores.close()
-        self._stop = threading.Event()
+        self.health.close()
+        self.background.close()
 
 
-def _called(states: dict[Member, ShardState]) -> list[tuple[str, ShardState]]:
-    return [(str(member.platform.database), state) for member, state in states.items()]
+def _named(states: dict[Shard, ShardState]) -> list[tuple[str, ShardState]]:
+    return [(str(shard.database), state) for shard, state in states.items()]

@@ -1,52 +1,151 @@
-"""Asking several shards at once, and none for longer than so long: one that does not answer keeps no other waiting."""
+"""Health of shards: ask all shards at once, and find out when a shard that is down is back."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Final
 
 from psycopg.conninfo import timeout_from_conninfo
 
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError
-from eventsql_orchestration.log.shard_store import ShardState
-from eventsql_orchestration.sharded.member import Member
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    ShardUnavailableError,
+)
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.shards.shard_state import ShardState
+
+logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS: Final = 15.0
-"""How long all shards together may take to answer: longer than one connection may take to be made by default, 10 s.
-One whose URL names several hosts may take as long as connections to all but one of them may, in addition."""
+"""Seconds for all shards together to answer: longer than the default timeout of one connection, 10 s. For a shard whose
+URL names several hosts, add the connection timeout of each further host."""
+
+FIRST_PROBE: Final = 0.25
+LAST_PROBE: Final = 5.0
+"""Seconds between two attempts to reach a shard that is down; the first attempts come sooner."""
 
 
-def ask(members: Iterable[Member]) -> dict[Member, ShardState | DatabaseUnavailableError]:
-    """What each of the shards says of itself, or why it cannot be reached. Raises what else is wrong with one.
+class Health:
+    """Remembers the shards that are down, and probes each until it is back."""
 
-    That is a `DatabaseBusyError` where it was not asked, because this process has no connection left for that.
+    def __init__(self, *, wait: bool, on_return: Callable[[Shard, ShardState], object]) -> None:
+        """With `wait`, `reach` waits for shards that are down.
+
+        `on_return` gets the state of a shard that answers again, and raises if it is another database.
+        """
+        self._wait = wait
+        self._on_return = on_return
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
+        self.stop = threading.Event()
+
+    def reach(self, shard: Shard, deadline: float = 0.0) -> None:
+        """Make sure that a shard can be reached. With `wait`, wait until `deadline` of `time.monotonic`.
+
+        Raises `ShardUnavailableError`.
+        """
+        while True:
+            try:
+                return self._connect(shard)
+            except ShardUnavailableError:
+                seconds = deadline - time.monotonic()
+                if not self._wait or seconds <= 0:
+                    raise
+                with self._returned:
+                    back = self._returned.wait_for(lambda: shard.down is None, seconds)
+                if not back:
+                    raise
+
+    def _connect(self, shard: Shard) -> None:
+        if shard.down is None:
+            try:
+                with shard.database.connection():
+                    return
+            except DatabaseUnavailableError as error:
+                self.lose(shard, error)
+                raise shard.unavailable() from error
+        raise shard.unavailable()
+
+    @contextmanager
+    def watching(self, shard: Shard) -> Iterator[None]:
+        """Count the shard as down if the block finds it down."""
+        try:
+            yield
+        except DatabaseUnavailableError as error:
+            self.lose(shard, error)
+            raise
+
+    def lose(self, shard: Shard, error: EventSQLError) -> None:
+        """Count a shard as down until it answers again."""
+        with self._lock:
+            if shard.down is not None:
+                return
+            shard.down, shard.down_since = error, time.monotonic()
+
+        logger.warning("shard %s is down: %s", shard.label, error)
+        threading.Thread(target=self._probe, args=(shard,), name="eventsql-shard-probe", daemon=True).start()
+
+    def _probe(self, shard: Shard) -> None:
+        stop, delay = self.stop, FIRST_PROBE
+        while not stop.wait(delay):
+            delay = min(delay * 2, LAST_PROBE)
+            try:
+                self._on_return(shard, shard.store.state())
+            except EventSQLError as error:
+                shard.down = error
+            except Exception as error:
+                # If the thread died, the shard would stay down for ever.
+                logger.exception("shard %s cannot be looked at", shard.label)
+                shard.down = DatabaseError(str(error))
+            else:
+                with self._returned:
+                    shard.down = None
+                    self._returned.notify_all()
+                logger.warning("shard %s is back", shard.label)
+                return
+
+    def close(self) -> None:
+        """End the threads that probe shards."""
+        self.stop.set()
+        self.stop = threading.Event()
+
+
+def ask(shards: Iterable[Shard]) -> dict[Shard, ShardState | DatabaseUnavailableError]:
+    """The state of each shard, or why it cannot be reached. A shard that does not answer delays no other shard.
+
+    Raises any other error of a shard, and `DatabaseBusyError` if this process has no connection left to ask a shard.
     """
     begun = time.monotonic()
-    answers = {member: _ask(member) for member in members}
-    found: dict[Member, ShardState | DatabaseUnavailableError] = {}
-    for member, answer in answers.items():
-        database = member.platform.database
+    answers = {shard: _ask(shard) for shard in shards}
+    found: dict[Shard, ShardState | DatabaseUnavailableError] = {}
+    for shard, answer in answers.items():
+        database = shard.database
         seconds = _bound(database)
         try:
-            found[member] = answer.result(max(0.0, begun + seconds - time.monotonic()))
+            found[shard] = answer.result(max(0.0, begun + seconds - time.monotonic()))
         except TimeoutError:
             if database.exhausted:
                 raise DatabaseBusyError(
                     f"{database} was not asked for {seconds:.0f} seconds, because every connection of this process is "
                     "taken: use fewer threads at once"
                 ) from None
-            found[member] = DatabaseUnavailableError(f"{database} has not answered for {seconds:.0f} seconds")
+            found[shard] = DatabaseUnavailableError(f"{database} has not answered for {seconds:.0f} seconds")
         except DatabaseUnavailableError as error:
-            found[member] = error
+            found[shard] = error
     return found
 
 
 def _bound(database: Database) -> float:
-    """How long a database may take to answer: its hosts are tried in turn, and the last of them is to be heard, too."""
+    """Seconds for a database to answer. Its hosts are tried in turn, and the last host needs time too."""
     _, options = database.engine.dialect.create_connect_args(database.url)
     further = str(options.get("host", "")).count(",")
     if not further:
@@ -54,15 +153,15 @@ def _bound(database: Database) -> float:
     return ANSWER_SECONDS + further * timeout_from_conninfo({"connect_timeout": options.get("connect_timeout", 10)})
 
 
-def _ask(member: Member) -> Future[ShardState]:
-    """Ask in a thread that nobody waits for at the end of the process, as the threads of an executor are."""
+def _ask(shard: Shard) -> Future[ShardState]:
+    """Ask in a daemon thread. A process that ends waits for threads of an executor, but not for this thread."""
     answer: Future[ShardState] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(member.store.state())
+            answer.set_result(shard.store.state())
         except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
             answer.set_exception(error)
 
-    threading.Thread(target=run, name=f"eventsql-ask-{member.name}", daemon=True).start()
+    threading.Thread(target=run, name=f"eventsql-ask-{shard.label}", daemon=True).start()
     return answer

@@ -1,33 +1,34 @@
-"""Which shards the events of a batch go to."""
+"""Choose the shards of the events of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from eventsql_orchestration.model import Publication
-from eventsql_orchestration.sharded.members import Members
-from eventsql_orchestration.sharded.registry import ShardedRegistry
+from eventsql_orchestration.shards.cluster import Cluster
 
 
-class Placing:
-    """Chooses the shards of events; those of one batch that have no key go to one shard."""
+class Router:
+    """Chooses the shards of a batch's events. All events without a key go to one shard."""
 
-    def __init__(self, members: Members, registry: ShardedRegistry) -> None:
-        self.members = members
-        self._registry = registry
-        self.shards = members.open()
+    def __init__(self, cluster: Cluster, check_topic: Callable[[str], object]) -> None:
+        """`check_topic` is called once with each topic, and raises if the topic cannot be published to."""
+        self._cluster = cluster
+        self._check_topic = check_topic
+        self.shards = cluster.current()
         self._keyless: str | None = None
         self._topics: set[str] = set()
 
     def refresh(self) -> None:
-        self.shards, self._keyless = self.members.open(), None
+        """Choose by the newest set from now on."""
+        self.shards, self._keyless = self._cluster.current(), None
 
     def groups(self, publications: Iterable[Publication]) -> dict[str, list[Publication]]:
-        """Events by the names of their shards, in order."""
+        """Events by the name of their shard, in order."""
         owner, groups, keyless = self.shards.owner, dict[str, list[Publication]](), list[Publication]()
         for publication in publications:
             if publication.topic not in self._topics:
-                self._registry.check_same(publication.topic)
+                self._check_topic(publication.topic)
                 self._topics.add(publication.topic)
             if publication.key is None:
                 keyless.append(publication)
@@ -39,20 +40,21 @@ class Placing:
                     groups[name] = [publication]
         if not keyless:
             return groups
+
         if self._keyless is None:
             self._keyless = self._of_keyless(groups)
         if groups.get(self._keyless):
-            # In the order that they had, on the shard that they share.
+            # Events with and without a key share a shard: keep the order of the batch.
             mine = set(map(id, groups[self._keyless])) | set(map(id, keyless))
             groups[self._keyless] = [each for each in publications if id(each) in mine]
         else:
             groups[self._keyless] = keyless
         return groups
 
-    def _of_keyless(self, groups: dict[str, list[Publication]]) -> str:
-        """A shard of the others where one takes events and can be reached, so that there is no further commit."""
+    def _of_keyless(self, groups: Iterable[str]) -> str:
+        """A shard of the other events, if it takes events and can be reached: that saves a commit."""
         for name in groups:
-            member = self.members.named(name)
-            if member.active and member.down is None:
+            shard = self._cluster.named(name)
+            if shard.active and shard.down is None:
                 return name
-        return self.members.any().name
+        return self._cluster.any().label

@@ -1,74 +1,62 @@
-"""`EventSQL`: the whole platform on one database, in one object."""
+"""`Shard`: everything on one database, in one object."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Unpack
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consuming.claims import Claims
+from eventsql_orchestration.consuming.consumers import Consumers
+from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagReader
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier
-from eventsql_orchestration.errors import ConfigurationError, EventSQLError
-from eventsql_orchestration.log.asynchronous import AsyncPublisher
-from eventsql_orchestration.log.buffered import BoundOptions, BufferedPublisher
-from eventsql_orchestration.log.claims import Claims
-from eventsql_orchestration.log.consumer import Consumers
-from eventsql_orchestration.log.dead_letters import DeadLetters
-from eventsql_orchestration.log.lag import ConsumerLag, LagReader
-from eventsql_orchestration.log.layouts import Layouts
-from eventsql_orchestration.log.publisher import Publisher
-from eventsql_orchestration.log.reader import Reader
-from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.log.repartition import Repartitioner
-from eventsql_orchestration.log.retention import Retainer
-from eventsql_orchestration.log.seek import Seeker
-from eventsql_orchestration.log.transfer import Transfer
-from eventsql_orchestration.rules import DEFAULT_SCHEMA
+from eventsql_orchestration.errors import EventSQLError, ShardUnavailableError
+from eventsql_orchestration.maintenance.repartitioning import Repartitioner
+from eventsql_orchestration.maintenance.retention import Retainer
+from eventsql_orchestration.maintenance.seek import Seeker
+from eventsql_orchestration.publishing.publisher import Publisher
+from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.sharding import pending
+from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.topics.layouts import Layouts
+from eventsql_orchestration.topics.reader import Reader
+from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 logger = logging.getLogger(__name__)
 
 
 @checked
-class EventSQL:
-    """Events over a PostgreSQL database, or over several that are its shards.
+class Shard:
+    """Everything on one database: one shard of several, or the only database of a platform.
 
-    `dsn` is its URL, `more` are those of further shards (docs/shards.md). Nothing connects before it is used; the first
-    use brings the tables in `schema` up to date unless `migrate` is False. With `transfer`, a thread moves buffered
-    events into their logs from the first publication of this object on. With `straight`, batches may be written to
-    their log directly where no other process holds the topic (log/publisher.py). One object serves any number of
-    threads; close it, or use it as a context manager.
-
-    Of several: an event whose shard is down fails, or with `on_shard_down="wait"` waits for up to `shard_timeout`
-    seconds; so long waits one whose shard is being added.
+    The first use connects, and brings the tables in `schema` up to date unless `migrate` is False. With `transfer`, a
+    thread moves buffered events into their logs from the first publication of this object on. With `straight`, batches
+    may go directly to their log if no other process holds the topic (publishing/publisher.py). `name` is the shard's
+    name among several, once it is known.
     """
-
-    def __new__(cls, dsn: str, *more: str, **options: Any) -> EventSQL:  # noqa: ARG004 - for __init__
-        if more and cls is EventSQL:
-            # Whoever has one database does not load what many need.
-            from eventsql_orchestration.sharded import ShardedEventSQL  # noqa: PLC0415
-
-            return super().__new__(ShardedEventSQL)
-        return super().__new__(cls)
 
     def __init__(
         self,
         dsn: str,
-        *more: str,
+        *,
         schema: str = DEFAULT_SCHEMA,
         migrate: bool = True,
         transfer: bool = True,
         straight: bool = True,
-        on_shard_down: Literal["fail", "wait"] = "fail",  # noqa: ARG002 - of the class that takes several
-        shard_timeout: float = 10.0,  # noqa: ARG002 - likewise
     ) -> None:
-        if more:
-            raise ConfigurationError(f"{type(self).__name__} is on one database: EventSQL itself takes several URLs")
-        self.shard: str | None = None
+        self.name: str | None = None
+        self.active = False
+        """Whether the shard takes events, as far as its cluster knows."""
+        self.down: EventSQLError | None = None
+        """Why the cluster counts the shard as down; None while it is up."""
+        self.down_since = 0.0
         self.database = Database(dsn, schema=schema, migrate=migrate)
+        self.store = ShardStore(self.database)
         self.listener = Listener(self.database)
         self.notifier = Notifier(self.database)
         self.registry = Registry(self.database)
@@ -89,7 +77,6 @@ class EventSQL:
         self.claims = Claims(self.database, self.dead_letters)
         self.seeker = Seeker(self.database, self.registry, announce=self.announce)
         self._lag = LagReader(self.database, self.registry, self.reader)
-        self._buffering: weakref.WeakSet[BufferedPublisher | AsyncPublisher] = weakref.WeakSet()
         self._background: threading.Thread | None = None
         self._background_lock = threading.Lock()
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -97,49 +84,46 @@ class EventSQL:
         self._wake = threading.Event()
 
     def __repr__(self) -> str:
-        shard = "" if self.shard is None else f", shard={self.shard!r}"
-        return f"<{type(self).__name__} on {self.database}{shard}>"
+        name = "" if self.name is None else f", name={self.name!r}"
+        return f"<{type(self).__name__} on {self.database}{name}>"
 
-    def open(self) -> EventSQL:
-        """Connect now, and not at the first use, and find the tables as they are needed. Raises database errors."""
-        self.database.ensure_schema()
-        return self
+    # As one of several
 
     @property
-    def shards(self) -> tuple[EventSQL, ...]:
-        """The platform on each of its databases by itself; `shard` is the name of each among several."""
-        return (self,)
+    def label(self) -> str:
+        """The shard's name, or its database while the name is not known."""
+        return self.name or str(self.database)
 
-    def shard_of(self, key: str) -> EventSQL:  # noqa: ARG002 - where there are several
-        """The one of `shards` that takes events of a key."""
-        return self
+    @property
+    def seconds_down(self) -> float:
+        """How long the shard has been down, if it is down."""
+        return time.monotonic() - self.down_since
 
-    def buffered_publisher(self, **options: Unpack[BoundOptions]) -> BufferedPublisher:
-        """A publisher for threads that commits many events together; `close()` closes it. See `log.buffered.Bounds`."""
-        publisher = BufferedPublisher(self.publisher, self.registry, **options)
-        self._buffering.add(publisher)
-        return publisher
+    def unavailable(self) -> ShardUnavailableError:
+        """The error for an event or a change that needs this shard while it is down."""
+        return ShardUnavailableError(f"shard {self.label!r} is down: {self.down}", shard=self.label)
 
-    def async_publisher(self, **options: Unpack[BoundOptions]) -> AsyncPublisher:
-        """The same for asyncio."""
-        publisher = AsyncPublisher(self.publisher, self.registry, **options)
-        self._buffering.add(publisher)
-        return publisher
+    def check_active(self) -> None:
+        """Raise `ShardPendingError` if the shard takes no events, as far as its cluster knows."""
+        if not self.active:
+            raise pending(self.label)
+
+    # Lag and notifications
 
     def lag(self, topic: str | None = None) -> list[ConsumerLag]:
         """The lag of every consumer partition, of one topic or of all. Raises `TopicNotFoundError`."""
         return self._lag.read(topic)
 
     def buffered(self) -> dict[str, int]:
-        """How many events of each topic are published and not transferred yet; topics without any are left out."""
+        """The number of events of each topic that wait in the buffer; topics without buffered events are left out."""
         return self._lag.buffered()
 
     def _transfer_delay(self) -> float:
-        # Outboxes alone are published without a notification, and their publishers wake their own transfer.
+        # Only outboxes publish without a notification, and their publishers wake their own transfer.
         return 1.0 if self.listener.listening else 0.2
 
     def announce(self, topics: Iterable[str]) -> None:
-        """Notify consumers, wherever they run, that events were moved into the logs of these topics."""
+        """Notify consumers in all processes that events were moved into the logs of these topics."""
         for topic in topics:
             self._announce(topic)
 
@@ -147,17 +131,17 @@ class EventSQL:
         self.notifier.notify(LOG, topic)
 
     def _announce_buffered(self) -> None:
-        # To whichever process transfers.
+        # Notify the process that transfers.
         self.notifier.notify(BUFFER, None)
 
     @property
     def _transferring(self) -> bool:
-        # A process that was forked after the first publication has no such thread.
+        # A process that was forked after the first publication does not have the thread.
         return self._background is not None and self._background.is_alive()
 
     def _wake_transfer(self) -> None:
         if not self.database.may_transfer:
-            # This role publishes alone; a transfer runs elsewhere.
+            # This role may only publish; a transfer runs in another process.
             self._announce_buffered()
             return
         self._wake.set()
@@ -180,10 +164,11 @@ class EventSQL:
         stop: threading.Event,
         *,
         polling_delay: float | Callable[[], float] = 0.2,
+        wake: threading.Event | None = None,
         on_moved: Callable[[dict[str, int]], None] | None = None,
     ) -> None:
-        """Transfer until `stop` is set, at once where somebody tells of events in the buffer; see `Transfer.run`."""
-        wake = threading.Event()
+        """Transfer until `stop` is set, at once on a notification of buffered events; see `Transfer.run`."""
+        wake = wake or threading.Event()
         unsubscribe = self.listener.subscribe(BUFFER, None, wake.set)
         try:
             self.transfer.run(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
@@ -199,13 +184,11 @@ class EventSQL:
     def close(self, timeout: float = 10.0) -> bool:
         """Stop the consumers and the transfer of this object and close its connections, in about `timeout` seconds.
 
-        The consumers' batches under way may finish; False when some had to be rolled back. Events that wait in buffered
-        publishers are committed first, and what is published is transferred as far as time allows.
+        Consumers may finish their current batches; gives False if some were rolled back. Published events are
+        transferred as far as time allows.
         """
         deadline = time.monotonic() + timeout
         ended = self.consumers.close(timeout)
-        for publisher in list(self._buffering):
-            publisher.close(max(0.0, deadline - time.monotonic()))
         with self._background_lock:
             self._stop.set()
             self._wake.set()
@@ -213,7 +196,7 @@ class EventSQL:
                 self._unsubscribe()
                 self._background.join(max(0.0, deadline - time.monotonic()))
                 if self._background.is_alive():
-                    # It waits for the database, and ends with the process.
+                    # The thread waits for the database, and ends with the process.
                     logger.warning("the transfer of %s does not end in time", self.database)
                 else:
                     self._transfer_the_last(deadline)
@@ -228,7 +211,7 @@ class EventSQL:
         self.database.close()
         return ended
 
-    def __enter__(self) -> EventSQL:
+    def __enter__(self) -> Shard:
         return self
 
     def __exit__(self, *_: object) -> None:

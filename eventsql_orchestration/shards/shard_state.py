@@ -1,8 +1,8 @@
-"""What one database keeps of the shards that it is one of: its name among them, their generations, fences, the gate.
+"""The state that one shard's database stores: the shard's name, the generations of shards, fences and the barrier.
 
-A generation is a set of names; one more begins with every shard that is added. A shard that was there before notes the
-end of each topic's log then, its *fence*: the keys that move to the new shard have no event after it. On the new shard,
-a consumer is *held back* until it has consumed what lies before the fences of all the others.
+A generation is a set of names; each added shard begins a new generation. Each older shard then notes the end of each
+topic's log, its *fence*: the keys that move to the new shard have no event after the fence. The new shard *holds back*
+each consumer until the consumer has consumed all events before the fences of the other shards.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
-from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.layouts import layouts, place
-from eventsql_orchestration.log.parts import OpenPartsError
-from eventsql_orchestration.log.patience import Patience
-from eventsql_orchestration.log.registry import lock_registry
-from eventsql_orchestration.log.repartition import PATIENCE_SECONDS, TooManyBufferedError, drain
-from eventsql_orchestration.log.transfer import Transfer
+from eventsql_orchestration.maintenance.repartitioning import PATIENCE_SECONDS, TooManyBufferedError, drain
 from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError
+from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.sharding import HELD, ShardSet
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.catalog import lock_registry
+from eventsql_orchestration.topics.layouts import bounds_at, layouts
 
-_GATE: Final = 0x6576_656E_7473_6867
-"""The advisory lock of whoever holds consumers of a shard back, or finds out whether they may be let go."""
+_BARRIER: Final = 0x6576_656E_7473_6867
+"""The advisory lock of a process that holds consumers of a shard back, or checks whether they may go on."""
 
 _SINCE: Final = "0004"
-"""The revision of the schema that knows shards."""
+"""The first revision of the schema that has shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """What a database says of itself.
+    """The stored state of a database.
 
-    `identity` tells it from every other database. `generations` are the names of the shards from each generation on,
-    oldest first; `name` is None where it is no shard of any set. `active` says whether it takes events.
+    `identity` is unique to the database. `generations` are the names of the shards in each generation, the oldest
+    first. `name` is None if the database is no shard of any set. `active` says whether it takes events.
     """
 
     identity: str
@@ -55,23 +55,23 @@ class ShardState:
 
     @property
     def first(self) -> str | None:
-        """The shard that is first among those of the first generation, whatever is added; None where it is no shard.
+        """The first shard by name in the first generation, whatever is added later; None if this is no shard.
 
-        It keeps what a set of shards records once.
+        It stores the records that a set of shards keeps once.
         """
         return min(self.generations[0]) if self.generations else None
 
     @property
     def shards(self) -> ShardSet | None:
-        """The newest generation, None where it is no shard."""
+        """The newest generation; None if this is no shard."""
         if self.set is None or self.name is None:
             return None
         return ShardSet(self.set, self.name, self.generation, tuple(sorted(self.generations[-1])), self.active)
 
     def before(self, name: str) -> tuple[int, frozenset[str]] | None:
-        """The generation with which the shard `name` came, and the shards that were there already.
+        """The generation with which the shard `name` joined, and the older shards.
 
-        None for one that was there from the beginning.
+        None for a shard of the first generation.
         """
         for number, names in enumerate(self.generations[1:], start=2):
             if name in names and name not in self.generations[number - 2]:
@@ -80,7 +80,7 @@ class ShardState:
 
 
 class ShardStore:
-    """Reads and writes what one database keeps of its shards."""
+    """Reads and writes the state that one database stores about shards."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -88,10 +88,10 @@ class ShardStore:
         self._log = Queries("log", database.schema)
         self._table = {"table": f'"{database.schema}".topic'}
 
-    # Who this is
+    # Identity
 
     def state(self) -> ShardState:
-        """What the database says of itself; nothing is written, not even tables that are missing."""
+        """The stored state of the database; nothing is written, not even missing tables."""
         revision = self._database.revision()
         with self._database.errors(), self._database.engine.connect() as connection:
             return self._state(driver_connection(connection), revision)
@@ -109,20 +109,20 @@ class ShardStore:
         return ShardState(identity, topics, named, name, active == "true", tuple(map(frozenset, generations)))
 
     def name(self, connection: Connection) -> str | None:
-        """The name of the shard that a caller's connection leads to; None where that is no shard."""
+        """The name of the shard that a caller's connection leads to; None if it leads to no shard."""
         row = connection.cursor(row_factory=tuple_row).execute(self._queries("name")).fetchone()
         return None if row is None else str(row[0])
 
     @contextmanager
-    def founding(self) -> Iterator[tuple[ShardState, Founding]]:
-        """A transaction in which nobody else makes this database a shard; gives its state and what makes it one."""
+    def bootstrap(self) -> Iterator[tuple[ShardState, Bootstrap]]:
+        """A transaction in which no other process makes this database a shard; gives its state and a `Bootstrap`."""
         with self._database.core() as connection:
             lock_registry(connection)
             driver = driver_connection(connection)
-            yield self._state(driver, self._database.revision()), Founding(driver, self._queries)
+            yield self._state(driver, self._database.revision()), Bootstrap(driver, self._queries)
 
     def activate(self) -> None:
-        """Let this shard take events: what is decided with a new shard's own."""
+        """Let this shard take events. For a new shard, this row decides the addition."""
         with self._database.connection() as connection:
             connection.execute(self._queries("activate"))
 
@@ -137,16 +137,16 @@ class ShardStore:
         finish: Callable[[], object] = lambda: None,
         patience: float = PATIENCE_SECONDS,
     ) -> bool:
-        """Begin a generation here: from now on, no publisher writes by the one before. False where it had begun.
+        """Begin a generation here: no publisher writes by the previous generation any more. False if it had begun.
 
-        `finish` is to bring here what is published over several shards already: its events come before the fence, or
-        there is none. Publishers and transfers go on, and are kept waiting for half a second at most. Waits up to
-        `patience` seconds for transactions of publishers, and for such events; `DatabaseBusyError`, and nothing
-        changed, when they do not end, or come. Raises `ShardSetError` where another generation has begun.
+        `finish` publishes here the open parts of publications over several shards. Their events come before the fence;
+        otherwise there is no fence. Publishers and transfers go on, and wait for at most half a second. This waits up
+        to `patience` seconds for transactions of publishers and for open parts. If they do not end in time, it changes
+        nothing and raises `DatabaseBusyError`. Raises `ShardSetError` if another generation has begun.
         """
-        trying = Patience(patience)
+        trying = Backoff(patience)
         while True:
-            # As much as can be before publishers have to wait.
+            # Do as much as possible before publishers have to wait.
             finish()
             transfer.run_once()
             try:
@@ -182,19 +182,19 @@ class ShardStore:
         return True
 
     def consumed_before(self, generation: int, topic: str, consumer: str) -> bool:
-        """Whether a consumer has nothing left here from before a generation; one that is not there has not."""
+        """Whether a consumer has consumed all events before a generation here; True if the consumer does not exist."""
         own = {"generation": generation, "topic": topic, "consumer": consumer}
         with self._database.connection() as connection:
             query = self._queries("before_fence", topic=topic)
             return not _one(connection.execute(query, own, prepare=False))[0]
 
-    # The gate
+    # The barrier
 
     @contextmanager
-    def gate(self, *, wait: bool = True) -> Iterator[bool]:
-        """The block alone holds consumers back, or lets them go; False where another does, without `wait`."""
+    def barrier(self, *, wait: bool = True) -> Iterator[bool]:
+        """Only the block holds back or releases consumers. Without `wait`, False if another process does."""
         with self._database.transaction() as connection:
-            row = connection.execute(self._queries("gate" if wait else "try_gate"), {"lock": _GATE}).fetchone()
+            row = connection.execute(self._queries("gate" if wait else "try_gate"), {"lock": _BARRIER}).fetchone()
             yield wait or row == (True,)
 
     def held(self) -> list[tuple[str, str]]:
@@ -203,25 +203,25 @@ class ShardStore:
             return connection.execute(self._queries("held"), {"held": HELD}).fetchall()
 
     def hold(self, topic: str, consumer: str) -> None:
-        """Hand no events to a consumer here until it is let go; waits for batches under way."""
+        """Hand no events to a consumer here until it is released; waits for its current batches."""
         with self._database.transaction() as connection:
             own = {"topic": topic, "consumer": consumer, "held": HELD}
             connection.execute(self._queries("hold_back"), own)
 
     def let_go(self, topic: str, consumer: str) -> None:
-        """Hand events to a consumer that was held back, as far as its topic's layout goes."""
+        """Release a consumer that was held back: hand it events, as far as its topic's layout goes."""
         own = {"topic": topic, "consumer": consumer, "held": HELD}
         with self._database.transaction() as connection:
             rows = connection.execute(self._queries("lock_held"), own).fetchall()
             until = None
             if rows and rows[0][0] != NOT_PARTITIONED:
                 known = layouts(connection, self._database.schema, topic)
-                until = place(known, min(offset for _, offset in rows)).until if known else None
+                until = bounds_at(known, min(offset for _, offset in rows)).until if known else None
             connection.execute(self._queries("let_go"), {**own, "until": until})
 
 
-class Founding:
-    """Makes a database a shard, in a transaction that only one process has."""
+class Bootstrap:
+    """Makes a database a shard, in a transaction that prevents other processes from doing so."""
 
     def __init__(self, connection: Connection, queries: Queries) -> None:
         self._connection = connection

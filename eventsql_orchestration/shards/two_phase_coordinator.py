@@ -1,17 +1,18 @@
-"""Finishing what was published over several shards: each part of a publication that is decided, and no other.
+"""Finish publications over several shards: publish each part of a decided publication, and no other part.
 
-A publication is announced on the shard that decides it before any part of it is prepared, and its announcement stays
-until all parts are published. So what a part becomes can be read there: decided, it is published; announced, it may
-still be; gone, it was given up, or this part is published. Whoever gives a publication up deletes its announcement,
-unless it is decided: then nobody can decide it any more.
+The writer announces a publication on the shard that decides it, before it prepares any part. The announcement stays
+until all parts are published. So the announcement tells the fate of a part. If it is decided, the part is published. If
+it is announced only, the part may still be published. If it is gone, the publication was given up, or this part is
+published. To give up a publication, a process deletes its announcement, unless it is decided. Then no process can
+decide the publication any more.
 
-A batch that was given up may be tried again, with other events, and so take place without a part here. Only the record
-of the batch, which names the publication that took place, tells the part of one that was given up from one that came
-back with a backup of this database. An older version of this package named none: then another part of the batch that
-is published here tells, since a batch takes place once, with one part on each shard.
+A batch that was given up may be tried again, with other events, and may then have no part here. An open part may belong
+to a publication that was given up, or may have come back with a backup of this database. Only the record of the batch
+tells the two apart: it names the publication that took place. Older versions of this package recorded no name. Then
+another published part of the batch here tells, because a batch takes place once, with one part on each shard.
 
-A part that is decided is published before anything changes by which its events were placed: neither a shard is added
-nor a topic repartitioned while parts are open (`log/parts.py`).
+A decided part is published before the placement of its events changes: no shard is added and no topic is repartitioned
+while parts are open (`publishing/two_phase_participant.py`).
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ import psycopg
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.errors import EventSQLError
-from eventsql_orchestration.log.parts import Announcement, Part, Parts
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.publishing.two_phase_participant import Announcement, PublicationPart, TwoPhaseParticipant
+from eventsql_orchestration.shards.shard import Shard
 
 logger = logging.getLogger(__name__)
 
 ABANDONED_SECONDS: Final = 600.0
-"""After so long, a publication that was announced and not decided is given up, though somebody is at it still: the two
-are seconds apart."""
+"""Seconds until a publication that is announced and not decided is given up, even if its owner is still at work.
+Normally the announcement and the decision are seconds apart."""
 
-_PATIENCE: Final = 0.1
-"""Seconds to wait for whoever publishes or decides a part just now."""
+_TIMEOUT: Final = 0.1
+"""Seconds to wait for another process that publishes or decides a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
     """A publication over several shards that is not finished, and why.
 
-    `decided` says whether it takes place, which is not known (None) while the shard that decides cannot be asked.
-    `shards` are those that its events are not published on yet, as far as they are known.
+    `decided` says whether it takes place; it is None while the shard that decides cannot be asked. `shards` are the
+    known shards on which its events are not published yet.
     """
 
     id: uuid.UUID
@@ -59,21 +60,21 @@ class Unfinished:
 
 
 @checked
-class Decisions:
-    """Finishes publications over several shards, for whoever comes."""
+class TwoPhaseCoordinator:
+    """Finishes publications over several shards. Any process may call it."""
 
-    def __init__(self, shards: Callable[[], Mapping[str, EventSQL]]) -> None:
-        """`shards` gives those that can be reached, by name."""
+    def __init__(self, shards: Callable[[], Mapping[str, Shard]]) -> None:
+        """`shards` gives the shards that can be reached, by name."""
         self._shards = shards
 
-    def finish(self, *, patience: float = _PATIENCE, abandoned_after: float = ABANDONED_SECONDS) -> list[Unfinished]:
-        """Publish every part that is decided; give up what is not, and whose owner has ended.
+    def finish(self, *, timeout: float = _TIMEOUT, abandoned_after: float = ABANDONED_SECONDS) -> list[Unfinished]:
+        """Publish every decided part; give up each undecided publication whose owner has ended.
 
-        What its owner is still at is given up `abandoned_after` seconds after it was announced. Gives what could not be
-        finished: because a shard is missing, or because somebody else is at it, for whom it waits `patience` seconds.
-        Raises nothing for a shard that fails.
+        If the owner is still at work, the publication is given up `abandoned_after` seconds after its announcement.
+        Gives the publications that could not be finished: a shard is missing, or another process is at work, after a
+        wait of `timeout` seconds. Raises nothing for a shard that fails.
         """
-        shards = {name: Parts(platform.database) for name, platform in self._shards().items()}
+        shards = {name: TwoPhaseParticipant(platform.database) for name, platform in self._shards().items()}
         left: dict[uuid.UUID, Unfinished] = {}
         for name, parts in shards.items():
             try:
@@ -82,22 +83,27 @@ class Decisions:
                 logger.info("shard %s is not asked for publications to finish: %s", name, error)
                 continue
             for each in announced:
-                unfinished = self._settle(each, name, shards, patience, abandoned_after)
+                unfinished = self._settle(each, name, shards, timeout, abandoned_after)
                 if unfinished is not None:
                     left[each.id] = unfinished
         for name, parts in shards.items():
             try:
                 for part in parts.open():
-                    if part.id not in left and (reason := _look(part, parts, shards, patience)) is not None:
+                    if part.id not in left and (reason := _look(part, parts, shards, timeout)) is not None:
                         left[part.id] = Unfinished(part.id, part.writer, part.batch, None, reason, (name,))
             except (EventSQLError, psycopg.Error) as error:
                 logger.info("shard %s is not asked for parts of publications: %s", name, error)
         return list(left.values())
 
     def _settle(
-        self, publication: Announcement, decider: str, shards: Mapping[str, Parts], patience: float, age: float
+        self,
+        publication: Announcement,
+        decider: str,
+        shards: Mapping[str, TwoPhaseParticipant],
+        timeout: float,
+        age: float,
     ) -> Unfinished | None:
-        """Finish a publication or give it up; gives why it is neither."""
+        """Finish a publication or give it up; if neither works, gives the unfinished publication with the reason."""
 
         def left(reason: str, names: Iterable[str] = publication.shards) -> Unfinished:
             return Unfinished(
@@ -106,15 +112,15 @@ class Decisions:
 
         try:
             if not publication.decided:
-                decided = _give_up(publication, decider, shards[decider], patience, age)
+                decided = _give_up(publication, decider, shards[decider], timeout, age)
                 if decided is None:
                     return None
                 if not decided:
                     by = "" if publication.owner is None else f" by {publication.owner}"
                     return left(f"it is being published{by}, for {publication.age:.0f} seconds now")
                 publication = replace(publication, decided=True)
-            # On each that takes it, whatever becomes of the others.
-            reasons = {name: _publish(publication.id, name, shards.get(name), patience) for name in publication.shards}
+            # Publish on each shard, even if another shard fails.
+            reasons = {name: _publish(publication.id, name, shards.get(name), timeout) for name in publication.shards}
             failed = {name: reason for name, reason in reasons.items() if reason is not None}
             if failed:
                 return left("; ".join(failed.values()), failed)
@@ -127,13 +133,15 @@ class Decisions:
         return None
 
 
-def _give_up(publication: Announcement, decider: str, parts: Parts, patience: float, age: float) -> bool | None:
-    """Give up a publication whose owner has ended, or is at it for too long; whether it is decided by now, else.
+def _give_up(
+    publication: Announcement, decider: str, parts: TwoPhaseParticipant, timeout: float, age: float
+) -> bool | None:
+    """Give up a publication whose owner has ended or takes too long; otherwise, gives whether it is decided by now.
 
-    None where it is over.
+    None if the publication is over.
     """
     over = publication.deserted or publication.age >= age
-    if over and parts.give_up(publication.id, patience=patience):
+    if over and parts.give_up(publication.id, timeout=timeout):
         logger.warning(
             "batch %d of writer %r was given up, %.0f seconds after it was announced on shard %r: %s, and nothing of "
             "it is published",
@@ -141,23 +149,25 @@ def _give_up(publication: Announcement, decider: str, parts: Parts, patience: fl
             f"{publication.owner} has ended" if publication.deserted else "nobody has decided it",
         )  # fmt: skip
         return None
-    # Since it was looked at, its owner may have decided it, and ended for that; or somebody else has given it up.
+    # Meanwhile its owner may have decided it and ended, or another process may have given it up.
     return parts.is_decided(publication.id)
 
 
-def _publish(publication: uuid.UUID, name: str, parts: Parts | None, patience: float) -> str | None:
-    """Publish the part of a shard; gives why it is not."""
+def _publish(publication: uuid.UUID, name: str, parts: TwoPhaseParticipant | None, timeout: float) -> str | None:
+    """Publish the part of a shard; if that fails, gives the reason."""
     if parts is None:
         return f"shard {name!r} cannot be reached"
     try:
-        parts.publish_decided(publication, patience=patience)
+        parts.publish_decided(publication, timeout=timeout)
     except (EventSQLError, psycopg.Error) as error:
         return f"shard {name!r}: {error}"
     return None
 
 
-def _look(part: Part, parts: Parts, shards: Mapping[str, Parts], patience: float) -> str | None:
-    """Forget a part whose publication was given up; gives why another is left."""
+def _look(
+    part: PublicationPart, parts: TwoPhaseParticipant, shards: Mapping[str, TwoPhaseParticipant], timeout: float
+) -> str | None:
+    """Give up a part whose publication was given up; if the part stays, gives the reason."""
     decider = shards.get(part.decider)
     if decider is None:
         return f"shard {part.decider!r}, which knows whether it takes place, cannot be reached"
@@ -167,14 +177,14 @@ def _look(part: Part, parts: Parts, shards: Mapping[str, Parts], patience: float
         took_place = decider.took_place(part)
         if took_place is None:
             took_place = not parts.was_replaced(part)
-        # What is published here was so before its announcement went, and is not open when that is asked after it.
+        # A part is published before its announcement goes. So ask whether it is open after asking for the announcement.
         if took_place and parts.is_open(part.id):
             return (
                 f"shard {part.decider!r} has recorded it as published and finished, and here its part {part.id} is "
                 "not, as where one of them was restored from a backup: it is kept, and nothing published by it; "
                 "compare the events, and delete its row of spark_part when they are there"
             )
-        if parts.give_part_up(part.id, patience=patience):
+        if parts.give_part_up(part.id, timeout=timeout):
             logger.warning(
                 "a part of batch %d of writer %r was given up: shard %r knows nothing of this publication any more",
                 part.batch, part.writer, part.decider,

@@ -1,45 +1,58 @@
-"""The connection over which a task reads: what a query gives, as Arrow record batches, copied by ADBC.
+"""Ranges of topics' logs as Arrow record batches, which ADBC reads with COPY.
 
-Of ADBC it takes the low-level interface alone. The one of PEP 249 loads `pyarrow.dataset`, and that loads pandas: a
-second of work for every process that Spark starts, and it starts several for a query.
+Uses ADBC's low-level interface. Its DBAPI interface loads `pyarrow.dataset` and thereby pandas: a second of work for
+each of the processes that Spark starts, and it starts several for a query.
 
-Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
+Runs in Spark's tasks, so it imports neither pyspark nor the database floor, which take longer to load than a small
+range takes to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
-from types import TracebackType
-from typing import Final
+from itertools import groupby
+from operator import attrgetter
+from types import MappingProxyType, TracebackType
+from typing import Any, Final
 
 import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error
-from psycopg import conninfo
+from psycopg import conninfo, sql
 
-from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseUnavailableError, DataLossError
+from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
+from eventsql_orchestration.spark.json_values import ValueDecoder
+from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.shards import ReadShard, naming
+
+logger = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
-"""What a record batch should hold; bounds a task's memory, whatever its range. Measured with 200-byte events on two
+"""The size of a record batch. It bounds a task's memory, whatever its range. Measured with 200-byte events on two
 cores: 1 MiB reads 2.7 million events/s, 4 MiB 2.8 and 16 MiB 3.0."""
 
 _BATCH_SIZE: Final = {adbc_driver_postgresql.StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)}
 
 _DATABASES: Final = 8
-"""Databases that a process remembers. Those of one session of Spark share its Python processes."""
+"""The databases that a process remembers. All queries of a Spark session share its Python processes."""
 
 
 @lru_cache(maxsize=_DATABASES)
 def known_database(dsn: str) -> AdbcDatabase:
-    """What ADBC knows of a database. It goes with the process, and holds no connection.
+    """ADBC's knowledge of a database, for the life of the process. It holds no connection.
 
-    ADBC asks the server for all of its types, those of tables too, over a connection that it closes. Measured with 20
-    tables: 25 ms, which every task would wait for; the task's own connection takes 7.
+    ADBC asks the server for all types, including those of tables, over a connection that it closes. Measured with 20
+    tables: 25 ms, which every task would wait for. The task's own connection takes 7 ms.
     """
     database: AdbcDatabase = adbc_driver_postgresql.connect(_confined(dsn))
     return database
@@ -61,14 +74,14 @@ WHERE n.nspname = ANY (current_schemas(false)) AND n.nspname <> 'pg_catalog' AND
     OR EXISTS (SELECT FROM pg_type t WHERE t.typnamespace = n.oid AND t.typname = 'text')
 )
 """)
-"""The schemas on a session's search_path with names that the driver's own queries would find."""
+"""The schemas on the search_path whose names would capture names in the driver's own queries."""
 
 
 def _confined(dsn: str) -> str:
-    """The same database with a search_path of the system's names alone: the driver's own queries are not qualified.
+    """The same database with only the system's schemas on the search_path: the driver's queries are not qualified.
 
-    A pooler may refuse or ignore the option. Then the path must hold nothing that captures those queries. Raises
-    `ConfigurationError` where it does.
+    A pooler may refuse or ignore the option. Then nothing on the path may capture names of those queries, else
+    `ConfigurationError`.
     """
     given = conninfo.conninfo_to_dict(dsn).get("options") or ""
     plain = conninfo.make_conninfo(dsn, client_encoding="UTF8")
@@ -94,15 +107,15 @@ def _captures(dsn: str) -> list[tuple[str]]:
 
 
 class RefusedError(Exception):
-    """A query that came to an error among its rows, of a server that stands. Its state is not known."""
+    """A query failed among its rows, on a server that still answers. The SQLSTATE is not known."""
 
 
 class CopyConnection:
     """A connection in a transaction. Close it, or use it as a context manager.
 
-    Raises `adbc_driver_manager.Error` or `psycopg.Error`, with the server's `sqlstate` where it said one, and
-    `ConfigurationError` for a pooler before a database with names that are not the system's; among the rows of a query
-    `RefusedError`, or what pyarrow raises where the connection is gone.
+    Raises `adbc_driver_manager.Error` or `psycopg.Error`, with the server's `sqlstate` if there is one, and
+    `ConfigurationError` as `_confined`. Among the rows of a query it raises `RefusedError`, or pyarrow's error if the
+    connection is gone.
     """
 
     def __init__(self, dsn: str) -> None:
@@ -122,7 +135,7 @@ class CopyConnection:
         self.close()
 
     def close(self) -> None:
-        """End the connection, and with it a transaction that is not committed."""
+        """Close the connection. This rolls back an open transaction."""
         self._opened.close()
 
     def execute(self, statement: str) -> None:
@@ -131,20 +144,20 @@ class CopyConnection:
         self._statement.execute_update()
 
     def batches(self, query: str) -> Iterator[pa.RecordBatch]:
-        """The rows of a query without parameters, as they come; none may be left to read when the next is executed."""
+        """The rows of a query without parameters, as they come. Read all of them before the next statement."""
         self._statement.set_sql_query(query)
         stream, _ = self._statement.execute_query()
         try:
             with closing(pa.RecordBatchReader.from_stream(stream)) as reader:
                 yield from reader
         except (pa.ArrowException, OSError) as error:
-            # Arrow has no place for the server's state, which would say whether the connection is gone.
+            # Arrow errors have no SQLSTATE, which would say whether the connection is gone.
             if self._stands():
                 raise RefusedError(str(error)) from error
             raise
 
     def _stands(self) -> bool:
-        """Whether the server still answers; ends the transaction."""
+        """Whether the server still answers. Ends the transaction."""
         try:
             self._connection.rollback()
         except Error:
@@ -152,5 +165,221 @@ class CopyConnection:
         return True
 
     def commit(self) -> None:
-        """End the transaction; the next statement begins another."""
+        """Commit. The next statement begins another transaction."""
         self._connection.commit()
+
+
+# What a task reads
+
+_TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
+
+TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
+    {
+        "key": pa.string(),
+        "value": pa.binary(),
+        "topic": pa.string(),
+        "partition": pa.int32(),
+        "offset": pa.int64(),
+        "timestamp": pa.timestamp("us", tz="UTC"),
+        "headers": _TEXT_MAP,
+        "shard": pa.string(),
+    }
+)
+"""The Arrow types of a read's columns. `topic` and `shard` are constant within a piece and are not fetched."""
+
+_EXPRESSIONS: Final = {
+    "key": sql.SQL("eql_key"),
+    "value": sql.SQL("eql_value"),
+    "partition": sql.SQL("eql_partition"),
+    "offset": sql.SQL("eql_id"),
+    "timestamp": sql.SQL("eql_buffered_at::timestamptz"),
+    # JSON would come as an extension type.
+    "headers": sql.SQL("eql_metadata::text"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range that a task reads, its table, and the offset of its first event when the read was planned.
+
+    `rows` are SQL conditions that its events must meet. `shard` is its shard, if there are several databases.
+    """
+
+    offsets: OffsetRange
+    table: str
+    first: int
+    rows: Sequence[str] = ()
+    shard: ReadShard | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The columns to read, of those in `TYPES`, and the decoder of `value`, if there is one.
+
+    Missing events are an error unless `fail_on_data_loss` is false.
+    """
+
+    columns: Sequence[str]
+    decoder: ValueDecoder | None = None
+    fail_on_data_loss: bool = True
+
+    @property
+    def fetched(self) -> list[str]:
+        """The columns that come from the log."""
+        names = [name for name in self.columns if name in _EXPRESSIONS]
+        if self.decoder is not None and self.decoder.fail_fast and "offset" not in names:
+            # Errors name the event by its offset.
+            names.append("offset")
+        return names or ["offset"]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema. All columns are nullable, as in Spark."""
+        types = dict(TYPES)
+        if self.decoder is not None:
+            types["value"] = self.decoder.type
+        return pa.schema([pa.field(name, types[name]) for name in self.columns])
+
+
+def read_batches(source: Source, pieces: Iterable[Piece], wanted: Projection) -> Iterator[pa.RecordBatch]:
+    """The events of ranges, in order within each range.
+
+    Raises `DatabaseUnavailableError` if the server goes away, also in mid-read, `DatabaseError` if it refuses the read,
+    `DataLossError` if retention has dropped events since the read was planned, and `ValidationError` for a value that
+    cannot be decoded.
+    """
+    # A task has one connection at a time, however many shards it reads.
+    for shard, of_shard in groupby(pieces, key=attrgetter("shard")):
+        with naming(shard):
+            yield from _read_database(source if shard is None else shard.alone(source), of_shard, wanted)
+
+
+def _read_database(source: Source, pieces: Iterable[Piece], wanted: Projection) -> Iterator[pa.RecordBatch]:
+    with ExitStack() as opened:
+        connection = None
+        for piece in pieces:
+            with _errors(source, piece.offsets):
+                if connection is None:
+                    connection = opened.enter_context(CopyConnection(source.dsn))
+                yield from _read_piece(connection, source, piece, wanted)
+                connection.commit()
+
+
+def _read_piece(
+    connection: CopyConnection, source: Source, piece: Piece, wanted: Projection
+) -> Iterator[pa.RecordBatch]:
+    fetched, schema, topic = wanted.fetched, wanted.schema, piece.offsets.topic
+    # One snapshot for both statements: otherwise a segment could be detached between them.
+    connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    # Times without a zone are in UTC: EventSQL's Java library makes such tables.
+    connection.execute("SET LOCAL TIME ZONE 'UTC'")
+    if not sum(batch.num_rows for batch in connection.batches(_first_query(source, piece))):
+        # From here on, this transaction keeps its segment and all later ones from being dropped.
+        report_loss(
+            f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "
+            f"{piece.offsets} was planned",
+            fail=wanted.fail_on_data_loss,
+            shard=piece.shard,
+        )
+    for batch in connection.batches(_query(source, piece, fetched)):
+        if batch.num_rows:
+            found = dict(zip(fetched, batch.columns, strict=True))
+            if wanted.decoder is not None and "value" in found:
+                offsets = found["offset"].to_pylist() if wanted.decoder.fail_fast else None
+                found["value"] = wanted.decoder.decode(found["value"], topic, offsets)
+            same = {"topic": topic, "shard": None if piece.shard is None else piece.shard.name}
+            arrays = [
+                _constant(same[name], schema.field(name).type, batch.num_rows)
+                if name in same
+                else _column(name, found[name], schema.field(name).type)
+                for name in wanted.columns
+            ]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def report_loss(what: str, *, fail: bool, shard: ReadShard | None) -> None:
+    """Raise `DataLossError`, to which the caller adds the shard, or log a warning if loss is no failure."""
+    if fail:
+        raise DataLossError(f"{what}; set failOnDataLoss to false to go on with what is left")
+    where = "" if shard is None else f"shard {shard.name!r}: "
+    logger.warning("%s%s; the read goes on with what is left", where, what)
+
+
+def _first_query(source: Source, piece: Piece) -> str:
+    return qualified(
+        sql.SQL("SELECT eql_id FROM {} WHERE eql_id = {}").format(_log(source, piece), piece.first).as_string()
+    )
+
+
+def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
+    offsets = piece.offsets
+    # ADBC uses COPY only for queries without parameters, so the numbers are literals.
+    conditions: list[sql.Composable] = [
+        sql.SQL("eql_id > {}").format(offsets.after),
+        sql.SQL("eql_id <= {}").format(offsets.upto),
+    ]
+    if offsets.partition != NOT_PARTITIONED:
+        conditions.append(sql.SQL("eql_partition = {}").format(offsets.partition))
+    # filters.py has written their values as literals.
+    conditions += [sql.SQL(f"({row})") for row in piece.rows]
+    return qualified(
+        sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
+        .format(
+            sql.SQL(", ").join(_EXPRESSIONS[name] for name in fetched),
+            _log(source, piece),
+            sql.SQL(" AND ").join(conditions),
+        )
+        .as_string()
+    )
+
+
+def _log(source: Source, piece: Piece) -> sql.Identifier:
+    return sql.Identifier(source.schema, piece.table)
+
+
+def _constant(value: str | None, kind: pa.DataType, rows: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, kind), rows)
+
+
+def _column(name: str, found: Any, kind: pa.DataType) -> pa.Array:
+    if name == "headers":
+        return _maps(found)
+    return found if found.type == kind else found.cast(kind)
+
+
+def _maps(texts: pa.Array) -> pa.Array:
+    # Metadata repeats, so each distinct text is parsed once. Measured: 720,000 events/s if half of them differ, 270,000
+    # if the server takes the JSON apart (json_each_text).
+    encoded = texts.dictionary_encode()
+    parsed = [
+        [(name, value if value is None or isinstance(value, str) else json.dumps(value)) for name, value in entries]
+        for entries in (json.loads(text).items() for text in encoded.dictionary.to_pylist())
+    ]
+    return pc.take(pa.array(parsed, type=_TEXT_MAP), encoded.indices)
+
+
+_NO_RIGHT: Final = "42501"
+"""The SQLSTATE of a missing right."""
+
+
+@contextmanager
+def _errors(source: Source, offsets: OffsetRange) -> Iterator[None]:
+    try:
+        yield
+    except (Error, psycopg.Error, RefusedError, pa.ArrowException, OSError) as error:
+        raise translate(error, source, f"{offsets} could not be read") from error
+
+
+def translate(error: Exception, source: Source, what: str) -> DatabaseError:
+    """An error of ADBC, Arrow or psycopg as an error of this package."""
+    state = getattr(error, "sqlstate", None)
+    said = str(error).strip()
+    detail = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+    if not isinstance(error, RefusedError) and (state is None or state.startswith(("08", "57P", "53"))):
+        return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away ({detail})")
+    if state == _NO_RIGHT:
+        # Loaded only here, so that tasks without this error start faster.
+        from eventsql_orchestration.database.permissions import permission_error  # noqa: PLC0415
+
+        return permission_error(detail.removeprefix("ERROR:").strip(), f"{what}: {source.label}", None, None)
+    return DatabaseError(f"{what}: {source.label} refused ({detail})")

@@ -1,4 +1,7 @@
-"""What a publication does in one database, within a transaction there: its record, its events, its claim."""
+"""The commit log of writes: what a publication does in one database, in a transaction there.
+
+It records the batch, publishes its events, and commits its claim.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,27 @@ from typing import Final
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.errors import (
-    ClaimLostError,
-    ConfigurationError,
-    RedefinitionError,
-    TopicNotFoundError,
-)
-from eventsql_orchestration.log.parts import Part, Parts
-from eventsql_orchestration.log.staged import StagedBlock, StagedBlocks, swept
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.errors import ClaimLostError, ConfigurationError, RedefinitionError, TopicNotFoundError
+from eventsql_orchestration.publishing.staged_blocks import StagedBlock, StagedBlocks, missing_blocks
+from eventsql_orchestration.publishing.two_phase_participant import PublicationPart, TwoPhaseParticipant
+from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.staging import Attempt, Share
 
 KEPT_BATCHES: Final = 100
-"""So many of a writer's newest records are kept, however old they are: a stream repeats its last batch."""
+"""The newest records of a writer are kept however old they are: a stream repeats its last batch."""
 
 KEPT_SECONDS: Final = 30 * 86_400.0
-"""How long records are kept, as Dagster's housekeeping does."""
+"""How long other records are kept. Dagster's housekeeping keeps its records as long."""
 
 PRUNED: Final = 1_000
-"""Records that a publication looks at when it prunes: more than it writes."""
+"""The records that a publication looks at when it prunes: more than it writes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unrepeated:
-    """Writers of one batch each that nobody named, and that nothing repeats: their records go after `seconds`.
+class OneBatchWriters:
+    """Generated writers of one batch each, which is never repeated. Their records are deleted after `seconds`.
 
-    `names` is what their names are like, `any_name` gives one at random.
+    `names` is a pattern of their names, `any_name` makes a random one.
     """
 
     names: str
@@ -50,14 +48,14 @@ class Unrepeated:
 
 
 def unnamed() -> str:
-    """A writer of its own, for a write without a `writerId`."""
+    """A new writer, for a write without a `writerId`."""
     return f"unnamed-{uuid.uuid4()}"
 
 
-UNNAMED: Final = Unrepeated("^unnamed-[0-9a-f-]{36}$", 86_400.0, unnamed)
-"""Over shards, the record tells which publication took place until no part of it is open."""
+UNNAMED: Final = OneBatchWriters("^unnamed-[0-9a-f-]{36}$", 86_400.0, unnamed)
+"""Over shards, the record identifies the publication until none of its parts is open."""
 
-OF_CLAIM: Final = Unrepeated(
+OF_CLAIM: Final = OneBatchWriters(
     "^claim-[0-9]+$",
     KEPT_SECONDS,
     lambda: f"claim-{random.randrange(10**9)}",  # noqa: S311 - spreads work, guards nothing
@@ -67,9 +65,9 @@ OF_CLAIM: Final = Unrepeated(
 
 @dataclass(frozen=True, slots=True)
 class ClaimHold:
-    """A claim as it was when a write was planned: what a later owner makes of it is not ours to commit.
+    """A claim as it was when the write was planned. A later epoch of the claim is another owner's.
 
-    `shard` is the one that it is of, where there are several.
+    `shard` is the claim's shard, if there are several.
     """
 
     id: int
@@ -78,24 +76,33 @@ class ClaimHold:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch that a writer publishes: the attempts that staged it, in its order, and the claim that it commits.
+class StreamBatch:
+    """What identifies a stream's batch: a batch with the same number that was published before must be the same.
 
-    `replayed` says that the batch must be the one that was published before, where one was.
+    `query` is the id of the streaming query, which lives as long as its checkpoint. `checksum` is the sum of its tasks'
+    checksums. Both are None if the writer is the query itself.
     """
+
+    query: str | None = None
+    checksum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of a writer: the attempts that staged it, in order, the claim to commit, and the stream it belongs to."""
 
     writer: str
     number: int
     attempts: tuple[Attempt, ...]
     claim: ClaimHold | None = None
-    replayed: bool = False
+    stream: StreamBatch | None = None
 
     @property
     def events(self) -> int:
         return sum(attempt.events for attempt in self.attempts)
 
     def portions(self) -> dict[str | None, Portion]:
-        """What there is of it on each shard that has some."""
+        """The batch's portion on each shard that has events of it."""
         portions: dict[str | None, list[tuple[uuid.UUID, Share]]] = {}
         for attempt in self.attempts:
             for share in attempt.shares:
@@ -121,12 +128,12 @@ class Portion:
         return sum(sum(share.events.values()) for _, share in self.shares)
 
 
-class Ledger:
+class CommitLog:
     """Publishes in one database."""
 
-    def __init__(self, platform: EventSQL) -> None:
+    def __init__(self, platform: Shard) -> None:
         self.platform = platform
-        self.parts = Parts(platform.database)
+        self.parts = TwoPhaseParticipant(platform.database)
         self._blocks = StagedBlocks(platform.database.schema)
         self._queries = Queries("spark", platform.database.schema)
         self._log = Queries("log", platform.database.schema)
@@ -134,81 +141,99 @@ class Ledger:
     # The record
 
     def record(self, connection: Connection, batch: Batch, publication: uuid.UUID) -> bool:
-        """Become the one publication of the writer's batch; False where there was one.
+        """Record the batch as published by this publication. False if the batch has a record.
 
-        Waits for another transaction that publishes the same, and then knows what became of it. Raises
-        `ConfigurationError` for a batch that may have been published so long ago that its record was deleted.
+        Waits for another transaction that records the same batch. Raises `ConfigurationError` for a batch whose record
+        may have been deleted.
         """
-        values = {"writer": batch.writer, "batch": batch.number, "events": batch.events, "id": publication}
+        stream = batch.stream or StreamBatch()
+        values = {
+            "writer": batch.writer, "batch": batch.number, "events": batch.events, "id": publication,
+            "query": stream.query, "checksum": stream.checksum,
+        }  # fmt: skip
         if connection.execute(self._queries("record_publication"), values).rowcount != 1:
             return False
+
         cursor = connection.cursor(row_factory=tuple_row)
         if cursor.execute(self._queries("is_forgotten"), values).fetchone() == (True,):
             raise ConfigurationError(
-                f"{batch} is not published: whether it was published before is not known any more, since the records "
-                f"of this writer's old batches are deleted after {KEPT_SECONDS / 86_400:.0f} days; if it was not, "
-                "write it with another writerId"
+                f"{batch} is not published: it may have been published before. Records of this writer's old batches "
+                f"are deleted after {KEPT_SECONDS / 86_400:.0f} days. If it was not published, use another writerId"
             )
         return True
 
     def recorded(self, batch: Batch) -> bool:
         """Whether the batch was published."""
         with self.platform.database.connection() as connection:
-            return self._events(connection, batch) is not None
+            return self._record(connection, batch) is not None
 
-    def _events(self, connection: Connection, batch: Batch) -> int | None:
+    def _record(self, connection: Connection, batch: Batch) -> tuple[int, str | None, int | None] | None:
         values = {"writer": batch.writer, "batch": batch.number}
-        row = connection.execute(self._queries("published"), values).fetchone()
-        return None if row is None else int(row[0])
+        return connection.execute(self._queries("published"), values).fetchone()
 
     def check_repeated(self, connection: Connection, batch: Batch) -> None:
-        """Make sure that a batch that was published is the one that is to be published now, as far as it must be."""
-        if batch.replayed and (events := self._events(connection, batch)) != batch.events:
-            raise ConfigurationError(
-                f"{batch} was published before with {events} events, and has {batch.events} now: this checkpoint is "
-                "not the one that it was published with; give writerId a new value, and begin where the deleted "
-                "checkpoint ended"
-            )
+        """Check that a batch is the one that was published under its number before.
+
+        Raises `ConfigurationError` if a stream's batch is another one, `ClaimLostError` if the claim was not committed.
+        """
+        if batch.stream is not None:
+            self._check_stream(batch, batch.stream, self._record(connection, batch))
         if batch.claim is not None:
             claim, state = self.platform.claims.get(batch.claim.id)
             if state != "committed":
                 raise ClaimLostError(f"{batch} was published before, but not with {claim}: give writerId a new value")
 
+    def _check_stream(
+        self, batch: Batch, stream: StreamBatch, record: tuple[int, str | None, int | None] | None
+    ) -> None:
+        events, query, checksum = record or (None, None, None)
+        if events != batch.events:
+            difference = f"with {events} events, and has {batch.events} now"
+        elif None not in (query, stream.query) and query != stream.query and checksum != stream.checksum:
+            difference = "by another streaming query, and has other events now"
+        else:
+            return
+        raise ConfigurationError(
+            f"{batch} was published before {difference}: this checkpoint is not the one that it was published with. "
+            "Give writerId a new value, and begin where the deleted checkpoint ended"
+        )
+
     # The events
 
     def find(self, connection: Connection, portion: Portion) -> list[StagedBlock]:
-        """The blocks of a portion, in its order. Raises `DatabaseError` unless they are all there."""
+        """The blocks of a portion, in order. Raises `DatabaseError` if one is missing."""
         found = self._blocks.find(connection, portion.attempts)
         blocks: dict[uuid.UUID, list[StagedBlock]] = {}
         for block in found:
             blocks.setdefault(block.attempt, []).append(block)
+
         for attempt, share in portion.shares:
             events: Counter[str] = Counter()
+            in_order = True
             for block in blocks.get(attempt, ()):
-                if block.position != events.total():
-                    raise swept(attempt, sum(share.events.values()))
+                in_order = in_order and block.position == events.total()
                 events[block.topic] += block.events
-            if events != Counter(share.events):
-                raise swept(attempt, sum(share.events.values()))
+            if not in_order or events != Counter(share.events):
+                raise missing_blocks(attempt, sum(share.events.values()))
         return found
 
-    def prepare(self, part: Part, portion: Portion) -> None:
-        """Have the blocks of a portion kept, on disk, for a publication that is announced. Raises as `find`."""
+    def prepare(self, part: PublicationPart, portion: Portion) -> None:
+        """Keep the blocks of a portion, on disk, for an announced publication. Raises as `find`."""
         with self.platform.database.transaction() as connection:
-            self.parts.bound(connection)
-            self.parts.hold(connection, portion.attempts)
+            self.parts.limit_transaction(connection)
+            self.parts.lock_blocks(connection, portion.attempts)
             self.find(connection, portion)
             self.parts.prepare(connection, part, portion.attempts, portion.events)
 
     def publish(self, connection: Connection, portion: Portion) -> None:
-        """Publish the events of a portion. Raises as `find`, and as `check_topics`."""
+        """Publish the events of a portion. Raises as `find` and `check_topics`."""
         self._blocks.publish(connection, portion.attempts, self.find(connection, portion))
         self.check_topics(connection, portion)
 
     def check_topics(self, connection: Connection, portion: Portion) -> None:
-        """Raises unless the topics, and the shards, are those that the events were staged for.
+        """Raise `TopicNotFoundError` or `RedefinitionError` if topics or shards have changed since the staging.
 
-        They stay so until the end of the transaction, which has published to the buffer: who changes them locks it.
+        Call it after publishing to the buffer: a change locks the buffer, so it waits for the caller's transaction.
         """
         known = {
             (topic, count, share.layouts.get(topic))
@@ -220,6 +245,7 @@ class Ledger:
         redefined = {name for (name,) in connection.execute(self._log("redefined_topics"), values)}
         if not redefined:
             return
+
         there = {name for (name,) in connection.execute(self._queries("known_topics"), {"topics": sorted(redefined)})}
         for topic in sorted(redefined - there):
             raise TopicNotFoundError(f"topic {topic!r} was deleted while events for it were written")
@@ -232,31 +258,31 @@ class Ledger:
     def commit(self, connection: Connection, hold: ClaimHold) -> None:
         """Commit the range of a claim. Raises `ClaimLostError`."""
         claim, _ = self.platform.claims.get(hold.id)
-        # The offset must be where the claim begins: a consumer that knows nothing of leases may have moved it.
+        # This checks the offset, too: a consumer that knows no leases may have moved it.
         self.platform.claims.commit(connection, replace(claim, epoch=hold.epoch))
 
-    # What is left
+    # Cleaning up
 
     def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
-        """Delete what attempts staged, unless it is published or will be."""
+        """Delete what the attempts staged, unless it is published or prepared."""
         self._blocks.delete(connection, attempts)
 
     def give_up(self, attempts: Sequence[uuid.UUID]) -> None:
-        """`delete`, in a transaction of its own."""
+        """`delete` in a transaction of its own."""
         with self.platform.database.connection() as connection:
             self.delete(connection, attempts)
 
     def prune(self, writer: str) -> None:
-        """Delete some records that nothing repeats any more: of old batches of a writer, and of writers of its kind.
+        """Delete some old records: of the writer's batches, and of generated writers of its kind.
 
-        Those of Dagster's assets are pruned by its housekeeping, which knows the runs.
+        Dagster's housekeeping prunes the records of assets, because it knows the runs.
         """
         queries, values = self._queries, {"writer": writer, "limit": PRUNED, "newest": KEPT_BATCHES}
         with self.platform.database.connection() as connection:
             connection.execute(queries("prune_batches"), {**values, "seconds": KEPT_SECONDS})
             for kind in (UNNAMED, OF_CLAIM):
                 if kind.has(writer):
-                    # From any name on: so all get their turn, whichever of them are young.
+                    # A random start gives each record its turn.
                     of_kind = {"names": kind.names, "from": kind.any_name(), "seconds": kind.seconds}
                     connection.execute(queries("prune_writers"), {**values, **of_kind})
 

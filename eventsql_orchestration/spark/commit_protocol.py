@@ -1,11 +1,14 @@
-"""Publishing staged blocks of events, once for each batch of a writer: in one transaction, or in one on each shard.
+"""The commit protocol of writes: publishes staged blocks once for each batch of a writer.
 
-Over several shards, one transaction decides: that of the shard whose claim is committed, or else of the one that was
-there first, whatever was added since. It records (writer, batch), and from its commit on the events of all shards are
-published. It is open from before the publication is announced: where it has ended without deciding, nobody will.
-Before it commits, the events of each other shard are prepared, so that no crash and no sweep takes them away, and a
-transaction there has placed them and holds what they were placed by. That one commits after the one that decides; where
-it cannot, whoever comes publishes what was prepared (`sharded/decisions.py`).
+On one database, one transaction publishes. Over several shards there is a transaction on each, and one of them decides:
+on the shard of the committed claim, or else on the set's first shard, whatever was added since. It records (writer,
+batch), and its commit publishes the events of all shards.
+
+1. The deciding transaction begins and takes the publication's lock. If it ends without deciding, nobody else decides.
+2. The publication is announced, and the blocks of each other shard are prepared: no crash and no sweep deletes them.
+3. A transaction on each other shard publishes its part, and keeps topics and shards from changing.
+4. The deciding transaction commits, then the others. If one of them cannot, anybody publishes its prepared part
+   (`shards/two_phase_coordinator.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg
 
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.consuming.leases import owner_name
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
@@ -28,40 +33,38 @@ from eventsql_orchestration.errors import (
     RedefinitionError,
     ShardSetError,
 )
-from eventsql_orchestration.log.leased import owner_name
-from eventsql_orchestration.log.parts import Part
-from eventsql_orchestration.log.patience import Patience
-from eventsql_orchestration.log.shard_store import ShardStore
-from eventsql_orchestration.log.staged import swept
-from eventsql_orchestration.platform import EventSQL
-from eventsql_orchestration.spark.ledger import UNNAMED, Batch, ClaimHold, Ledger, Portion
+from eventsql_orchestration.publishing.staged_blocks import missing_blocks
+from eventsql_orchestration.publishing.two_phase_participant import PublicationPart
+from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.spark.commit_log import UNNAMED, Batch, ClaimHold, CommitLog, Portion, StreamBatch
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.places import places
-from eventsql_orchestration.spark.staging import Attempt, Place
+from eventsql_orchestration.spark.staging import Attempt, WriteTarget
+from eventsql_orchestration.spark.write_targets import write_targets
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.sharded.decisions import Decisions, Unfinished
+    from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator, Unfinished
 
 logger = logging.getLogger(__name__)
 
 FINISH_SECONDS: Final = 10.0
-"""How long a publication that is decided is waited for where a shard does not take its part; also by the next one."""
+"""How long to try to publish the parts of a decided publication. The next publication on its shards tries as long."""
 
 FORGET_SECONDS: Final = 86_400.0
-"""How long it is known which events of a publication each shard got, after it was finished."""
+"""How long the records of published parts are kept."""
 
 GIVE_UP_SECONDS: Final = 0.25
-"""How long each part of a publication that does not take place is waited for; whoever comes next gives it up too."""
+"""How long to wait for each part of a publication that was given up. The next publication gives it up, too."""
 
 
 class Publications:
-    """Publishes what was staged. One object for one commit; close it, or use it as a context manager."""
+    """Publishes what was staged. Use one object for one commit, and close it or use it as a context manager."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._platform = EventSQL(*source.urls, schema=source.schema, migrate=False, transfer=False)
         self._sharded = len(source.urls) > 1
-        self._opened: dict[str | None, Ledger] = {}
+        self._opened: dict[str | None, CommitLog] = {}
 
     def __enter__(self) -> Publications:
         return self
@@ -70,57 +73,57 @@ class Publications:
         self._platform.close()
 
     @property
-    def _ledgers(self) -> Mapping[str | None, Ledger]:
-        """By the names of the shards; by None where there is one database."""
+    def _logs(self) -> Mapping[str | None, CommitLog]:
+        """The commit log of each shard by name, or of one database by None."""
         if not self._opened:
             if self._sharded:
-                # One that is down may have no name yet.
+                # A shard that is down may have no name yet.
                 shards = self._platform.open().shards
-                self._opened = {each.shard: Ledger(each) for each in shards if each.shard is not None}
+                self._opened = {each.name: CommitLog(each) for each in shards if each.name is not None}
             else:
-                self._opened = {None: Ledger(self._platform)}
+                self._opened = {None: CommitLog(self._platform.shards[0])}
         return self._opened
 
     @property
-    def _decisions(self) -> Decisions:
-        # Whoever has one database does not load what many need.
-        from eventsql_orchestration.sharded.decisions import Decisions  # noqa: PLC0415
+    def _coordinator(self) -> TwoPhaseCoordinator:
+        # One database needs no coordinator.
+        from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator  # noqa: PLC0415
 
-        return Decisions(lambda: {str(name): ledger.platform for name, ledger in self._ledgers.items()})
+        return TwoPhaseCoordinator(lambda: {str(name): log.platform for name, log in self._logs.items()})
 
     def _first(self) -> str | None:
-        """The shard that was there first, whatever was added since; None where there is one database."""
+        """The set's first shard, whatever was added since. None for one database."""
         if not self._sharded:
             return None
         failed: EventSQLError | None = None
-        for ledger in self._ledgers.values():
+        for log in self._logs.values():
             try:
-                return ShardStore(ledger.platform.database).state().first
+                return ShardStore(log.platform.database).state().first
             except DatabaseUnavailableError as error:
                 failed = error
         assert failed is not None, "there are shards"
         raise failed
 
-    def _ledger(self, shard: str | None, option: str) -> Ledger:
+    def _log_of(self, shard: str | None, option: str) -> CommitLog:
         try:
-            return self._ledgers[shard]
+            return self._logs[shard]
         except KeyError:
-            names = ", ".join(map(str, self._ledgers))
+            names = ", ".join(map(str, self._logs))
             raise ShardSetError(f"{option}: there is no shard {shard!r} among those that are up, {names}") from None
 
     # Planning
 
-    def places(self, topic: str | None, headers: Mapping[str, str]) -> tuple[Place, ...]:
-        """Where events of one topic, or of any, are staged, as it is now: in one database, or on each shard.
+    def write_targets(self, topic: str | None, headers: Mapping[str, str]) -> tuple[WriteTarget, ...]:
+        """Where to stage events of one topic, or of any: one database, or each shard.
 
-        Raises `TopicNotFoundError`; `ShardError` where shards are missing, and `ShardPendingError` where one that is
-        being added takes no events for too long.
+        Raises `TopicNotFoundError`, `ShardError` if shards are missing, `ShardPendingError` if a shard that is being
+        added takes no events for too long.
         """
-        platforms = {name: ledger.platform for name, ledger in self._ledgers.items()}
-        return places(self._source, platforms, topic, headers)
+        platforms = {name: log.platform for name, log in self._logs.items()}
+        return write_targets(self._source, platforms, topic, headers)
 
     def hold(self, claim_id: int, shard: str | None = None) -> ClaimHold:
-        """A claim as it is now, for a commit to come; `shard` is the one that it is of, where there are several.
+        """A claim as it is now, to be committed later. `shard` is its shard, if there are several.
 
         Raises `ClaimLostError` for an unknown id, `ShardSetError` for an unknown shard.
         """
@@ -130,7 +133,7 @@ class Publications:
             )
         if shard is not None and not self._sharded:
             raise ConfigurationError("option claimShard cannot be used here: there is one database")
-        claim, _ = self._ledger(shard, "option claimShard").platform.claims.get(claim_id)
+        claim, _ = self._log_of(shard, "option claimShard").platform.claims.get(claim_id)
         return ClaimHold(claim.id, claim.epoch, shard)
 
     # Publishing
@@ -142,20 +145,20 @@ class Publications:
         attempts: Sequence[Attempt],
         claim: ClaimHold | None = None,
         *,
-        replayed: bool = False,
+        stream: StreamBatch | None = None,
     ) -> bool:
         """Publish the events of `attempts`, in that order, unless `writer` has published `batch` before.
 
-        With `claim`, its range is committed in the same transaction. False when there was nothing left to do. With
-        `replayed`, a batch that was published before must be the same again: `ConfigurationError` when it has another
-        number of events, which would be lost. Raises `ClaimLostError`, `TopicNotFoundError`, `RedefinitionError` or
-        `DatabaseError`; then nothing was published. Over several shards also `PublicationUnfinishedError`: it is
-        published, and some of its events are not where they are read yet. `DatabaseBusyError` where that holds for a
-        publication before this one, on a shard of both.
+        Gives whether this published them. With `claim`, the same transaction commits its range. With `stream`, a batch
+        that was published before must be the same: `ConfigurationError` if it has other events, which would be lost.
+
+        Raises `ClaimLostError`, `TopicNotFoundError`, `RedefinitionError` or `DatabaseError`; nothing was published
+        then. Over several shards also `PublicationUnfinishedError`: the batch is published, but some of its events
+        cannot be read yet; and `DatabaseBusyError` if an earlier publication on one of its shards is in that state.
         """
-        given = Batch(writer, batch, tuple(attempts), claim, replayed)
+        given = Batch(writer, batch, tuple(attempts), claim, stream)
         decider = claim.shard if claim is not None else self._first()
-        deciding = self._ledger(decider, "the shard that decides")
+        deciding = self._log_of(decider, "the shard that decides")
         portions = given.portions()
         if portions.keys() <= {decider}:
             if self._sharded and portions and not deciding.recorded(given):
@@ -169,56 +172,56 @@ class Publications:
         self._sweep(deciding, given)
         return first
 
-    def _publish_alone(self, ledger: Ledger, batch: Batch, portion: Portion) -> bool:
+    def _publish_alone(self, log: CommitLog, batch: Batch, portion: Portion) -> bool:
         """Publish in one database, in one transaction."""
-        with ledger.platform.database.transaction() as connection:
-            # Nobody can write the batch of a writer without a name again, and no part of it is anywhere else.
+        with log.platform.database.transaction() as connection:
+            # An unnamed writer never repeats its batch, and the batch has no other part.
             once = not self._sharded and UNNAMED.has(batch.writer)
-            first = once or ledger.record(connection, batch, uuid.uuid4())
+            first = once or log.record(connection, batch, uuid.uuid4())
             if first:
-                self._publish_own(ledger, connection, batch, portion)
+                self._publish_own(log, connection, batch, portion)
             else:
-                ledger.check_repeated(connection, batch)
-            # Those of the publication are published, or were copied into the buffer.
-            ledger.delete(connection, portion.attempts)
+                log.check_repeated(connection, batch)
+            # The blocks are published now, or their events were copied into the buffer.
+            log.delete(connection, portion.attempts)
         return first
 
-    def _publish_own(self, ledger: Ledger, connection: psycopg.Connection, batch: Batch, portion: Portion) -> None:
+    def _publish_own(self, log: CommitLog, connection: psycopg.Connection, batch: Batch, portion: Portion) -> None:
         if portion.events:
-            ledger.publish(connection, portion)
+            log.publish(connection, portion)
         if batch.claim is not None:
-            ledger.commit(connection, batch.claim)
+            log.commit(connection, batch.claim)
 
     def discard(self, attempts: Sequence[Attempt]) -> None:
-        """Give up what these attempts staged, where it is not published and will not be. A sweep takes what is left."""
+        """Delete what these attempts staged, unless it is published or prepared. A sweep deletes the rest."""
         for shard, portion in Batch("", 0, tuple(attempts)).portions().items():
-            # Whoever gives up has failed before, and is to hear of that, not of a shard that is down now, too.
+            # The caller has failed before and reports that error, not a shard that is down now.
             with suppress(EventSQLError, psycopg.Error):
-                ledger = self._ledger(shard, "what was staged")
-                ledger.give_up(portion.attempts)
+                log = self._log_of(shard, "what was staged")
+                log.give_up(portion.attempts)
 
-    def _sweep(self, deciding: Ledger, batch: Batch) -> None:
+    def _sweep(self, deciding: CommitLog, batch: Batch) -> None:
         try:
             deciding.prune(batch.writer)
-            for ledger in self._ledgers.values():
-                ledger.sweep()
+            for log in self._logs.values():
+                log.sweep()
             if self._sharded:
-                self._decisions.finish()
-                for ledger in self._ledgers.values():
-                    ledger.parts.forget(FORGET_SECONDS)
+                self._coordinator.finish()
+                for log in self._logs.values():
+                    log.parts.forget(FORGET_SECONDS)
         except (EventSQLError, psycopg.Error) as error:
-            # The events are published, and Spark must not hear otherwise; the next publication sweeps again.
+            # The events are published, so Spark must see no error. The next publication sweeps again.
             logger.warning("staged events of dead attempts are left for the next publication: %s", error)
 
     # Over several shards
 
     def _publish_over(
-        self, decider: str, deciding: Ledger, batch: Batch, portions: Mapping[str | None, Portion]
+        self, decider: str, deciding: CommitLog, batch: Batch, portions: Mapping[str | None, Portion]
     ) -> bool:
         if self._is_repeated(deciding, batch):
             return False
         self._await_earlier(batch, portions)
-        part = Part(uuid.uuid4(), decider, batch.writer, batch.number)
+        part = PublicationPart(uuid.uuid4(), decider, batch.writer, batch.number)
         others = {str(shard): portion for shard, portion in portions.items() if shard != decider}
         try:
             self._commit_on_all(part, deciding, batch, others, portions.get(decider, Portion()))
@@ -232,13 +235,13 @@ class Publications:
             logger.warning("%s is decided, and to be finished after: %s", batch, error)
             self._await_finished(deciding, batch)
         else:
-            # Otherwise the next who comes finds nothing to do, and does this.
+            # If this fails, the next publication does it.
             with suppress(DatabaseError, psycopg.Error):
                 deciding.parts.finish(part.id)
         return True
 
-    def _is_repeated(self, deciding: Ledger, batch: Batch) -> bool:
-        """Whether the batch was published before. Raises where it was another one."""
+    def _is_repeated(self, deciding: CommitLog, batch: Batch) -> bool:
+        """Whether the batch was published before. Raises if that was another batch."""
         if not deciding.recorded(batch):
             return False
         with deciding.platform.database.connection() as connection:
@@ -246,23 +249,23 @@ class Publications:
         return True
 
     def _commit_on_all(
-        self, part: Part, deciding: Ledger, batch: Batch, others: Mapping[str, Portion], own: Portion
+        self, part: PublicationPart, deciding: CommitLog, batch: Batch, others: Mapping[str, Portion], own: Portion
     ) -> None:
-        """Prepare what the others get, place the events of all, commit on the one that decides, then on the others.
+        """Prepare the other parts, publish all parts, commit the deciding transaction, then the others.
 
-        Whatever raises before the first commit rolls all of them back, whatever does after it those that are left.
+        An error before the first commit rolls back all of them; an error after it rolls back the rest.
         """
         with ExitStack() as following, deciding.platform.database.transaction() as connection:
-            deciding.parts.bound(connection)
-            deciding.parts.attend(connection, part.id)
+            deciding.parts.limit_transaction(connection)
+            deciding.parts.lock_publication(connection, part.id)
             deciding.parts.announce(part, list(others), owner_name())
             for shard, portion in others.items():
-                self._ledger(shard, "what was staged").prepare(part, portion)
-                # It would be ended as idle where all of them together take long, here and in what follows.
-                deciding.parts.bound(connection)
+                self._log_of(shard, "what was staged").prepare(part, portion)
+                # A statement, so that the server does not end the deciding transaction as idle.
+                deciding.parts.limit_transaction(connection)
             for shard, portion in others.items():
-                self._place(part, batch, self._ledgers[shard], portion, following)
-                deciding.parts.bound(connection)
+                self._publish_part(part, batch, self._logs[shard], portion, following)
+                deciding.parts.limit_transaction(connection)
             if not deciding.record(connection, batch, part.id):
                 raise _PublishedBeforeError
             if not deciding.parts.decide(connection, part.id):
@@ -270,67 +273,71 @@ class Publications:
             self._publish_own(deciding, connection, batch, own)
             deciding.delete(connection, own.attempts)
 
-    def _place(self, part: Part, batch: Batch, ledger: Ledger, portion: Portion, following: ExitStack) -> None:
-        """Publish what a shard has of a publication, in a transaction that `following` ends."""
-        connection = following.enter_context(ledger.platform.database.transaction())
-        ledger.parts.bound(connection)
-        missing = ledger.parts.publish(connection, part.id)
+    def _publish_part(
+        self, part: PublicationPart, batch: Batch, log: CommitLog, portion: Portion, following: ExitStack
+    ) -> None:
+        """Publish a shard's part, in a transaction that `following` ends."""
+        connection = following.enter_context(log.platform.database.transaction())
+        log.parts.limit_transaction(connection)
+        missing = log.parts.publish(connection, part.id)
         if missing is None:
             raise _given_up(batch)
-        ledger.check_topics(connection, portion)
+        log.check_topics(connection, portion)
         if missing:
-            raise swept()
+            raise missing_blocks()
 
-    def _is_decided(self, part: Part, deciding: Ledger, batch: Batch, others: Iterable[str]) -> bool | None:
-        """Whether a publication that failed takes place; gives it up where that can still be said.
+    def _is_decided(
+        self, part: PublicationPart, deciding: CommitLog, batch: Batch, others: Iterable[str]
+    ) -> bool | None:
+        """Whether a publication that failed is decided. Gives it up if that is still possible.
 
-        None where somebody else has given it up.
+        None if somebody else has given it up.
         """
         try:
-            given_up = deciding.parts.give_up(part.id, patience=FINISH_SECONDS)
-            # Once it is finished, only the record tells.
+            given_up = deciding.parts.give_up(part.id, timeout=FINISH_SECONDS)
+            # After it is finished, only the record tells.
             if not given_up and (deciding.parts.is_decided(part.id) or deciding.parts.took_place(part)):
                 return True
         except EventSQLError as error:
-            logger.warning("whether %s takes place is found out by the next publication: %s", batch, error)
+            logger.warning("the next publication finds out whether %s takes place: %s", batch, error)
             return False
         for shard in others:
-            # Its blocks are discarded with those of every write that fails; else both are swept.
+            # Its blocks are discarded with those of every write that fails; else both are missing_blocks.
             with suppress(EventSQLError):
-                self._ledgers[shard].parts.give_part_up(part.id, patience=GIVE_UP_SECONDS)
+                self._logs[shard].parts.give_part_up(part.id, timeout=GIVE_UP_SECONDS)
         return False if given_up else None
 
     def _await_earlier(self, batch: Batch, portions: Mapping[str | None, Portion]) -> None:
-        """Publish what is decided and not finished on a shard of this batch: its events come before these.
+        """Finish decided publications on the shards of this batch: their events come first.
 
-        Raises `DatabaseBusyError`, and then nothing of this batch is published.
+        Raises `DatabaseBusyError`, with nothing of this batch published.
         """
-        patience = Patience(FINISH_SECONDS)
+        patience = Backoff(FINISH_SECONDS)
         while left := self._earlier(portions):
             if not patience.lasts():
                 raise DatabaseBusyError(
-                    f"{batch} was not published, because {'; '.join(map(str, left))}: its events come first; write "
+                    f"{batch} was not published, because {'; '.join(map(str, left))}. Those events come first: write "
                     "again when the shard takes them"
                 )
 
     def _earlier(self, portions: Mapping[str | None, Portion]) -> list[Unfinished]:
-        """What is decided, and could not be finished on a shard of these."""
-        unfinished = self._decisions.finish()
+        """The decided publications that could not be finished on one of these shards."""
+        unfinished = self._coordinator.finish()
         return [each for each in unfinished if each.decided and not portions.keys().isdisjoint(each.shards)]
 
-    def _await_finished(self, deciding: Ledger, batch: Batch) -> None:
-        """Publish what is left of a batch that is decided. Raises `PublicationUnfinishedError`."""
-        patience = Patience(FINISH_SECONDS)
+    def _await_finished(self, deciding: CommitLog, batch: Batch) -> None:
+        """Finish a decided batch. Raises `PublicationUnfinishedError`."""
+        patience = Backoff(FINISH_SECONDS)
         while left := self._left(deciding, batch):
             if not patience.lasts():
                 raise PublicationUnfinishedError(
-                    f"{batch} is published, and some of its events are not where they are read yet: {'; '.join(left)}; "
-                    "the same write again, or `eventsql transfer` with the URLs of all shards, finishes it"
+                    f"{batch} is published, and some of its events cannot be read yet: {'; '.join(left)}. To finish, "
+                    "write it again, or run `eventsql transfer` with the URLs of all shards"
                 )
 
-    def _left(self, deciding: Ledger, batch: Batch) -> list[str]:
-        """Why a batch that is decided could not be finished; nothing where it is."""
-        reasons = {each.id: each.reason for each in self._decisions.finish(patience=1.0)}
+    def _left(self, deciding: CommitLog, batch: Batch) -> list[str]:
+        """Why a decided batch could not be finished; empty if it is finished."""
+        reasons = {each.id: each.reason for each in self._coordinator.finish(timeout=1.0)}
         try:
             return [
                 reasons.get(each.id, "it is being finished")
@@ -342,11 +349,11 @@ class Publications:
 
 
 class _PublishedBeforeError(Exception):
-    """Internal: another publication of the same batch was faster."""
+    """Internal: another publication recorded the same batch first."""
 
 
 def _given_up(batch: Batch) -> RedefinitionError:
     return RedefinitionError(
-        f"{batch} was given up, because a shard is being added, a topic repartitioned, or it took too long: nothing "
-        "was published, write again"
+        f"{batch} was given up, because a shard is being added, a topic is being repartitioned, or it took too long. "
+        "Nothing was published: write again"
     )

@@ -1,4 +1,4 @@
-"""Encoding rows of Arrow batches as blocks of events (`log/blocks.py`), whole columns at a time.
+"""Encodes rows of Arrow batches as blocks of events (`publishing/blocks.py`), a column at a time.
 
 Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 """
@@ -18,31 +18,23 @@ from typing import Any, Final
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 
-from eventsql_orchestration.errors import (
-    InvalidPublicationError,
-    PartitionOutOfRangeError,
-    TopicNotFoundError,
-)
-from eventsql_orchestration.log.blocks import Block, prefix
-from eventsql_orchestration.log.partitioner import partition_of_key
-from eventsql_orchestration.model import (
-    MAX_KEY_BYTES,
-    NOT_PARTITIONED,
-    check_partition,
-)
-from eventsql_orchestration.rules import MAX_VALUE_BYTES
+from eventsql_orchestration.errors import InvalidPublicationError, PartitionOutOfRangeError, TopicNotFoundError
+from eventsql_orchestration.model import MAX_KEY_BYTES, NOT_PARTITIONED, check_partition
+from eventsql_orchestration.publishing.blocks import Block, prefix
+from eventsql_orchestration.topics.partitioner import partition_of_key
+from eventsql_orchestration.validation import MAX_VALUE_BYTES
 
 BLOCK_BYTES: Final = 4 * 1024 * 1024
-"""What a block should hold before it is compressed: bounds what a transfer keeps in memory, and how long it takes."""
+"""The size of an uncompressed block. It bounds the transfer's memory, and the time that moving a block takes."""
 
 _NO_METADATA: Final = "{}"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Makes blocks of a batch. `partitions` gives the number of partitions of every topic there is.
+    """Makes blocks of a batch. `partitions` has the number of partitions of every topic.
 
-    `topic` and `headers` are the options of that name.
+    `topic` and `headers` are the options of those names.
     """
 
     partitions: Mapping[str, int]
@@ -50,9 +42,9 @@ class Encoder:
     headers: Mapping[str, str]
 
     def blocks(self, batch: pa.RecordBatch, mark: bytes) -> Iterator[Block]:
-        """The rows of `batch`, those of a topic in their order, some `BLOCK_BYTES` at a time.
+        """The rows of `batch` in blocks of about `BLOCK_BYTES`, in order within each topic.
 
-        Raises `InvalidPublicationError`, `TopicNotFoundError` or `PartitionOutOfRangeError` that names the column.
+        Raises `InvalidPublicationError`, `TopicNotFoundError` or `PartitionOutOfRangeError`, which name the column.
         """
         for topic, rows in self._by_topic(batch):
             count = max(1, min(rows.num_rows, -(-rows.nbytes // BLOCK_BYTES)))
@@ -86,7 +78,7 @@ class Encoder:
         key = keys_of(given.get("key"), rows)
         partitions = self._partitions(topic, key, given.get("partition"))
         metadata = self._metadata(given.get("headers"), rows)
-        # The columns in the order of `encoding.LOG_COLUMNS`; a field is its length and its bytes.
+        # The columns in the order of `copy_format.LOG_COLUMNS`. A field is its length and its bytes.
         encoded = pc.binary_join_element_wise(
             pa.scalar(prefix(mark), pa.binary()),
             _lengths(key, null=-1),
@@ -119,7 +111,7 @@ class Encoder:
             return column
         if count == NOT_PARTITIONED:
             return column.fill_null(NOT_PARTITIONED)
-        # Keys repeat, and a digest costs more than looking it up.
+        # Keys repeat, and a look-up costs less than a digest.
         known: dict[str, int] = {}
         partitions = column.to_pylist()
         for row, key in enumerate(keys.to_pylist()):
@@ -179,7 +171,7 @@ def _big_endian(numbers: array[int]) -> Any:
 
 
 def _content(column: Any) -> bytes:
-    """All bytes of a binary column, one row after the other."""
+    """The bytes of all rows of a binary column."""
     _, offsets, content = column.buffers()
     (first, last) = (struct.unpack_from("=i", offsets, 4 * (column.offset + row))[0] for row in (0, len(column)))
     return memoryview(content)[first:last].tobytes()
@@ -198,7 +190,7 @@ def _values(column: Any) -> Any:
 
 
 def keys_of(column: Any, rows: int) -> Any:
-    """The keys of a batch of so many rows, checked; `column` is None where it has none."""
+    """The checked keys of a batch of `rows` rows. `column` is None if the batch has no keys."""
     if column is None:
         return pa.nulls(rows, pa.string())
     column = _text("key", column)
@@ -212,7 +204,7 @@ def keys_of(column: Any, rows: int) -> Any:
 
 def _text(name: str, column: Any) -> Any:
     try:
-        # Spark lets any bytes pass for a string.
+        # Spark accepts any bytes as a string.
         column.validate(full=True)
     except pa.ArrowInvalid:
         raise InvalidPublicationError(f"column {name!r}: one is not valid UTF-8 text") from None

@@ -1,7 +1,7 @@
 """Conditions on the events of a read: filters that Spark pushes down, and the filter of a consumer.
 
-Every condition is SQL over the columns of a log, exact to the row; what is known of offsets, partitions, topics and
-shards also narrows what is read at all.
+Each condition is exact SQL over the columns of a log. Conditions on offsets, partitions, topics and shards also narrow
+the ranges that are read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pyspark.sql.datasource import (
     StringStartsWith,
 )
 
-from eventsql_orchestration.model import EventFilter
+from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.spark.options import MAX_BIGINT
 
 _COLUMNS: Final[Mapping[str, tuple[str, type]]] = {
     "offset": ("eql_id", int),
     "partition": ("eql_partition", int),
-    # Spark compares texts by their bytes.
+    # Spark compares text by its bytes.
     "key": ('eql_key COLLATE "C"', str),
     "timestamp": ("eql_buffered_at::timestamptz", datetime),
 }
@@ -61,8 +61,8 @@ _TEXT_MATCHES: Final[Mapping[type[Filter], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What of a read is wanted: offsets with `after < offset <= upto`, of `topics`, `partitions` and `shards` where
-    they are given, and rows that meet all of `rows`, which are SQL.
+    """Conditions of a read: `after < offset <= upto`, `topics`, `partitions` and `shards` (None for all of them), and
+    SQL conditions `rows`, which each row must meet.
     """
 
     after: int = 0
@@ -95,7 +95,7 @@ class Conditions:
         return replace(self, topics=_both(self.topics, wanted))
 
     def with_consumer(self, chosen: EventFilter | None) -> Conditions:
-        """Also those of a consumer's filter."""
+        """These conditions and those of a consumer's filter."""
         if chosen is None:
             return self
         rows: list[str] = []
@@ -109,7 +109,7 @@ class Conditions:
 
 
 def push(filters: Iterable[Filter]) -> tuple[Conditions, list[Filter]]:
-    """The conditions of a conjunction of filters, and those of them that are left to Spark."""
+    """The conditions of a conjunction of filters, and the filters that are left to Spark."""
     conditions, left = Conditions(), []
     for each in filters:
         narrowed = conditions.with_filter(each)
@@ -127,7 +127,7 @@ def _column_of(condition: Filter) -> str | None:
 
 
 def _values_of(condition: Filter) -> Collection[Any] | None:
-    """The only values that a column may have, where a filter says them."""
+    """The values that a filter allows for its column; None if it does not list them."""
     match condition:
         case EqualTo() | EqualNullSafe():
             return (condition.value,)

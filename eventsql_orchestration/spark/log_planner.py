@@ -1,4 +1,4 @@
-"""What the driver asks of the logs of one database while it plans a read."""
+"""The driver's questions to the logs of one database while it plans a read."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from psycopg.errors import InsufficientPrivilege
 
+from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import (
-    ClaimLostError,
-    EventSQLError,
-    PartitionOutOfRangeError,
-    ValidationError,
-)
-from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.layouts import Layouts
-from eventsql_orchestration.log.positions import AtTime, resolve
-from eventsql_orchestration.log.registry import Registry
-from eventsql_orchestration.model import NOT_PARTITIONED, EventFilter, OffsetRange, Topic, check_partition
+from eventsql_orchestration.errors import ClaimLostError, EventSQLError, PartitionOutOfRangeError, ValidationError
+from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Topic, check_partition
 from eventsql_orchestration.sharding import ShardSet
-from eventsql_orchestration.spark.batches import report_loss
-from eventsql_orchestration.spark.edges import FIRST, Edge
+from eventsql_orchestration.spark.adbc import report_loss
+from eventsql_orchestration.spark.offset_bounds import FIRST, OffsetBounds
+from eventsql_orchestration.spark.ranges import SAMPLE, Interval, Occupied, Stretch, equal_parts
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.shards import ALONE, Shard, naming
-from eventsql_orchestration.spark.splits import SAMPLE, Bounds, Occupied, Stretch, equal_parts
+from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.layouts import Layouts
+from eventsql_orchestration.topics.offsets import AtTime, resolve
+from eventsql_orchestration.topics.registry import Registry
 
 _Arguments = ParamSpec("_Arguments")
 _Given = TypeVar("_Given")
@@ -36,7 +32,7 @@ _Given = TypeVar("_Given")
 def _on_its_shard(
     method: Callable[Concatenate[Logs, _Arguments], _Given],
 ) -> Callable[Concatenate[Logs, _Arguments], _Given]:
-    """Errors of a method of `Logs` say on which shard it was."""
+    """Add the shard's name to the errors of a method of `Logs`."""
 
     @wraps(method)
     def named(logs: Logs, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Given:
@@ -48,7 +44,7 @@ def _on_its_shard(
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What has an offset of its own: a topic, or one of its partitions, on a shard where there are several."""
+    """The unit that has an offset: a topic or one of its partitions, and its shard if there are several."""
 
     topic: str
     partition: int = NOT_PARTITIONED
@@ -56,12 +52,12 @@ class Lane:
 
     @property
     def log(self) -> tuple[str | None, str]:
-        """The shard and the topic, whose partitions share one log."""
+        """The shard and the topic: all partitions share one log."""
         return self.shard, self.topic
 
     @property
     def whole(self) -> str:
-        """The name of its log, for a message."""
+        """The name of the log, for a message."""
         return f"topic {self.topic!r}" + ("" if self.shard is None else f" of shard {self.shard!r}")
 
     def __str__(self) -> str:
@@ -70,10 +66,11 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How far a log reaches: `floor` is the first offset that retention has left, 0 where it never dropped anything.
+    """The bounds of a log.
 
-    `end` is the newest event's offset, 0 where there is none, and `newest` the newest offset that was given out. Every
-    event up to `settled` can be seen, and none up to there is still to come.
+    `floor` is the first offset that retention has left, 0 if it never dropped anything. `end` is the newest event's
+    offset, 0 without events. `newest` is the newest offset that was given out. All events up to `settled` are visible,
+    and no other event up to there will appear.
     """
 
     floor: int
@@ -84,7 +81,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The range of a live claim that is left to read, and the filter of its consumer."""
+    """The unread range of a live claim, and the filter of its consumer."""
 
     offsets: OffsetRange
     filter: EventFilter | None
@@ -93,8 +90,8 @@ class Claimed:
 class Logs:
     """The logs of the topics of a read in one database. Close it, or use it as a context manager."""
 
-    def __init__(self, options: ReadOptions, database: Database, shard: Shard | None = None) -> None:
-        """Where it is one of several databases, `options` are those of this `shard`.
+    def __init__(self, options: ReadOptions, database: Database, shard: ReadShard | None = None) -> None:
+        """`shard` is the database's shard if there are several; `options` are that shard's then.
 
         Raises `TopicNotFoundError` or `PartitionOutOfRangeError`.
         """
@@ -110,30 +107,30 @@ class Logs:
 
     @property
     def name(self) -> str | None:
-        """The shard's, where there are several databases."""
+        """The shard's name, if there are several databases."""
         return None if self.shard is None else self.shard.name
 
     @property
     def mark(self) -> str:
-        """Under which name a checkpoint has the offsets of this database: the shard's, where it is one."""
+        """The name of this database in a checkpoint: the shard's name, if it is a shard."""
         return ALONE if self._own is None else self._own.own
 
     @_on_its_shard
     def refresh(self) -> None:
-        """Find the partitions that topics have got since."""
+        """Find new partitions of topics."""
         if any(self._follows(topic) for topic in self._options.topics):
             self.lanes = self._found_lanes()
 
     @_on_its_shard
-    def check_edges(self) -> None:
-        """Raises `ValidationError` where partitions have bounds of their own, and one of them has none."""
-        for edge in (self._options.starting, self._options.ending):
+    def check_bounds(self) -> None:
+        """Raise `ValidationError` if some partitions have bounds of their own and others have none."""
+        for bounds in (self._options.starting, self._options.ending):
             for topic in self._options.topics:
-                given = edge.by_partition(topic)
+                given = bounds.by_partition(topic)
                 lanes = [lane.partition for lane in self.lanes if lane.topic == topic]
                 if given is not None and (missing := [each for each in lanes if each not in given]):
                     raise ValidationError(
-                        f"option {edge.option}: topic {topic!r} lacks partition {', '.join(map(str, missing))}"
+                        f"option {bounds.option}: topic {topic!r} lacks partition {', '.join(map(str, missing))}"
                     )
 
     def _found_lanes(self) -> list[Lane]:
@@ -141,25 +138,25 @@ class Logs:
         self._own = next((topic.shards for topic in topics), None)
         return [lane for topic in topics for lane in self._lanes_of(topic)]
 
-    def _edges(self, topic: str) -> Iterator[tuple[str, Iterable[int]]]:
-        """The options that give bounds to single partitions of a topic, and these partitions."""
-        for edge in (self._options.starting, self._options.ending):
-            given = edge.by_partition(topic)
+    def _partition_bounds(self, topic: str) -> Iterator[tuple[str, Iterable[int]]]:
+        """The options that give bounds to single partitions of a topic, with these partitions."""
+        for bounds in (self._options.starting, self._options.ending):
+            given = bounds.by_partition(topic)
             if given is not None:
-                yield edge.option, given
+                yield bounds.option, given
 
     def _follows(self, topic: str) -> bool:
-        """Whether each partition of a topic has an offset of its own, whatever partitions it has."""
-        return self._options.topics[topic] is None and any(self._edges(topic))
+        """Whether each partition of a topic has its own offset, including new partitions."""
+        return self._options.topics[topic] is None and any(self._partition_bounds(topic))
 
     def _lanes_of(self, topic: Topic) -> list[Lane]:
         asked = self._options.topics[topic.name]
         wanted = dict.fromkeys(asked or (), "partition")
-        for option, given in self._edges(topic.name):
+        for option, given in self._partition_bounds(topic.name):
             wanted |= dict.fromkeys(given, option)
         if asked is None and not wanted:
             return [self._lane(topic.name)]
-        # Events keep the partition that they were published to, also where the topic has fewer by now.
+        # Events keep their partition, also if the topic has fewer partitions now.
         every = [topic.partitions, *(each.partitions for each in Layouts(self.database).of(topic.name))]
         for partition, option in sorted(wanted.items()):
             try:
@@ -175,7 +172,7 @@ class Logs:
 
     @_on_its_shard
     def extents(self) -> dict[tuple[str | None, str], Extent]:
-        """How far each log reaches."""
+        """The bounds of each log."""
         return {self._lane(topic).log: self._extent(topic) for topic in self._options.topics}
 
     def _extent(self, topic: str) -> Extent:
@@ -188,7 +185,7 @@ class Logs:
 
     @_on_its_shard
     def floor(self, topic: str) -> int:
-        """The first offset that retention has left, 0 where it never dropped anything."""
+        """The first offset that retention has left, 0 if it never dropped anything."""
         with self.database.connection() as connection:
             return self._floor(connection, topic)
 
@@ -197,36 +194,35 @@ class Logs:
         return next((each.start for each in kept if not each.detaching), 0)
 
     def _settled(self, topic: str) -> int:
-        """Every event up to here can be seen, and none up to here is still to come; 0 where nobody can tell now.
+        """All events up to here are visible, and no other event up to here will appear; 0 if that is not known now.
 
-        Ids that were given out in vain, at the end of a segment above all, would otherwise look unread once retention
-        has dropped them.
+        Without this, unused ids, as those at the end of a segment, would look unread after retention has dropped them.
         """
         try:
             with self.database.transaction() as connection:
-                # Its writer has ended, and another cannot begin.
+                # No writer is active while this holds the topic.
                 held = connection.execute(self._log_queries("lock_topic"), {"topic": topic}).fetchone()
                 return segments.newest_id(connection, self._schema, topic) if held else 0
         except EventSQLError as error:
-            # A role that only reads has no right to lock.
+            # A read-only role may not lock.
             if isinstance(error.__cause__, InsufficientPrivilege):
                 return 0
             raise
 
     @_on_its_shard
     def start(self, lane: Lane, extent: Extent) -> int:
-        """The first offset to read, after the log's end for a time since when there is no event.
+        """The first offset to read; after the log's end for a time without later events.
 
         Raises `ValidationError` for an offset that is out of range.
         """
-        edge = self._options.starting
-        match edge.at(lane.topic, lane.partition):
+        bounds = self._options.starting
+        match bounds.at(lane.topic, lane.partition):
             case "earliest":
                 return max(FIRST, extent.floor)
             case "latest":
                 return extent.settled + 1
             case int(offset):
-                offset = max(FIRST, self._within(edge, lane, offset, extent))
+                offset = max(FIRST, self._within(bounds, lane, offset, extent))
                 if offset < extent.floor:
                     self._lost(lane, offset, extent.floor)
                 return max(offset, extent.floor)
@@ -235,20 +231,20 @@ class Logs:
 
     @_on_its_shard
     def end(self, lane: Lane, extent: Extent) -> int:
-        """The first offset not to read any more. Raises `ValidationError` for one that is out of range."""
-        edge = self._options.ending
-        match edge.at(lane.topic, lane.partition):
+        """The end of the read, exclusive. Raises `ValidationError` for an offset that is out of range."""
+        bounds = self._options.ending
+        match bounds.at(lane.topic, lane.partition):
             case int(offset):
-                return max(FIRST, self._within(edge, lane, offset, extent))
+                return max(FIRST, self._within(bounds, lane, offset, extent))
             case datetime() as time:
                 return self._first_since(lane, time)
             case _:
                 return extent.end + 1
 
-    def _within(self, edge: Edge, lane: Lane, offset: int, extent: Extent) -> int:
+    def _within(self, bounds: OffsetBounds, lane: Lane, offset: int, extent: Extent) -> int:
         if offset > extent.newest + 1:
             raise ValidationError(
-                f"option {edge.option}: {offset} is out of range: topic {lane.topic!r} ends at offset {extent.end}"
+                f"option {bounds.option}: {offset} is out of range: topic {lane.topic!r} ends at offset {extent.end}"
             )
         return offset
 
@@ -259,18 +255,18 @@ class Logs:
 
     @_on_its_shard
     def lost(self, lane: Lane, first: int, floor: int) -> None:
-        """Say that offsets are not in the log any more: `DataLossError`, or a warning, as failOnDataLoss has it."""
+        """Raise `DataLossError` for missing offsets, or log a warning, as failOnDataLoss says."""
         self._lost(lane, first, floor)
 
     def _lost(self, lane: Lane, first: int, floor: int) -> None:
         report_loss(
-            f"offsets {first} to {floor - 1} of {lane} are not in the log any more: retention has dropped them",
+            f"retention has dropped offsets {first} to {floor - 1} of {lane}",
             fail=self._options.fail_on_data_loss,
             shard=self.shard,
         )
 
     def claimed(self, claim: int) -> Claimed:
-        """Raises `ClaimLostError` for a claim that is not live."""
+        """The unread range of a claim. Raises `ClaimLostError` for a claim that is not live."""
         with self.database.connection() as connection:
             row = connection.execute(self._queries("claim"), {"claim": claim}).fetchone()
         if row is None:
@@ -285,19 +281,19 @@ class Logs:
 
     @_on_its_shard
     def waiting(self, lane: Lane, after: int, upto: int, most: int) -> int:
-        """How many events a range holds, at most `most`."""
+        """The number of events in a range, but at most `most`."""
         ((events,),) = self._rows("count_upto", lane, after=after, upto=upto, most=most)
         return int(events)
 
     @_on_its_shard
     def offset_of_nth(self, lane: Lane, after: int, upto: int, nth: int) -> int | None:
-        """The offset of the `nth` event of a range, None where it holds fewer."""
+        """The offset of the `nth` event of a range; None if it has fewer."""
         rows = self._rows("offset_of_nth", lane, after=after, upto=upto, skip=nth - 1)
         return rows[0][0] if rows else None
 
     @_on_its_shard
     def occupied(self, offsets: OffsetRange, probes: int) -> Occupied:
-        """Where a range holds events, and about how many, looked up in so many parts of it."""
+        """Where a range holds events, and about how many. Looks into `probes` parts of it."""
         parts = equal_parts(offsets.after, offsets.upto, probes)
         lows, highs = [low for low, _ in parts], [high for _, high in parts]
         lane = Lane(offsets.topic, offsets.partition)
@@ -305,17 +301,17 @@ class Logs:
         return Occupied(offsets.after, offsets.upto, [Stretch.estimate(*row) for row in rows])
 
     @_on_its_shard
-    def firsts(self, offsets: OffsetRange, parts: Sequence[Bounds]) -> list[int | None]:
-        """The first event in each of the parts of a range, None in one that holds no event."""
+    def firsts(self, offsets: OffsetRange, parts: Sequence[Interval]) -> list[int | None]:
+        """The first event in each part of a range; None for a part without events."""
         lane = Lane(offsets.topic, offsets.partition)
         lows, highs = [low for low, _ in parts], [high for _, high in parts]
         return [first for (first,) in self._rows("firsts", lane, after=lows, upto=highs)]
 
     @_on_its_shard
     def fence(self, generation: int, topic: str) -> int | None:
-        """Where a topic's log ended here when a generation of shards began: no key that moved has an event after it.
+        """The end of a topic's log when a generation of shards began: keys that moved have no event after it.
 
-        None where that generation has not begun here.
+        None if that generation has not begun here.
         """
         values = {"generation": generation, "topic": topic}
         with self.database.connection() as connection:
@@ -327,5 +323,5 @@ class Logs:
             name += "_in_partition"
         with self.database.connection() as connection:
             query = self._queries(name, topic=lane.topic)
-            # Planned for its values: a generic plan does not see how little of a log they name.
+            # Plan for the values: a generic plan does not know how small the range is.
             return connection.execute(query, {"partition": lane.partition, **values}, prepare=False).fetchall()

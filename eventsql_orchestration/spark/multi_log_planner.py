@@ -16,22 +16,22 @@ from eventsql_orchestration.errors import (
     ShardUnavailableError,
     ValidationError,
 )
-from eventsql_orchestration.log.shard_store import ShardState, ShardStore
+from eventsql_orchestration.shards.shard_state import ShardState, ShardStore
+from eventsql_orchestration.spark.log_planner import Extent, Lane, Logs
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.planning import Extent, Lane, Logs
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.shards import ALONE, Shard, naming
+from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
 
 Log: TypeAlias = tuple[str | None, str]
 """A shard, where there are several databases, and a topic."""
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class OpenShard:
     """A shard that is read, and what it says of itself."""
 
     database: Database
-    shard: Shard
+    shard: ReadShard
     state: ShardState
 
     @property
@@ -41,7 +41,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Barrier:
     """The log of a shard that joined with a generation, and the logs in which its keys have older events."""
 
     log: Log
@@ -69,8 +69,8 @@ class AllLogs:
                 self._logs = [Logs(options, databases[0])]
             self._close = opened.pop_all().close
         self._states = [member.state for member in members]
-        self._gates = [
-            Gate((member.shard.name, topic), generation, frozenset((name, topic) for name in before))
+        self._barriers = [
+            Barrier((member.shard.name, topic), generation, frozenset((name, topic) for name in before))
             for member in members
             for generation, before in [member.before]
             for topic in options.topics
@@ -125,13 +125,13 @@ class AllLogs:
                     "query again with the URLs of all shards"
                 )
 
-    def check_edges(self) -> None:
+    def check_bounds(self) -> None:
         """Raises `ValidationError` where shards or partitions have bounds of their own, and one of them has none."""
         names = sorted(set[str]().union(*(state.generations[-1] for state in self._states)))
-        for edge in (self._options.starting, self._options.ending):
-            edge.check_shards(names)
+        for bounds in (self._options.starting, self._options.ending):
+            bounds.check_shards(names)
         for logs in self._logs:
-            logs.check_edges()
+            logs.check_bounds()
 
     def extents(self) -> dict[Log, Extent]:
         """How far each log reaches."""
@@ -149,16 +149,16 @@ class AllLogs:
         return starts
 
     def _check_times(self, at_end: Collection[Lane]) -> None:
-        edge = self._options.starting
+        bounds = self._options.starting
         times: dict[tuple[str, int], list[datetime | None]] = {}
         for lane in self.lanes:
-            bound = edge.on(lane.shard).at(lane.topic, lane.partition)
+            bound = bounds.on(lane.shard).at(lane.topic, lane.partition)
             missed = bound if isinstance(bound, datetime) and lane in at_end else None
             times.setdefault((lane.topic, lane.partition), []).append(missed)
         for (topic, _), missed_on in times.items():
             if missed_on[0] is not None and None not in missed_on:
                 raise ValidationError(
-                    f"option {edge.option}: topic {topic!r} has no event since {missed_on[0].isoformat()}; a stream "
+                    f"option {bounds.option}: topic {topic!r} has no event since {missed_on[0].isoformat()}; a stream "
                     "with startingOffsetsByTimestampStrategy=latest begins at the log's end instead"
                 )
 
@@ -168,14 +168,14 @@ class AllLogs:
         Their keys have older events on the shards that were there before, up to the fences there. Once what lies before
         `starts` is beyond these, the log is not held back any more.
         """
-        for gate in list(self._gates):
-            if all(self._passed(gate, lane, starts[lane]) for lane in self.lanes if lane.log in gate.before):
-                self._gates.remove(gate)
-        return frozenset(gate.log for gate in self._gates)
+        for barrier in list(self._barriers):
+            if all(self._passed(barrier, lane, starts[lane]) for lane in self.lanes if lane.log in barrier.before):
+                self._barriers.remove(barrier)
+        return frozenset(barrier.log for barrier in self._barriers)
 
-    def _passed(self, gate: Gate, lane: Lane, start: int) -> bool:
+    def _passed(self, barrier: Barrier, lane: Lane, start: int) -> bool:
         logs = self.of(lane)
-        fence = logs.fence(gate.generation, lane.topic)
+        fence = logs.fence(barrier.generation, lane.topic)
         return fence is not None and (start > fence or not logs.waiting(lane, start - 1, fence, 1))
 
 
@@ -185,15 +185,15 @@ def _database(source: Source, opened: ExitStack) -> Database:
     return database
 
 
-def _shard_logs(options: ReadOptions, database: Database, shard: Shard) -> Logs:
+def _shard_logs(options: ReadOptions, database: Database, shard: ReadShard) -> Logs:
     with naming(shard):
         return Logs(options.on(shard.name), database, shard)
 
 
-def _members(databases: Sequence[Database], shards: Collection[str] | None) -> list[Member]:
+def _members(databases: Sequence[Database], shards: Collection[str] | None) -> list[OpenShard]:
     """The shards of one set that the databases are, or those of `shards`; the oldest first."""
     # Whoever has one database does not load what many need.
-    from eventsql_orchestration.sharded.founding import judge  # noqa: PLC0415
+    from eventsql_orchestration.shards.bootstrap import compare  # noqa: PLC0415
 
     states: list[tuple[int, Database, ShardState]] = []
     down: list[tuple[Database, DatabaseUnavailableError]] = []
@@ -205,18 +205,18 @@ def _members(databases: Sequence[Database], shards: Collection[str] | None) -> l
     if not states:
         raise down[0][1]
     try:
-        verdict = judge(
+        compared = compare(
             [(str(database), state) for _, database, state in states], [str(database) for database, _ in down]
         )
     except ShardSetError as error:
         raise ShardSetError(f"option dsn: {error}") from None
-    if verdict.found:
+    if compared.incomplete:
         raise SchemaOutdatedError(
             "option dsn: these databases are no set of shards yet: run `eventsql migrate` with the URLs of all of them"
         )
-    if lost := sorted(verdict.missing if shards is None else verdict.missing & set(shards)):
+    if lost := sorted(compared.missing if shards is None else compared.missing & set(shards)):
         raise ShardUnavailableError(f"shard {', '.join(map(repr, lost))} is down: {down[0][1]}", shard=lost[0])
-    members = [Member(database, Shard(state.name or "", place), state) for place, database, state in states]
+    members = [OpenShard(database, ReadShard(state.name or "", place), state) for place, database, state in states]
     return sorted(
         (member for member in members if shards is None or member.shard.name in shards),
         key=lambda member: (member.before[0], member.shard.name),

@@ -1,4 +1,4 @@
-"""Where a read begins and ends: what the options say of topics, their partitions and their shards, checked."""
+"""Where a read begins and ends, by the options, for each topic, partition and shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 """An offset, a time, or an end of the log."""
 
 TopicBound: TypeAlias = Bound | Mapping[int, Bound]
-"""The bound of a topic, or those of its single partitions."""
+"""The bound of a topic, or of each of its partitions."""
 
 _Parse: TypeAlias = Callable[[str, object], Bound]
 
@@ -28,11 +28,11 @@ _KAFKA_NUMBERS: Final[Mapping[int, Bound]] = {-2: "earliest", -1: "latest"}
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """Where a read begins or ends, and the option that says so.
+class OffsetBounds:
+    """Where a read begins, or where it ends.
 
-    `topics` has what is given for single topics, `shards` what is given for a topic on single shards. `given` is false
-    where no option says anything.
+    `option` is the option that says so. `whole` is the bound of all topics, `topics` has bounds by topic, `shards` by
+    topic and shard. `given` is false for the default.
     """
 
     option: str
@@ -41,15 +41,15 @@ class Edge:
     shards: Mapping[str, Mapping[str, TopicBound]] = field(default_factory=dict)
     given: bool = True
 
-    def on(self, shard: str | None) -> Edge:
-        """What is given for one shard; all of it where there is no such."""
+    def on(self, shard: str | None) -> OffsetBounds:
+        """The bounds on one shard; all bounds for None."""
         if shard is None:
             return self
         own = {topic: given[shard] for topic, given in self.shards.items() if shard in given}
         return replace(self, topics={**self.topics, **own}, shards={})
 
     def check_shards(self, names: Collection[str]) -> None:
-        """Raises `ValidationError` where a shard's bound is missing, or a shard is named that there is not."""
+        """Raise `ValidationError` if a shard's bound is missing, or an unknown shard is named."""
         for topic, given in self.shards.items():
             if unknown := sorted(given.keys() - set(names)):
                 raise ValidationError(
@@ -61,7 +61,7 @@ class Edge:
 
     @property
     def bounds(self) -> list[Bound]:
-        """Every bound that is given."""
+        """All bounds."""
         topics = [*self.topics.values(), *(bound for given in self.shards.values() for bound in given.values())]
         found: list[Bound] = [] if topics else [self.whole]
         for each in topics:
@@ -77,13 +77,13 @@ class Edge:
         return given[partition] if isinstance(given, Mapping) else given
 
 
-def parse_edge(
+def parse_bounds(
     given: Given, names: tuple[str, str, str], topics: Collection[str], *, default: Bound, several: bool
-) -> Edge:
-    """The edge that one of three options gives: by offsets, by a time, by times.
+) -> OffsetBounds:
+    """The bounds that one of three options gives: by offsets, by one time, by times.
 
-    Offsets differ from shard to shard: where there are `several`, each has to be given its own. Raises
-    `ValidationError`, or `ConfigurationError` where two of the options are given.
+    With `several` shards, each needs offsets of its own. Raises `ValidationError`, or `ConfigurationError` if two of
+    the options are given.
     """
     for name in names[1:]:
         given.exclusive(names[0], name)
@@ -92,16 +92,16 @@ def parse_edge(
     if (text := given.text(by_offset)) is not None:
         if text.lstrip().startswith("{"):
             return _by_topic(by_offset, text, topics, _offset, default=default, several=several)
-        return Edge(by_offset, _everywhere(by_offset, _offset(by_offset, text), several=several))
+        return OffsetBounds(by_offset, _everywhere(by_offset, _offset(by_offset, text), several=several))
     if (text := given.text(by_time)) is not None:
-        return Edge(by_time, _time(by_time, text))
+        return OffsetBounds(by_time, _time(by_time, text))
     if (text := given.text(by_times)) is not None:
         return _by_topic(by_times, text, topics, _time, default=default, several=several)
-    return Edge(by_offset, default, given=False)
+    return OffsetBounds(by_offset, default, given=False)
 
 
 def _everywhere(option: str, bound: Bound, *, several: bool) -> Bound:
-    """A bound for every shard there is."""
+    """A bound for all shards."""
     if several and isinstance(bound, int):
         raise ValidationError(
             f"option {option}: offset {bound} is of one shard, and dsn names several: give each its own, such as "
@@ -110,7 +110,9 @@ def _everywhere(option: str, bound: Bound, *, several: bool) -> Bound:
     return bound
 
 
-def _by_topic(option: str, text: str, topics: Collection[str], parse: _Parse, *, default: Bound, several: bool) -> Edge:
+def _by_topic(
+    option: str, text: str, topics: Collection[str], parse: _Parse, *, default: Bound, several: bool
+) -> OffsetBounds:
     whole: dict[str, TopicBound] = {}
     shards: dict[str, Mapping[str, TopicBound]] = {}
     for topic, bound in json_object(option, text, '{"orders": 23}').items():
@@ -124,7 +126,7 @@ def _by_topic(option: str, text: str, topics: Collection[str], parse: _Parse, *,
             whole[topic] = _topic_bound(option, topic, bound, parse)
     if missing := sorted(set(topics) - whole.keys() - shards.keys()):
         raise ValidationError(f"option {option}: topic {', '.join(missing)} is missing")
-    return Edge(option, default, whole, shards)
+    return OffsetBounds(option, default, whole, shards)
 
 
 def _topic_bound(option: str, topic: str, given: object, parse: _Parse) -> TopicBound:
@@ -136,7 +138,7 @@ def _topic_bound(option: str, topic: str, given: object, parse: _Parse) -> Topic
 
 
 def json_object(option: str, text: str, example: str) -> dict[str, Any]:
-    """The object that an option holds. Raises `ValidationError`."""
+    """The JSON object in an option. Raises `ValidationError`."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -186,5 +188,5 @@ def _whole(value: object) -> int | None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value of JSON is a whole number."""
+    """Whether a JSON value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Options as Spark hands them over, and those of a write, checked: every error names the option."""
+"""Spark's options, and the options of a write, checked. Every error names the option."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, overload
 
 from eventsql_orchestration.errors import ConfigurationError, InvalidPublicationError, ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
-from eventsql_orchestration.rules import split_urls
+from eventsql_orchestration.validation import split_urls
 
 MAX_BIGINT: Final = 2**63 - 1
 
@@ -21,9 +21,9 @@ _HEADER: Final = "header."
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The database of a read or a write, or the databases of all shards of a set.
+    """The database of a read or a write, or the databases of all shards.
 
-    `dsn` is libpq's URL, with the password, or several with spaces between them; `label` is what to show.
+    `dsn` is libpq's URL with the password, or several URLs with spaces between them. `label` may be shown.
     """
 
     dsn: str = field(repr=False)
@@ -32,8 +32,8 @@ class Source:
 
     @classmethod
     def of(cls, urls: Iterable[str], schema: str) -> Source:
-        """Of the URLs of one database or several. Raises `ConfigurationError`, without a password in it."""
-        # Not for the tasks, which import this module too: it loads longer than a small range is read.
+        """The source of one or several URLs. Raises `ConfigurationError`, without a password in it."""
+        # Tasks import this module, too, and must not wait for the database floor to load.
         from eventsql_orchestration.database import Database  # noqa: PLC0415
 
         databases = [Database(url, schema=schema) for url in urls]
@@ -41,22 +41,22 @@ class Source:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URL of each database, in the order in which they were given."""
+        """The URL of each database, in the given order."""
         return split_urls(self.dsn)
 
     @property
     def each(self) -> tuple[Source, ...]:
-        """Each of the databases by itself."""
+        """A source for each database."""
         urls = self.urls
         return (self,) if len(urls) == 1 else tuple(Source.of([url], self.schema) for url in urls)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """What to write as.
+    """The options of a write.
 
-    `topic` is None where a column names it, `writer` where nobody named one. `headers` goes into every event's
-    metadata. `claim_shard` is the shard that `claim` is of, where there are several.
+    `topic` is None if a column names it, `writer` is None without a name. `headers` go into every event's metadata.
+    `claim_shard` is the shard of `claim`, if there are several.
     """
 
     source: Source
@@ -92,7 +92,7 @@ class WriteOptions:
 
 
 class Given:
-    """The options as Spark hands them over: strings under names whose case does not matter."""
+    """Spark's options: strings by name, in upper or lower case."""
 
     def __init__(self, options: Mapping[str, str], known: tuple[str, ...], *, prefix: str | None = None) -> None:
         self._options = {name.lower(): value for name, value in options.items()}
@@ -101,13 +101,13 @@ class Given:
         for name in self._options:
             if name in names or (prefix is not None and name.startswith(prefix)):
                 continue
-            # Spark adds options of its own, so an unknown one is refused only where it looks like one of ours.
+            # Spark adds its own options, so an unknown option is refused only if it resembles one of ours.
             if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
-                raise ConfigurationError(f"option {name} is not known: is {names[near[0]]} meant?")
+                raise ConfigurationError(f"option {name} is not known: did you mean {names[near[0]]}?")
 
     def source(self) -> Source:
-        """The databases that are named. Raises `ConfigurationError`."""
-        # Not for the tasks, as in `Source.of`.
+        """The named databases. Raises `ConfigurationError`."""
+        # Tasks import this module, too; see `Source.of`.
         from eventsql_orchestration.settings import Settings  # noqa: PLC0415
 
         dsn = self.text("dsn")
@@ -121,7 +121,7 @@ class Given:
             raise ConfigurationError(f"{named}: {error}") from None
 
     def databases(self) -> int:
-        """How many databases are named: more than one are shards."""
+        """The number of named databases. Several are shards."""
         dsn = self.text("dsn")
         return len(split_urls(dsn)) if dsn is not None else len(self.source().urls)
 
@@ -181,12 +181,12 @@ class Given:
             raise ConfigurationError(f"option {name} cannot be used here: {reason}")
 
     def exclusive(self, name: str, other: str) -> None:
-        """Raises `ConfigurationError` where both are given."""
+        """Raise `ConfigurationError` if both options are given."""
         if self.text(name) is not None:
             self.refuse(other, f"{name} is given")
 
     def word(self, name: str, words: Sequence[str]) -> str:
-        """One of `words`, in lower case; the first where nothing is given."""
+        """One of `words`, in lower case; the first is the default."""
         value = (self.text(name) or words[0]).lower()
         if value not in words:
             raise ValidationError(f"option {name}: {value!r} is not known: take {' or '.join(words)}")

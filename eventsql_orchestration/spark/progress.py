@@ -1,21 +1,22 @@
-"""The progress of a stream as a registered consumer's, so that it shows as lag and holds retention back."""
+"""A stream's progress as that of a registered consumer: it shows as lag and holds retention back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ConsumerNotFoundError, PartitionLeasedError, ValidationError
-from eventsql_orchestration.log.layouts import Layouts
-from eventsql_orchestration.model import NOT_PARTITIONED, ConsumerState, EventFilter
-from eventsql_orchestration.spark.planning import Lane, Logs
+from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.spark.log_planner import Lane, Logs
+from eventsql_orchestration.topics.layouts import Layouts
 
 
-class Progress:
-    """Moves the offsets of one consumer, which is registered for every topic that a stream reads."""
+class StreamProgress:
+    """Moves the offsets of a consumer that is registered for every topic of a stream."""
 
     def __init__(self, logs: Logs, consumer: str) -> None:
-        """Raises `ConsumerNotFoundError`, or `ValidationError` for one that cannot hold the stream's offsets."""
+        """Raises `ConsumerNotFoundError`, or `ValidationError` if the consumer cannot hold the stream's offsets."""
         self._logs = logs
         self._consumer = consumer
         self._queries = Queries("spark_read", logs.database.schema)
@@ -43,18 +44,18 @@ class Progress:
         return self._filters
 
     def start(self, lane: Lane) -> int:
-        """The first offset that the consumer has not consumed in every partition of a lane."""
+        """The first offset that the consumer has not consumed in all partitions of a lane."""
         states = self._states(lane)
-        # A partition that the topic does not have any more may be none of the consumer's: it has consumed it.
+        # The consumer has no row for a partition that the topic has lost: it has consumed that partition.
         return 1 + min(
             (state.last_event_id for state in states if lane.partition in (NOT_PARTITIONED, state.partition)),
             default=max(state.last_event_id for state in states),
         )
 
     def write(self, lane: Lane, upto: int) -> None:
-        """Note that everything up to an offset was processed. An offset is never moved back.
+        """Record that everything up to an offset is processed. An offset never moves back.
 
-        Raises `PartitionLeasedError` where another owner consumes the same partition.
+        Raises `PartitionLeasedError` if another owner consumes the same partition.
         """
         if self._written.get(lane, -1) >= upto:
             return
@@ -65,12 +66,12 @@ class Progress:
                     self._advance(connection, lane.topic, partition, offset, upto)
         self._written[lane] = upto
         if any(waits for *_, waits in locked):
-            # Up to where the topic got other partitions; beyond, the consumer may be as well.
+            # The consumer has reached the offset at which the topic was repartitioned.
             while self._layouts.settle(lane.topic, self._consumer).entered:
                 pass
 
     def _lock(self, connection: Connection, lane: Lane) -> Sequence[tuple[int, int, bool]]:
-        """The consumer's partitions of a lane, their offsets, and whether they wait for the topic's next layout."""
+        """The consumer's partitions of a lane: number, offset, and whether it waits for the topic's next layout."""
         rows = connection.execute(
             self._queries("lock_partitions"),
             {
@@ -80,13 +81,13 @@ class Progress:
             },
         ).fetchall()
         if not rows:
-            # None of this partition where the topic has fewer by now; of no partition where it was deleted.
+            # The topic has lost this partition, or the consumer was deleted, which `_states` reports.
             self._states(lane)
         for partition, _, owner, _ in rows:
             if owner is not None:
                 raise PartitionLeasedError(
-                    f"option consumer: {self._consumer!r} partition {partition} of topic {lane.topic!r} is consumed by "
-                    f"{owner} as well: a stream needs a consumer of its own"
+                    f"option consumer: {owner} also consumes {self._consumer!r} partition {partition} of topic "
+                    f"{lane.topic!r}: a stream needs its own consumer"
                 )
         return [(partition, offset, waits) for partition, offset, _, waits in rows]
 

@@ -8,23 +8,23 @@ from itertools import pairwise
 from typing import Final
 
 PROBES: Final = 256
-"""Parts of a range in which events are looked for: a gap that is wider than a part is always seen. Measured over a
-million events: 5 to 10 ms."""
+"""The parts of a range that are searched for events. A gap wider than a part is always found. Measured over a million
+events: 5 to 10 ms."""
 
 SAMPLE: Final = 32
-"""Events of each part that are read in the index, to know how dense its offsets are."""
+"""The events of each part that are read in the index, to estimate how dense its offsets are."""
 
 EVENTS_PER_TASK: Final = 250_000
-"""Events of a task when nobody asked for anything: less than a second of reading, and several times what Spark needs to
-start one."""
+"""The default number of events of a task: less than a second of reading, and several times what Spark needs to start a
+task."""
 
-Bounds = tuple[int, int]
+Interval = tuple[int, int]
 """`after` exclusive, `upto` inclusive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Offsets from the first to the last event of a part of a log, and how many events are about there."""
+    """The offsets from the first to the last event of a part of a log, and an estimate of its events."""
 
     first: int
     last: int
@@ -32,17 +32,17 @@ class Stretch:
 
     @classmethod
     def estimate(cls, first: int, last: int, sampled: int, upto: int) -> Stretch:
-        """Of a part whose first `sampled` events reach from `first` to `upto`."""
+        """Estimate a part whose first `sampled` events reach from `first` to `upto`."""
         return cls(first, last, max(1, (last - first + 1) * sampled // (upto - first + 1)))
 
     def offset_of(self, event: int) -> int:
-        """The offset before the one at which the stretch has `event` events, which are taken to lie evenly in it."""
+        """The offset up to which the stretch has `event` events, if they lie evenly in it."""
         return self.first - 1 + (self.last - self.first + 1) * event // self.events
 
 
 @dataclass(frozen=True, slots=True)
 class Occupied:
-    """A range of one log, and its stretches that hold events, in order."""
+    """A range of one log, and its stretches with events, in order."""
 
     after: int
     upto: int
@@ -53,21 +53,21 @@ class Occupied:
         return sum(stretch.events for stretch in self.stretches)
 
 
-def equal_parts(after: int, upto: int, parts: int) -> list[Bounds]:
-    """A range of offsets in at most so many parts of equal width."""
+def equal_parts(after: int, upto: int, parts: int) -> list[Interval]:
+    """A range of offsets, cut into at most `parts` parts of equal width."""
     parts = min(parts, upto - after)
     edges = [after + (upto - after) * part // parts for part in range(parts + 1)] if parts else []
     return list(pairwise(edges))
 
 
-def even_tasks(ranges: Sequence[Occupied], tasks: int) -> list[list[tuple[int, Bounds]]]:
-    """Ranges in at most `tasks` tasks with the same number of events; each has parts of ranges, by their index.
+def even_tasks(ranges: Sequence[Occupied], tasks: int) -> list[list[tuple[int, Interval]]]:
+    """Cut ranges into at most `tasks` tasks of equally many events. A task is a list of (index of range, interval).
 
-    Together the parts of a range are the whole of it; a range that holds no event has none.
+    The intervals of a range cover it completely. A range without events has none.
     """
     total = sum(each.events for each in ranges)
     tasks = min(tasks, total)
-    found: list[list[tuple[int, Bounds]]] = [[] for _ in range(tasks)]
+    found: list[list[tuple[int, Interval]]] = [[] for _ in range(tasks)]
     task = before = 0
     for index, each in enumerate(ranges):
         if not each.events:
@@ -85,7 +85,7 @@ def even_tasks(ranges: Sequence[Occupied], tasks: int) -> list[list[tuple[int, B
 
 
 def _edges(occupied: Occupied, wanted: Sequence[int]) -> Iterator[int]:
-    """The offsets up to which a range holds each of the growing numbers of events."""
+    """For each of the growing numbers in `wanted`, the offset up to which the range has that many events."""
     passed, stretches = 0, iter(occupied.stretches)
     stretch = next(stretches)
     for events in wanted:
@@ -96,7 +96,7 @@ def _edges(occupied: Occupied, wanted: Sequence[int]) -> Iterator[int]:
 
 
 def shares(waiting: Sequence[int], most: int) -> list[int]:
-    """How many of so many waiting events each gets, at most `most` together: nobody more than another that has more."""
+    """Share `most` events among queues of `waiting` events as evenly as possible. Gives each queue's share."""
     given = [0] * len(waiting)
     left = most
     order = sorted(range(len(waiting)), key=waiting.__getitem__)

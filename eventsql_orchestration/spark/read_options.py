@@ -1,4 +1,4 @@
-"""The options of a read, checked: which topics and partitions, from where to where, in how many tasks."""
+"""The options of a read, checked: topics and partitions, begin and end, number of tasks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Final
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
-from eventsql_orchestration.rules import check_name
-from eventsql_orchestration.spark.edges import Edge, is_whole, json_object, parse_edge
+from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, json_object, parse_bounds
 from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, Given, Source
+from eventsql_orchestration.validation import check_name
 
 _MAX_TASKS: Final = 100_000
 
@@ -41,17 +41,17 @@ _READ: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What to read.
+    """The options of a read.
 
-    `topics` gives the partitions of each topic, None for the topic as a whole; with a `claim`, whose row says it, there
-    are none. `tasks` is the number of tasks, `least_tasks` the smallest, None where nothing was asked for.
+    `topics` has the partitions of each topic, None for the whole topic. It is empty with a `claim`, whose row names the
+    topic. `tasks` is the number of tasks and `least_tasks` the least; None by default.
     """
 
     source: Source
     topics: Mapping[str, tuple[int, ...] | None]
     claim: int | None
-    starting: Edge
-    ending: Edge
+    starting: OffsetBounds
+    ending: OffsetBounds
     start_late: bool
     tasks: int | None
     least_tasks: int | None
@@ -82,8 +82,8 @@ class ReadOptions:
         if several:
             given.refuse("claim", "it is of one shard, and dsn names several: name that one's URL alone")
         topics = _topics(given, claimed=claim is not None)
-        starting = parse_edge(given, _STARTS, topics, default="latest" if streaming else "earliest", several=several)
-        ending = parse_edge(given, _ENDS, topics, default="latest", several=several)
+        starting = parse_bounds(given, _STARTS, topics, default="latest" if streaming else "earliest", several=several)
+        ending = parse_bounds(given, _ENDS, topics, default="latest", several=several)
         if not streaming and "latest" in starting.bounds:
             raise ValidationError(f"option {starting.option}: 'latest' is for streams, a batch would read nothing")
         if "earliest" in ending.bounds:
@@ -109,15 +109,15 @@ class ReadOptions:
         )
 
     def on(self, shard: str) -> ReadOptions:
-        """What to read of one shard."""
+        """The options of the read on one shard."""
         return replace(self, starting=self.starting.on(shard), ending=self.ending.on(shard))
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaOptions:
-    """What the columns of a read depend on.
+    """The options that decide the columns of a read.
 
-    `value` is the DDL of the structs that values are decoded to, `shards` says whether the events of several are read.
+    `value` is the DDL of decoded values, `shards` says whether several shards are read.
     """
 
     headers: bool

@@ -1,4 +1,4 @@
-"""Reading topics: the driver decides which ranges, the tasks read them."""
+"""Reading topics: the driver plans the ranges, the tasks read them."""
 
 # ruff: noqa: N802 - the methods have Spark's names
 
@@ -25,15 +25,15 @@ from pyspark.sql.types import (
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
-from eventsql_orchestration.spark.batches import Piece, Projection, read_batches
+from eventsql_orchestration.spark.adbc import Piece, Projection, read_batches
 from eventsql_orchestration.spark.filters import Conditions, push
+from eventsql_orchestration.spark.json_values import ValueDecoder, check_type
 from eventsql_orchestration.spark.read_options import ReadOptions, SchemaOptions
-from eventsql_orchestration.spark.values import ValueDecoder, check_type
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.spark.logs import AllLogs
-    from eventsql_orchestration.spark.planning import Logs
-    from eventsql_orchestration.spark.tasks import Wanted
+    from eventsql_orchestration.spark.input_splits import Wanted
+    from eventsql_orchestration.spark.log_planner import Logs
+    from eventsql_orchestration.spark.multi_log_planner import AllLogs
 
 COLUMNS: Final[dict[str, DataType]] = {
     "key": StringType(),
@@ -44,21 +44,21 @@ COLUMNS: Final[dict[str, DataType]] = {
     "timestamp": TimestampType(),
     "headers": MapType(StringType(), StringType()),
 }
-"""Of one database."""
+"""The columns of a read of one database."""
 
 _SHARD: Final[dict[str, DataType]] = {"shard": StringType()}
 
 
 def read_schema(*, headers: bool, shards: bool = False) -> StructType:
-    """The columns of a read, all nullable; `shard` is one where there are several databases."""
+    """The columns of a read, all nullable. With `shards`, also the column `shard`."""
     columns = {**COLUMNS, **_SHARD} if shards else COLUMNS
     return StructType([StructField(name, kind) for name, kind in columns.items() if headers or name != "headers"])
 
 
 def declared_schema(options: SchemaOptions) -> StructType | str:
-    """The columns of a read nobody named any for; as DDL where values are decoded, since only Spark itself parses that.
+    """The columns of a read without `.schema(…)`. As DDL if values are decoded, because only Spark parses DDL.
 
-    Raises `ValidationError` for a `valueSchema` that reaches beyond itself.
+    Raises `ValidationError` for a `valueSchema` that is no list of columns.
     """
     schema = read_schema(headers=options.headers, shards=options.shards)
     if options.value is None:
@@ -77,10 +77,7 @@ def declared_schema(options: SchemaOptions) -> StructType | str:
 
 
 def check_schema(schema: StructType, *, shards: bool = False) -> None:
-    """Raises `ValidationError` that names the first column asked for that no read gives.
-
-    `shards` says whether several are read.
-    """
+    """Raise `ValidationError` for the first column that a read cannot give. `shards`: whether several are read."""
     columns = {field.name: field.dataType for field in read_schema(headers=True, shards=shards)}
     if not schema.fields:
         raise ValidationError(f"schema: ask for at least one of the columns {', '.join(columns)}")
@@ -101,7 +98,7 @@ def check_schema(schema: StructType, *, shards: bool = False) -> None:
 
 
 class Split(InputPartition):
-    """What one task reads."""
+    """The pieces that one task reads."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__(pieces)
@@ -109,7 +106,7 @@ class Split(InputPartition):
 
 
 class Reading:
-    """What a batch and a stream have in common; pickled into the tasks."""
+    """The common part of a batch and a stream reader. Spark pickles it into the tasks."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         check_schema(schema, shards=len(options.source.urls) > 1)
@@ -119,20 +116,20 @@ class Reading:
         )
 
     def logs(self, shards: Collection[str] | None = None) -> AllLogs:
-        """The logs of what is read; of `shards` alone where these are given."""
-        # Not for the tasks, which import this module too: the database floor loads longer than a small range is read.
-        from eventsql_orchestration.spark.logs import AllLogs  # noqa: PLC0415
+        """The logs to read, of all shards or of `shards`."""
+        # Tasks import this module, too, and must not wait for the database floor to load.
+        from eventsql_orchestration.spark.multi_log_planner import AllLogs  # noqa: PLC0415
 
         return AllLogs(self._options, shards)
 
     def splits(self, wanted: Sequence[Wanted]) -> list[Split]:
-        """What is wanted in even tasks."""
-        from eventsql_orchestration.spark.tasks import even_splits  # noqa: PLC0415 - as in `logs`
+        """The wanted ranges as even tasks."""
+        from eventsql_orchestration.spark.input_splits import even_splits  # noqa: PLC0415 - as in `logs`
 
         return [Split(pieces) for pieces in even_splits(self._options, wanted)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        # Spark makes up a partition of its own where there is none.
+        # Spark makes a partition of its own if there is none.
         if not isinstance(partition, Split):
             return iter(())
         return read_batches(self._options.source, partition.pieces, self._projection)
@@ -147,9 +144,9 @@ def _decoder(schema: StructType, *, fail_fast: bool) -> ValueDecoder | None:
 
 
 class BatchReader(Reading, DataSourceReader):
-    """Reads ranges. Unless an end is given, it is the newest offset at the time the query is planned.
+    """Reads ranges. The default end is the newest offset when the query is planned.
 
-    A log only grows at its end, in the order of its offsets: what all tasks read is one snapshot of it.
+    A log grows only at its end, in the order of its offsets, so all tasks together read one snapshot.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
@@ -157,7 +154,7 @@ class BatchReader(Reading, DataSourceReader):
         self._conditions = Conditions()
 
     def partitions(self) -> Sequence[InputPartition]:
-        from eventsql_orchestration.spark.tasks import Wanted  # noqa: PLC0415 - as in `Reading.logs`
+        from eventsql_orchestration.spark.input_splits import Wanted  # noqa: PLC0415 - as in `Reading.logs`
 
         conditions = self._conditions
         with self.logs(conditions.shards) as every:
@@ -176,7 +173,7 @@ class BatchReader(Reading, DataSourceReader):
             )
 
     def _ranges(self, every: AllLogs) -> list[tuple[Logs, OffsetRange]]:
-        every.check_edges()
+        every.check_bounds()
         options, extents = self._options, every.extents()
         ranges = []
         for lane, start in every.starts(extents).items():
@@ -191,7 +188,7 @@ class BatchReader(Reading, DataSourceReader):
 
 
 class FilteringReader(BatchReader):
-    """Reads only what meets the filters that Spark pushes down."""
+    """Reads only events that meet the filters that Spark pushes down."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         self._conditions, left = push(filters)
@@ -199,7 +196,7 @@ class FilteringReader(BatchReader):
 
 
 def _narrowed(offsets: OffsetRange, conditions: Conditions, logs: Logs) -> list[OffsetRange]:
-    """The part of a range that can meet the conditions, by partitions where they name some."""
+    """The part of a range that can meet the conditions, split by partition if they name some."""
     if conditions.topics is not None and offsets.topic not in conditions.topics:
         return []
     after = max(offsets.after, conditions.after)
@@ -211,5 +208,5 @@ def _narrowed(offsets: OffsetRange, conditions: Conditions, logs: Logs) -> list[
     topic = logs.registry.cached_topic(offsets.topic)
     if not topic.partitioned:
         return [narrow]
-    # Also those that the topic does not have any more: its events keep theirs.
+    # Include partitions that the topic has lost: events keep their partition.
     return [replace(narrow, partition=partition) for partition in sorted(conditions.partitions) if partition >= 0]

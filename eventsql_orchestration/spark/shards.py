@@ -19,7 +19,7 @@ ALONE: Final = "0"
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ReadShard:
     """One of several databases: its name, and the place of its URL among those of the source."""
 
     name: str
@@ -31,7 +31,7 @@ class Shard:
 
 
 @contextmanager
-def naming(shard: Shard | None) -> Iterator[None]:
+def naming(shard: ReadShard | None) -> Iterator[None]:
     """Errors of the block say on which shard it was, where there are several."""
     try:
         yield

@@ -18,14 +18,14 @@ from eventsql_orchestration.spark.stream import StreamReader
 from eventsql_orchestration.spark.writer import BatchWriter, StreamWriter
 
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
-"""The program in which Spark asks for a reader that it pushes filters to."""
+"""The Spark program that asks for a reader to push filters to."""
 
 _COMMITTING: Final = "pyspark.sql.worker.python_streaming_sink_runner"
-"""The program in which Spark asks for a writer that commits or aborts a stream's batch, which another has planned."""
+"""The Spark program that asks for a writer to commit or abort a stream's batch; another program plans it."""
 
 
 class EventSQLDataSource(DataSource):
-    """Topics as tables and as streams. The package's docstring lists the options."""
+    """Topics as tables and as streams. docs/spark.md lists the options."""
 
     @classmethod
     def name(cls) -> str:
@@ -36,11 +36,11 @@ class EventSQLDataSource(DataSource):
 
     def reader(self, schema: StructType) -> BatchReader:
         options = ReadOptions.parse(self.options, streaming=False)
-        # Spark 4.3 keeps one read function for a frame and all that is made of it: the rows that one query's filters
-        # leave are all that the frame's next query sees. Only who asks for it can know that there is no other query.
+        # Spark 4.3 has one read function for a frame and all frames made of it: the frame's next query sees only the
+        # rows that the first query's filters left. Only the user knows whether there is another query.
         #
-        # Where filters are not to be pushed down, Spark refuses every reader that could take them, and nothing else
-        # than the program that asks says whether they are.
+        # If filter pushdown is off, Spark refuses a reader that could take filters. Only the program that asks shows
+        # it.
         kind = FilteringReader if options.push_filters and pushes_filters() else BatchReader
         return kind(options, schema)
 
@@ -56,11 +56,11 @@ class EventSQLDataSource(DataSource):
 
 
 def pushes_filters() -> bool:
-    """Whether this process is one of those in which Spark pushes filters down."""
+    """Whether Spark pushes filters down in this process."""
     return _runs(_PUSHING)
 
 
 def _runs(program: str) -> bool:
-    """Whether this process is one that Spark has started with this program of its own."""
+    """Whether Spark has started this process with this program."""
     started = getattr(sys.modules.get("__main__"), "__spec__", None)
     return program in sys.modules or getattr(started, "name", None) == program

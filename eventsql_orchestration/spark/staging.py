@@ -1,9 +1,8 @@
-"""Staging: a task's rows become blocks in `spark_staged_event` under an attempt of their own, which nobody reads before
-the publication that names it.
+"""Staging: a task's rows become blocks in `spark_staged_event`, under an attempt that nobody reads before its
+publication.
 
-Rows are encoded and compressed here, where many tasks work at once, and on shards each goes to that of its key; the
-publication, which is one transaction of one process on each, says only that they are published, and the transfer copies
-them into the log (`log/blocks.py`).
+Many tasks encode and compress rows here at once. Over shards, each row goes to the shard of its key. The publication
+only marks the blocks as published, and the transfer copies them into the log (`publishing/blocks.py`).
 
 Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 """
@@ -24,27 +23,27 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
 from psycopg.types.json import Json
 
-from eventsql_orchestration.log.blocks import Block, join, new_mark
+from eventsql_orchestration.publishing.blocks import Block, join, new_mark
 from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.sharding import owner_among
-from eventsql_orchestration.spark.batches import translate
+from eventsql_orchestration.spark.adbc import translate
 from eventsql_orchestration.spark.encoder import BLOCK_BYTES, Encoder, keys_of
 from eventsql_orchestration.spark.options import Source
 
 TABLE: Final = "spark_staged_event"
 
 _LEAST_EVENTS: Final = 1_000
-"""What a block should hold at least, where a batch has few events for each of many topics."""
+"""The least events of a block, if a batch has few events for each of many topics."""
 
 _MOST_KEPT: Final = 4 * BLOCK_BYTES
-"""How much an attempt keeps for that before it stages smaller blocks."""
+"""The bytes that an attempt collects for that before it stages smaller blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an attempt has staged on one shard: the number of events per topic, and the topics as it knew them.
+    """What an attempt has staged on one shard: events by topic, and the partitions and layouts of the topics it knew.
 
-    `shard` is None where there is one database. `layouts` may lack a topic whose layout does not matter.
+    `shard` is None for one database. `layouts` lacks topics whose layout does not matter.
     """
 
     shard: str | None
@@ -55,7 +54,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one attempt of a task has staged, on each shard that got some of it."""
+    """What one attempt of a task has staged, on each shard with events of it."""
 
     id: uuid.UUID
     shares: tuple[Share, ...] = ()
@@ -66,10 +65,10 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where events are staged: a database, with its topics as they were when the write was planned.
+class WriteTarget:
+    """A database where events are staged, and its topics when the write was planned.
 
-    `shard` is its name where it is one of several.
+    `shard` is its name if there are several.
     """
 
     source: Source
@@ -79,21 +78,20 @@ class Place:
 
 
 class _Staging:
-    """What one attempt stages in one place, each block in a transaction of its own.
+    """Stages the blocks of one attempt in one target, each in a transaction of its own.
 
-    The query that feeds it may be slow, and an open transaction would keep dead rows from being removed anywhere in the
-    database.
+    The query may be slow, and an open transaction would keep vacuum from removing dead rows in the whole database.
     """
 
-    def __init__(self, place: Place, attempt: uuid.UUID) -> None:
-        self._place = place
+    def __init__(self, target: WriteTarget, attempt: uuid.UUID) -> None:
+        self._target = target
         self._attempt = attempt
-        self._table = sql.Identifier(place.source.schema, TABLE)
+        self._table = sql.Identifier(target.source.schema, TABLE)
         self._events: Counter[str] = Counter()
-        with self._errors(), hiding(place.source.dsn):
-            # Nothing stays on its session, for a pooler's sake; beside a block, planning its statement costs nothing.
+        with self._errors(), hiding(target.source.dsn):
+            # A pooler may share the session, so nothing is prepared. Planning costs little beside a block.
             self._connection = psycopg.connect(
-                place.source.dsn, autocommit=True, prepare_threshold=None, client_encoding="UTF8"
+                target.source.dsn, autocommit=True, prepare_threshold=None, client_encoding="UTF8"
             )
 
     @contextmanager
@@ -101,12 +99,12 @@ class _Staging:
         try:
             yield
         except psycopg.Error as error:
-            raise translate(error, self._place.source, "the events could not be staged") from error
+            raise translate(error, self._target.source, "the events could not be staged") from error
 
     def add(self, block: Block) -> None:
         packed = block.pack()
         with self._errors(), self._connection.transaction():
-            # What came before a commit that waits for the disk is there with it; a lost block stops the publication.
+            # The publication's commit waits for the disk, and for earlier commits with it. It checks for lost blocks.
             self._connection.execute("SET LOCAL synchronous_commit TO off")
             self._connection.execute(
                 sql.SQL(
@@ -118,12 +116,12 @@ class _Staging:
         self._events[block.topic] += block.events
 
     def share(self) -> Share:
-        place, topics = self._place, self._events
+        target, topics = self._target, self._events
         return Share(
-            place.shard,
+            target.shard,
             dict(topics),
-            {topic: place.encoder.partitions[topic] for topic in topics},
-            {topic: place.layouts[topic] for topic in topics if topic in place.layouts},
+            {topic: target.encoder.partitions[topic] for topic in topics},
+            {topic: target.layouts[topic] for topic in topics if topic in target.layouts},
         )
 
     def give_up(self) -> None:
@@ -137,18 +135,18 @@ class _Staging:
         self._connection.close()
 
 
-def stage(places: Sequence[Place], batches: Iterable[pa.RecordBatch]) -> Attempt:
-    """Stage the rows of one attempt: of several places, each row in that of its key.
+def stage(targets: Sequence[WriteTarget], batches: Iterable[pa.RecordBatch]) -> Attempt:
+    """Stage the rows of one attempt, each row in the target of its key.
 
-    Leaves nothing behind when it raises: what `Encoder.blocks` does, `DatabaseUnavailableError`, `DatabaseError`.
+    Raises as `Encoder.blocks`, and `DatabaseUnavailableError` or `DatabaseError`. Nothing stays staged then.
     """
     attempt = uuid.uuid4()
     stagings: dict[int, _Staging] = {}
     with ExitStack() as stack:
         try:
-            for number, block in _joined(places, batches):
+            for number, block in _joined(targets, batches):
                 if number not in stagings:
-                    stagings[number] = _Staging(places[number], attempt)
+                    stagings[number] = _Staging(targets[number], attempt)
                     stack.callback(stagings[number].close)
                 stagings[number].add(block)
         except BaseException:
@@ -158,16 +156,16 @@ def stage(places: Sequence[Place], batches: Iterable[pa.RecordBatch]) -> Attempt
     return Attempt(attempt, tuple(staging.share() for staging in stagings.values()))
 
 
-def _joined(places: Sequence[Place], batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, Block]]:
-    """The blocks of all batches, with the numbers of their places; what is little of a topic waits for more."""
+def _joined(targets: Sequence[WriteTarget], batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, Block]]:
+    """The blocks of all batches with the numbers of their targets. Small blocks of a topic are joined."""
     mark = new_mark()
-    # Another one for each attempt: so they all get their part.
-    keyless = random.randrange(len(places))  # noqa: S311 - spreads load, guards nothing
+    # Each attempt chooses a target at random, so that all targets get rows without keys.
+    keyless = random.randrange(len(targets))  # noqa: S311 - spreads load, guards nothing
     kept: dict[tuple[int, str], Block] = {}
     size = 0
     for batch in batches:
-        for number, rows in _by_place(places, batch, keyless):
-            for block in places[number].encoder.blocks(rows, mark):
+        for number, rows in _by_target(targets, batch, keyless):
+            for block in targets[number].encoder.blocks(rows, mark):
                 before = kept.pop((number, block.topic), None)
                 size -= 0 if before is None else len(before.rows)
                 whole = block if before is None else join(before, block)
@@ -187,21 +185,23 @@ def _numbered(kept: Mapping[tuple[int, str], Block]) -> Iterator[tuple[int, Bloc
         yield number, block
 
 
-def _by_place(places: Sequence[Place], batch: pa.RecordBatch, keyless: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The rows of a batch by the number of their place, those of one in their order.
+def _by_target(
+    targets: Sequence[WriteTarget], batch: pa.RecordBatch, keyless: int
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows of a batch by the number of their target, in order within each target.
 
-    A key's is the shard that it belongs to, `keyless` that of rows without one.
+    The key chooses the target; rows without a key go to `keyless`.
     """
-    if len(places) == 1:
+    if len(targets) == 1:
         yield 0, batch
         return
     keys = keys_of(batch.column("key") if "key" in batch.schema.names else None, batch.num_rows)
     coded = keys.dictionary_encode()
-    numbers = {str(place.shard): number for number, place in enumerate(places)}
+    numbers = {str(target.shard): number for number, target in enumerate(targets)}
     owner = owner_among(tuple(sorted(numbers)))
     owners = pa.array([numbers[owner(key)] for key in coded.dictionary.to_pylist()], pa.int16())
     chosen = owners.take(coded.indices).fill_null(keyless)
-    for number in range(len(places)):
+    for number in range(len(targets)):
         mine = pc.equal(chosen, number)
         count = pc.sum(mine).as_py() or 0
         if count:

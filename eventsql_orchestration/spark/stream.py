@@ -1,4 +1,4 @@
-"""Reading topics as they grow: a stream's offsets, its progress and its limits."""
+"""Reading topics as streams: offsets, progress and limits."""
 
 # ruff: noqa: N802 - the methods have Spark's names
 
@@ -13,38 +13,38 @@ from pyspark.sql.types import StructType
 
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
-from eventsql_orchestration.spark.edges import FIRST
 from eventsql_orchestration.spark.filters import Conditions
+from eventsql_orchestration.spark.offset_bounds import FIRST
+from eventsql_orchestration.spark.ranges import shares
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.reader import Reading
 from eventsql_orchestration.spark.shards import ALONE, naming
-from eventsql_orchestration.spark.splits import shares
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.spark.logs import AllLogs
-    from eventsql_orchestration.spark.planning import Lane
-    from eventsql_orchestration.spark.progress import Progress
+    from eventsql_orchestration.spark.log_planner import Lane
+    from eventsql_orchestration.spark.multi_log_planner import AllLogs
+    from eventsql_orchestration.spark.progress import StreamProgress
 
 
 class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads topics as they grow. A stream's offset is the next one to read, as in the option.
+    """Reads topics as they grow. A stream's offset is the next offset to read, as in the option.
 
-    Its checkpoint has {topic: {shard: offset}}, or {topic: {shard: {partition: offset}}} where partitions have offsets
-    of their own. A database that is no shard counts as one that is called "0".
+    The checkpoint has {topic: {shard: offset}}, or {topic: {shard: {partition: offset}}} if partitions have their own
+    offsets. A database that is no shard is called "0".
 
-    Spark calls `latestOffset` with a start up to which everything is processed, also after the last batch of
-    AvailableNow and after a restart, for which `commit` is not called: a consumer's progress is written in both.
+    `commit` and `latestOffset` both write a consumer's progress. Spark does not call `commit` after the last batch of
+    AvailableNow or after a restart, but it calls `latestOffset` with a start up to which everything is processed.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         self._opened: AllLogs | None = None
-        self._consuming: dict[str | None, Progress] = {}
+        self._consuming: dict[str | None, StreamProgress] = {}
         self._last: dict[Lane, int] | None = None
 
     def initialOffset(self) -> dict[str, Any]:
         logs, progress = self._open(), self._progress()
-        logs.check_edges()
+        logs.check_bounds()
         if progress and not self._options.starting.given:
             return self._offset({lane: max(progress[lane.shard].start(lane), FIRST) for lane in logs.lanes})
         return self._offset(logs.starts(logs.extents()))
@@ -77,10 +77,10 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             extent = extents[lane.log]
             if after[lane] > extent.newest:
                 raise EventSQLError(
-                    f"{lane.whole} ends at offset {extent.end}, and this stream has read on to {starts[lane]}: the "
-                    "topic was made anew or restored, begin with a new checkpoint"
+                    f"{lane.whole} ends at offset {extent.end}, but this stream has read up to {starts[lane]}. The "
+                    "topic was recreated or restored: begin with a new checkpoint"
                 )
-            # A partition that is newer than the trigger has nothing that is older.
+            # A partition that is newer than the trigger has no event from before it.
             last = extent.settled if self._last is None else self._last.get(lane, 0)
             upto[lane] = after[lane] if lane.log in held_back else max(last, after[lane])
         if isinstance(limit, ReadMaxRows):
@@ -93,9 +93,9 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return self._offset({lane: extents[lane.log].settled + 1 for lane in logs.lanes})
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        from eventsql_orchestration.spark.tasks import Wanted  # noqa: PLC0415 - as in `Reading.logs`
+        from eventsql_orchestration.spark.input_splits import Wanted  # noqa: PLC0415 - as in `Reading.logs`
 
-        # A batch that is replayed after a restart is asked for here before anything else.
+        # After a restart, this may be the first call.
         every, starts, ends = self._open(), self._nexts(start), self._nexts(end)
         progress = self._progress()
         wanted = []
@@ -127,15 +127,15 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             self._opened = self.logs()
         return self._opened
 
-    def _progress(self) -> Mapping[str | None, Progress]:
-        """Where a consumer is on each shard; empty where none was named."""
+    def _progress(self) -> Mapping[str | None, StreamProgress]:
+        """The consumer's progress on each shard; empty without a consumer."""
         if not self._consuming and self._options.consumer is not None:
-            # Not for the tasks, as in `Reading.logs`.
-            from eventsql_orchestration.spark.progress import Progress  # noqa: PLC0415
+            # Tasks import this module, too; see `Reading.logs`.
+            from eventsql_orchestration.spark.progress import StreamProgress  # noqa: PLC0415
 
             for logs in self._open():
                 with naming(logs.shard):
-                    self._consuming[logs.name] = Progress(logs, self._options.consumer)
+                    self._consuming[logs.name] = StreamProgress(logs, self._options.consumer)
         return self._consuming
 
     def _write_progress(self, nexts: Mapping[Lane, int]) -> None:
@@ -144,7 +144,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             with naming(self._open().of(lane).shard):
                 progress[lane.shard].write(lane, following - 1)
 
-    # Offsets as the checkpoint has them
+    # The checkpoint's offsets
 
     def _offset(self, nexts: Mapping[Lane, int]) -> dict[str, Any]:
         offset: dict[str, Any] = {}
@@ -157,30 +157,30 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return offset
 
     def _nexts(self, offset: dict[str, Any]) -> dict[Lane, int]:
-        """The next offset of each lane; of a topic, shard or partition that the checkpoint does not have, the first."""
+        """The next offset of each lane. The first offset for a lane that the checkpoint does not have."""
         if gone := sorted(offset.keys() - self._options.topics.keys()):
             raise ValidationError(
-                f"option subscribe: the checkpoint is one of {', '.join(sorted(offset))}, and {', '.join(gone)} is not "
-                "read any more: begin with a new checkpoint"
+                f"option subscribe: the checkpoint has offsets of {', '.join(gone)}, which this stream does not read: "
+                "begin with a new checkpoint"
             )
         lanes = self._open().lanes
         known = {mark for lane in lanes for mark in self._open().marks(lane)}
         if gone := sorted({shard for shards in offset.values() for shard in shards} - known):
             raise ValidationError(
-                f"option dsn: the checkpoint has offsets of {_called(gone)}, and no URL leads there: name all shards, "
-                "or begin with a new checkpoint"
+                f"option dsn: the checkpoint has offsets of {_called(gone)}, and no URL leads there: give the URLs of "
+                "all shards, or begin with a new checkpoint"
             )
         return {lane: FIRST if (found := self._found(offset, lane)) is None else found for lane in lanes}
 
     def _found(self, offset: Mapping[str, Any], lane: Lane) -> int | None:
-        """The next offset of a lane, None where a checkpoint has not read of it yet."""
+        """The next offset of a lane; None if the checkpoint does not have the lane."""
         shards = offset.get(lane.topic, {})
         found = next((shards[mark] for mark in self._open().marks(lane) if mark in shards), None)
         if isinstance(found, dict):
             if lane.partition == NOT_PARTITIONED:
                 raise ValidationError(
-                    f"option assign: the checkpoint has offsets of single partitions of {lane.whole}, and this stream "
-                    "reads the topic as a whole: begin with a new checkpoint"
+                    f"option assign: the checkpoint has offsets of single partitions of {lane.whole}, but this stream "
+                    "reads the whole topic: begin with a new checkpoint"
                 )
             found = found.get(str(lane.partition))
         return None if found is None else int(found)
@@ -191,7 +191,7 @@ def _called(marks: Sequence[str]) -> str:
 
 
 def _limited(logs: AllLogs, after: Mapping[Lane, int], upto: Mapping[Lane, int], most: int) -> dict[Lane, int]:
-    """Ends of ranges that hold at most so many events together, as evenly as there are events."""
+    """The end of each lane's range, so that all ranges together hold at most `most` events, as evenly as possible."""
     if len(upto) == 1:
         parts = [most]
     else:

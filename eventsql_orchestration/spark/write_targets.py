@@ -1,4 +1,4 @@
-"""Where a write stages its events: one database, or each shard that takes events, as they are when it is planned."""
+"""Where a write stages its events: one database, or each active shard when the write is planned."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from contextlib import suppress
 from typing import Final
 
 from eventsql_orchestration.errors import ShardPendingError, ShardSetError, TopicNotFoundError
-from eventsql_orchestration.log.patience import Patience
 from eventsql_orchestration.model import Topic
-from eventsql_orchestration.platform import EventSQL
+from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.sharding import pending
+from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.encoder import Encoder
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.staging import Place
+from eventsql_orchestration.spark.staging import WriteTarget
 
 PENDING_SECONDS: Final = 10.0
-"""How long a write waits, when it is planned, for a shard that is being added."""
+"""How long planning a write waits for a shard that is being added."""
 
 
-def places(
-    source: Source, platforms: Mapping[str | None, EventSQL], topic: str | None, headers: Mapping[str, str]
-) -> tuple[Place, ...]:
-    """The places for events of one topic, or of any; `platforms` are those of the shards by name, of one database None.
+def write_targets(
+    source: Source, platforms: Mapping[str | None, Shard], topic: str | None, headers: Mapping[str, str]
+) -> tuple[WriteTarget, ...]:
+    """The targets for events of one topic, or of any. `platforms` are by shard name, or by None for one database.
 
-    Raises `TopicNotFoundError`; `ShardSetError` where shards are missing, and `ShardPendingError` where one that is
-    being added takes no events for too long.
+    Raises `TopicNotFoundError`, `ShardSetError` if shards are missing, `ShardPendingError` if a shard that is being
+    added takes no events for too long.
     """
     topics, names = _await_shards(platforms, topic)
     return tuple(
-        Place(
+        WriteTarget(
             source if name is None else _source_of(platforms[name], source.schema),
             Encoder({each.name: each.partitions for each in topics[name]}, topic, headers),
             {each.name: each.layout for each in topics[name]},
@@ -40,10 +40,10 @@ def places(
 
 
 def _await_shards(
-    platforms: Mapping[str | None, EventSQL], wanted: str | None
+    platforms: Mapping[str | None, Shard], wanted: str | None
 ) -> tuple[dict[str | None, list[Topic]], list[str | None]]:
-    """The topics on each shard, and those that take events, once none is being added any more."""
-    patience = Patience(PENDING_SECONDS)
+    """The topics on each shard, and the shards that take events, after waiting for a shard that is being added."""
+    patience = Backoff(PENDING_SECONDS)
     while True:
         topics = {name: _topics(platform, wanted) for name, platform in platforms.items()}
         try:
@@ -53,12 +53,12 @@ def _await_shards(
                 raise
 
 
-def _source_of(shard: EventSQL, schema: str) -> Source:
+def _source_of(shard: Shard, schema: str) -> Source:
     return Source(shard.database.dsn, schema, str(shard.database))
 
 
-def _topics(platform: EventSQL, name: str | None) -> list[Topic]:
-    """All topics, or the one of a name where it is there."""
+def _topics(platform: Shard, name: str | None) -> list[Topic]:
+    """All topics, or the topic of this name if it exists."""
     if name is None:
         return platform.registry.topics()
     with suppress(TopicNotFoundError):
@@ -67,7 +67,7 @@ def _topics(platform: EventSQL, name: str | None) -> list[Topic]:
 
 
 def _taking(topics: Mapping[str | None, Sequence[Topic]], wanted: str | None) -> list[str | None]:
-    """The shards that take events, by what each says with its topics; None for one database.
+    """The shards that take events, by the shard sets of their topics; None for one database.
 
     Raises `TopicNotFoundError`, `ShardSetError`, `ShardPendingError`.
     """

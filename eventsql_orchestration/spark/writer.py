@@ -1,11 +1,12 @@
-"""Writing events: the tasks stage them, the driver publishes them in one transaction."""
+"""Writing events: tasks stage them, and the driver publishes them in one transaction."""
 
 # ruff: noqa: N803 - the parameters have Spark's names
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -15,12 +16,12 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from eventsql_orchestration.errors import ConfigurationError, PublicationUnfinishedError, ValidationError
-from eventsql_orchestration.spark.options import WriteOptions
-from eventsql_orchestration.spark.staging import Attempt, Place, stage
+from eventsql_orchestration.spark.options import MAX_BIGINT, WriteOptions
+from eventsql_orchestration.spark.staging import Attempt, WriteTarget, stage
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.spark.ledger import ClaimHold
-    from eventsql_orchestration.spark.publication import Publications
+    from eventsql_orchestration.spark.commit_log import ClaimHold, StreamBatch
+    from eventsql_orchestration.spark.commit_protocol import Publications
 
 logger = logging.getLogger(__name__)
 
@@ -63,45 +64,60 @@ def check_schema(schema: StructType, *, topic: str | None) -> None:
 
 @dataclass(frozen=True)
 class Staged(WriterCommitMessage):
-    """What a task tells the driver: its attempt, and the streaming query that it belongs to."""
+    """A task's message to the driver: its attempt, its streaming query, and a checksum of its rows if one is needed."""
 
     attempt: Attempt
     query: str | None
+    checksum: int = 0
 
 
 class _Writing:
-    """What a batch and a stream have in common; pickled into the tasks."""
+    """The common part of a batch and a stream writer. Spark pickles it into the tasks."""
 
     def __init__(self, options: WriteOptions, schema: StructType, *, overwrite: bool, plan: bool = True) -> None:
-        """Without `plan`, only for what is left when tasks have staged: whatever it asked of a database that is down
-        now would hide why a commit has failed.
+        """Without `plan`, it only commits or aborts, and asks the database nothing before: a database that is down
+        would hide the reason why a commit has failed.
         """
         if overwrite:
             raise ConfigurationError("mode overwrite is not possible, a topic only grows: take mode append")
         check_schema(schema, topic=options.topic)
         self._options = options
-        self._places: tuple[Place, ...] = ()
+        self._targets: tuple[WriteTarget, ...] = ()
         self._claim: ClaimHold | None = None
         if plan:
             with self._publications() as publications:
-                self._places = publications.places(options.topic, options.headers)
+                self._targets = publications.write_targets(options.topic, options.headers)
                 self._claim = None if options.claim is None else publications.hold(options.claim, options.claim_shard)
 
     def _publications(self) -> Publications:
-        # Not for the tasks, which import this module too: the database floor loads longer than they stage a few events.
-        from eventsql_orchestration.spark.publication import Publications  # noqa: PLC0415
+        # Tasks import this module, too, and must not wait for the database floor to load.
+        from eventsql_orchestration.spark.commit_protocol import Publications  # noqa: PLC0415
 
         return Publications(self._options.source)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         context = TaskContext.get()
         query = None if context is None else context.getLocalProperty(_QUERY_ID)
-        return Staged(stage(self._places, iterator), query)
+        checksums: list[int] = []
+        # A writer with a name may outlive the checkpoint of its stream.
+        named = query is not None and self._options.writer is not None
+        batches = _summed(iterator, checksums) if named else iterator
+        return Staged(stage(self._targets, batches), query, sum(checksums))
 
-    def _publish(self, writer: str, batch: int, messages: Sequence[Staged], *, replayed: bool = False) -> None:
+    def _publish(self, writer: str, batch: int, messages: Sequence[Staged], stream: StreamBatch | None = None) -> None:
         attempts = [message.attempt for message in messages]
         with self._publications() as publications:
-            publications.publish(writer, batch, attempts, self._claim, replayed=replayed)
+            publications.publish(writer, batch, attempts, self._claim, stream=stream)
+
+    def _stream(self, messages: Sequence[Staged]) -> StreamBatch | None:
+        """The stream of a batch, which only the messages know: Spark plans and commits with different instances."""
+        # Tasks import this module, too.
+        from eventsql_orchestration.spark.commit_log import StreamBatch  # noqa: PLC0415
+
+        query = next((message.query for message in messages if message.query), None)
+        if query is None:
+            return None
+        return StreamBatch(query, sum(message.checksum for message in messages) % MAX_BIGINT)
 
     def _discard(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         with self._publications() as publications:
@@ -109,22 +125,24 @@ class _Writing:
 
 
 class BatchWriter(_Writing, DataSourceArrowWriter):
-    """Writes one batch of a writer; of a new writer where none is named."""
+    """Writes one batch of a writer, or of a new writer if the options name none."""
 
     def __init__(self, options: WriteOptions, schema: StructType, *, overwrite: bool) -> None:
         super().__init__(options, schema, overwrite=overwrite)
         self._writer = options.writer
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        # Not for the tasks, which import this module too.
-        from eventsql_orchestration.spark.ledger import unnamed  # noqa: PLC0415
+        # Tasks import this module, too.
+        from eventsql_orchestration.spark.commit_log import unnamed  # noqa: PLC0415
 
+        staged = _staged(messages)
         try:
-            self._publish(self._writer or unnamed(), self._options.batch, _staged(messages))
+            # Within foreachBatch, the batch is a stream's.
+            self._publish(self._writer or unnamed(), self._options.batch, staged, self._stream(staged))
         except PublicationUnfinishedError as error:
             if self._options.writer is not None:
                 raise
-            # The same write again would be another writer's, and publish all of it twice; a transfer finishes this one.
+            # Repeating the write would publish everything twice, as another writer. A transfer finishes this one.
             logger.warning("%s", error)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -132,14 +150,21 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
 
 
 class StreamWriter(_Writing, DataSourceStreamArrowWriter):
-    """Writes each batch of a stream. The writer is the streaming query, whose id lives as long as its checkpoint."""
+    """Writes each batch of a stream. The default writer is the streaming query, whose id lives in its checkpoint.
+
+    A writer with a name may outlive the checkpoint. Batches of another query are then compared by their checksums.
+    """
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        # Spark commits with another instance than the one that was planned with: only the messages know the query.
+        # Tasks import this module, too.
+        from eventsql_orchestration.spark.commit_log import StreamBatch  # noqa: PLC0415
+
         staged = _staged(messages)
-        writer = self._options.writer or next((message.query for message in staged if message.query), None)
-        if writer is not None:
-            self._publish(writer, batchId, staged, replayed=True)
+        stream = self._stream(staged)
+        if self._options.writer is not None:
+            self._publish(self._options.writer, batchId, staged, stream or StreamBatch())
+        elif stream is not None and stream.query is not None:
+            self._publish(stream.query, batchId, staged, StreamBatch())
         elif any(message.attempt.events for message in staged):
             raise ConfigurationError("option writerId is missing: Spark does not say which streaming query this is")
 
@@ -147,6 +172,13 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         self._discard(messages)
 
 
+def _summed(batches: Iterable[pa.RecordBatch], checksums: list[int]) -> Iterator[pa.RecordBatch]:
+    """The same batches; adds the checksum of each to `checksums`."""
+    for batch in batches:
+        checksums.append(zlib.crc32(memoryview(batch.serialize())))
+        yield batch
+
+
 def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[Staged]:
-    # A task that failed has no message.
+    # A failed task has no message.
     return [message for message in messages if isinstance(message, Staged)]

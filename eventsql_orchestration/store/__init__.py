@@ -1,4 +1,4 @@
-"""Floor 3: event-sourced aggregates, kept as the changes that made them what they are."""
+"""Event-sourced aggregates: the store keeps their changes."""
 
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot

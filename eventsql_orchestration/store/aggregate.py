@@ -1,4 +1,4 @@
-"""What aggregates derive from: they decide by recording changes, and become what those say by applying them."""
+"""Base classes of aggregates: methods decide and record changes, and `apply` alters the state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from eventsql_orchestration.store.change import Change, RecordedChange
 
 @checked
 class Aggregate(ABC):
-    """An entity whose state is the outcome of its changes.
+    """An entity whose state results from its changes.
 
-    A method of the derived class checks its rules and calls `record`; `apply` alone alters the state, for a new change
-    and for a replayed one alike, and therefore neither decides nor fails. The class is made with an id alone, as it is
-    before its first change:
+    A method of the derived class checks its rules and calls `record`. Only `apply` alters the state, for new and for
+    replayed changes, so it neither decides nor fails. The constructor takes an id alone and makes the state before the
+    first change:
 
         class Order(Aggregate):
             aggregate_type = "order"
@@ -35,7 +35,7 @@ class Aggregate(ABC):
                     case "placed":
                         self.price = data["price"]
 
-    `aggregate_type` is the name under which the store keeps all aggregates of the class; it must not change.
+    The store keeps all aggregates of the class under the name `aggregate_type`, which must not change.
     """
 
     aggregate_type: ClassVar[str]
@@ -48,12 +48,12 @@ class Aggregate(ABC):
     @abstractmethod
     @checks_itself
     def apply(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Alter the state as a change of this kind does."""
+        """Alter the state by a change of this kind."""
 
     def record(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Apply a new change, to be appended when the aggregate is saved.
+        """Apply a new change, which is appended when the aggregate is saved.
 
-        Raises `ValidationError` for what cannot be stored; nothing was applied then.
+        Raises `ValidationError`, with nothing applied, for data that cannot be stored.
         """
         change = Change(kind, data)
         self.apply(kind, data)
@@ -61,17 +61,17 @@ class Aggregate(ABC):
 
     @property
     def version(self) -> int:
-        """The number of changes that made this state, those not saved yet included."""
+        """The number of changes that made this state, including unsaved changes."""
         return self._stored_version + len(self._new_changes)
 
     @property
     def stored_version(self) -> int:
-        """The version that was loaded or saved last; 0 for an aggregate that the store does not know."""
+        """The version that was loaded or saved last; 0 for an aggregate that is not in the store."""
         return self._stored_version
 
     @property
     def new_changes(self) -> tuple[Change, ...]:
-        """The changes that are recorded and not saved yet."""
+        """The unsaved changes."""
         return tuple(self._new_changes)
 
     def replay(self, changes: Iterable[RecordedChange]) -> None:
@@ -81,30 +81,30 @@ class Aggregate(ABC):
             self._stored_version = change.version
 
     def mark_saved(self) -> None:
-        """Take the new changes for stored."""
+        """Note that the new changes are stored."""
         self._stored_version = self.version
         self._new_changes.clear()
 
 
 @checked
 class SnapshottingAggregate(Aggregate):
-    """An aggregate with so many changes that its state is kept too, so that loading it replays the last few alone.
+    """An aggregate whose state is stored, too, so that loading it replays only the last changes.
 
-    A save that reaches or passes a multiple of `snapshot_every` changes keeps the state.
+    A save stores the state when the version reaches or passes a multiple of `snapshot_every`.
     """
 
     snapshot_every: ClassVar[int] = 100
 
     @abstractmethod
     def state(self) -> Mapping[str, Any]:
-        """The whole state as JSON gives it back: lists, and objects with text as keys."""
+        """The whole state as JSON values: lists, and objects with text as keys."""
 
     @abstractmethod
     @checks_itself
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Become what `state()` described."""
+        """Take over a state that `state()` gave."""
 
     def restore_at(self, version: int, state: Mapping[str, Any]) -> None:
-        """Become the stored aggregate of `version`, whose state is `state`."""
+        """Take over the stored state of `version`."""
         self.restore(state)
         self._stored_version = version

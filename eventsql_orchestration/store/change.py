@@ -1,4 +1,4 @@
-"""Changes and snapshots of aggregates, and the rules for what can be stored of them."""
+"""Changes and snapshots of aggregates, and the rules for their data."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from datetime import datetime
 from typing import Any
 
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.rules import check_name, encode_json
+from eventsql_orchestration.validation import check_name, encode_json
 
 
 def encode(what: str, data: Mapping[str, Any]) -> str:
-    """`data` as JSON text, or `ValidationError` unless it can be stored and comes back as it is.
+    """`data` as JSON text. Raises `ValidationError` unless JSON gives the same data back.
 
-    Tuples and keys that are not text are refused because a replay would meet lists and text in their place.
+    So it refuses tuples and keys that are not text: a replay would get lists and text instead.
     """
     text = encode_json(what, data)
     if json.loads(text) != dict(data):
@@ -25,10 +25,10 @@ def encode(what: str, data: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that happened to an aggregate: its kind, such as `price_raised`, and what is needed to replay it.
+    """Something that happened to an aggregate: its kind, such as `price_raised`, and the data to replay it.
 
-    `data` is written as JSON when the change is made; what happens to that mapping later is not stored.
-    Raises `InvalidNameError` for the kind and `ValidationError` for data that JSON would not give back.
+    The change encodes `data` as JSON at once; later changes of the mapping have no effect. Raises `InvalidNameError`
+    for the kind and `ValidationError` for data that JSON would not give back.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RecordedChange:
-    """A change as the store holds it; an aggregate's first change makes its version 1."""
+    """A stored change. An aggregate's first change has version 1."""
 
     version: int
     kind: str
@@ -52,7 +52,7 @@ class RecordedChange:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state that an aggregate had at `version`."""
+    """The state of an aggregate at `version`."""
 
     version: int
     state: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Loads and saves aggregates of one class, and publishes what the world is to know of them in the same transaction."""
+"""Loads and saves aggregates of one class, and publishes their integration events in the same transaction."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.publisher import Publisher, check_many, check_publication
 from eventsql_orchestration.model import Publication
-from eventsql_orchestration.rules import check_kind, check_name, check_whole
+from eventsql_orchestration.publishing.publisher import TransactionPublisher, check_many, check_publication
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.store import Store
+from eventsql_orchestration.validation import check_kind, check_name, check_whole
 
 A = TypeVar("A", bound=Aggregate)
 
@@ -26,11 +26,11 @@ A = TypeVar("A", bound=Aggregate)
 class Repository(Generic[A]):
     """The aggregates of one class.
 
-    `publisher` belongs to the database of `store`. Raises `ValidationError` for a class whose type's name or number
-    of changes between snapshots cannot be used.
+    `publisher` belongs to the database of `store`. Raises `ValidationError` for a class with an invalid
+    `aggregate_type` or `snapshot_every`.
     """
 
-    def __init__(self, store: Store, aggregate_class: type[A], publisher: Publisher) -> None:
+    def __init__(self, store: Store, aggregate_class: type[A], publisher: TransactionPublisher) -> None:
         self._type = check_name("aggregate type", getattr(aggregate_class, "aggregate_type", ""))
         if issubclass(aggregate_class, SnapshottingAggregate):
             check_whole(f"snapshot_every of {aggregate_class.__name__}", aggregate_class.snapshot_every, least=1)
@@ -45,10 +45,10 @@ class Repository(Generic[A]):
         upto_version: int | None = None,
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> A:
-        """The aggregate as its changes made it, up to `upto_version` where one is given.
+        """Load an aggregate, up to `upto_version` if that is given.
 
-        An id that was never saved gives the aggregate before its first change, at version 0. With `connection` the
-        caller's transaction reads.
+        An unknown id gives the aggregate before its first change, at version 0. With `connection`, the caller's
+        transaction reads.
         """
         aggregate = self._class(aggregate_id)
         if isinstance(aggregate, SnapshottingAggregate):
@@ -73,13 +73,13 @@ class Repository(Generic[A]):
         publications: Iterable[Publication] = (),
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> int:
-        """Append the aggregate's new changes and publish its integration events, all or nothing; the new version.
+        """Append the aggregate's new changes and publish its integration events, all or nothing. Gives the new version.
 
-        With `connection`, of psycopg or SQLAlchemy, it happens in the caller's transaction, or, on one of psycopg in
-        autocommit mode that has none, in one of its own; should the caller's roll back, load the aggregate again.
-        An aggregate without new changes is left as it is, and `ValidationError` is raised for publications that
-        nothing happened for. Raises `ConcurrentAppendError` when another writer saved the aggregate first, and what
-        the publisher raises. After any error the aggregate still has its new changes.
+        With `connection`, of psycopg or SQLAlchemy, this joins the caller's transaction; a psycopg connection in
+        autocommit mode without one gets a transaction. If the caller's transaction rolls back, load the aggregate
+        again. An aggregate without new changes is not saved; publications raise `ValidationError` then. Raises
+        `ConcurrentAppendError` if another writer saved the aggregate first, and the publisher's errors. After any error
+        the aggregate still has its new changes.
         """
         check_kind("aggregate", aggregate, self._class)
         if connection is not None:
@@ -110,11 +110,11 @@ class Repository(Generic[A]):
             return
         with self._store.database.joined(connection) as joined:
             if joined.autocommit or joined.info.transaction_status is not TransactionStatus.IDLE:
-                # A savepoint inside the caller's transaction; a transaction of its own where none begins by itself.
+                # A savepoint in the caller's transaction, or a new transaction in autocommit mode.
                 with joined.transaction():
                     yield joined
                 return
-            # The caller's transaction begins with the first statement, and psycopg's block would commit it.
+            # The first statement begins the caller's transaction, and psycopg's block would commit it.
             try:
                 yield joined
             except BaseException:

@@ -1,4 +1,4 @@
-"""The event store: appends changes of aggregates with optimistic concurrency, and reads them back."""
+"""The event store: appends changes of aggregates with optimistic concurrency control, and reads them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from psycopg.rows import class_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ConcurrentAppendError, ValidationError
-from eventsql_orchestration.rules import check_name, check_whole
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, encode
+from eventsql_orchestration.validation import check_name, check_whole
 
 
 @checked
 class Store:
-    """Changes and snapshots of every aggregate in one database.
+    """Changes and snapshots of all aggregates in one database.
 
-    An aggregate is named by its type and its id. Its version is the number of its changes, 0 before the first. What
-    was appended is never altered.
+    Type and id identify an aggregate. Its version is the number of its changes, 0 before the first. Appended changes
+    are never altered.
 
-    A caller's `connection` is one of psycopg or SQLAlchemy to the same database; `ValidationError` for any other.
+    A caller's `connection`, of psycopg or SQLAlchemy, leads to the same database; `ValidationError` for any other.
     """
 
     def __init__(self, database: Database) -> None:
@@ -41,9 +41,9 @@ class Store:
     ) -> int:
         """Append `changes` in the caller's transaction and return the aggregate's new version.
 
-        `expected_version` is the version that the decision was made on, 0 for a new aggregate. Raises
-        `ConcurrentAppendError` when the aggregate is at another one; nothing was appended then, and the transaction
-        can go on unless it is stricter than READ COMMITTED. Another writer's uncommitted append is waited for.
+        `expected_version` is the version that the decision was based on, 0 for a new aggregate. Raises
+        `ConcurrentAppendError`, with nothing appended, if the aggregate has another version. The transaction can go on
+        then, unless it is stricter than READ COMMITTED. Waits for another writer's uncommitted append.
         """
         _check_aggregate(aggregate_type, aggregate_id)
         check_whole("expected_version", expected_version, least=0)
@@ -78,9 +78,9 @@ class Store:
         upto_version: int | None = None,
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> list[RecordedChange]:
-        """The changes with `after_version < version <= upto_version` in their order; empty for an unknown aggregate.
+        """The changes with `after_version < version <= upto_version`, in order; empty for an unknown aggregate.
 
-        With `connection` the caller's transaction reads, so that it sees what it appended itself.
+        With `connection`, the caller's transaction reads and sees its own appends.
         """
         values = self._values(aggregate_type, aggregate_id, upto_version)
         values["after_version"] = check_whole("after_version", after_version, least=0)
@@ -95,7 +95,7 @@ class Store:
         version: int,
         state: Mapping[str, Any],
     ) -> None:
-        """Keep `state` as what the aggregate was at `version`, in place of an earlier snapshot of that version.
+        """Store the aggregate's `state` at `version`, and replace an earlier snapshot of that version.
 
         Raises `ValidationError` for a version that the aggregate has not reached.
         """
@@ -121,13 +121,13 @@ class Store:
         upto_version: int | None = None,
         connection: Connection | sqlalchemy.Connection | None = None,
     ) -> Snapshot | None:
-        """The newest snapshot, or the newest up to `upto_version`; None where there is none."""
+        """The newest snapshot, or the newest up to `upto_version`; None without one."""
         values = self._values(aggregate_type, aggregate_id, upto_version)
         with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:
             return cursor.execute(self._queries("snapshot"), values, binary=True).fetchone()
 
     def count(self, aggregate_type: str) -> int:
-        """How many aggregates of a type there are; the time it takes grows with their number."""
+        """Count the aggregates of a type. This takes longer the more there are."""
         check_name("aggregate type", aggregate_type)
         with self.database.connection() as connection:
             row = connection.execute(self._queries("count"), {"type": aggregate_type}).fetchone()

@@ -1,12 +1,12 @@
-"""Layouts: which partitions a topic has after which offset, and how consumers come from one to the next.
+"""Layouts: the partitions that a topic has from an offset on, and how consumers go from one layout to the next.
 
 The events of a log keep the partition that they were published to. Where the number of partitions changes, a key's
 events lie in one partition up to an offset and in another after it. To keep a key's order, a consumer stops at that
-offset (`consumer.eql_until`) until all of its partitions have consumed what comes before, and only then goes on with
-the partitions of the next layout.
+offset (`consumer.eql_until`) until all of its partitions have consumed the events before it. Then it goes on with the
+partitions of the next layout.
 
-A consumer has a row for every partition of its layout and of all later ones, so that what waits in those counts as lag
-and is kept by retention.
+A consumer has a row for every partition of its layout and of all later ones: events that wait there count as lag, and
+retention keeps them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.side_consumers import MARK
 from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.topics.side_consumers import MARK
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`partitions` of a topic hold its events after offset `after`, up to that of the next layout."""
+    """`partitions` of a topic hold its events after offset `after`, up to the offset of the next layout."""
 
     number: int
     partitions: int
@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Whether a consumer that waited at the end of a layout has entered the next, and if not, why."""
+    """Whether a consumer that waited at the end of a layout has entered the next; if not, `reason` says why."""
 
     entered: bool
     reason: str = ""
@@ -50,13 +50,13 @@ class Settled:
 NOT_WAITING: Final = Settled(False, "the consumer does not wait for a layout")
 
 HELD_BACK: Final = Settled(
-    False, "the consumer is held back, until it has consumed what was before on the other shards"
+    False, "the consumer is held back until it has consumed the earlier events of the other shards"
 )
 
 
 @checked
 class Layouts:
-    """Reads the layouts of topics, and lets consumers come from one to the next."""
+    """Reads the layouts of topics, and lets consumers go from one to the next."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -68,51 +68,28 @@ class Layouts:
             return layouts(connection, self._database.schema, topic)
 
     def unsettled(self, topic: str) -> dict[str, int]:
-        """The consumers that have not come to the newest layout, each with the offset where it is to wait."""
+        """The consumers that are not in the newest layout yet, each with the offset where it waits."""
         with self._database.connection() as connection:
             return dict(connection.execute(self._queries("unsettled"), {"topic": topic}).fetchall())
 
     def settle(self, topic: str, consumer: str) -> Settled:
-        """Let a consumer enter the next layout, if all of its partitions have consumed what comes before.
+        """Let a consumer enter the next layout, if all of its partitions have consumed the events before it.
 
-        Waits for nothing: where a consumption has one of the partitions, it is for the next look.
+        The call does not wait: where a consumption has one of the partitions, the next call tries again. The function
+        `enter_layout` in the database decides, because a role that consumes may not delete a consumer's rows.
         """
         own = {"topic": topic, "consumer": consumer}
         with self._database.transaction() as connection:
-            # While others are behind, nothing is locked.
-            until = self._behind(connection, topic, own) or self._locked(connection, topic, own)
-            if isinstance(until, Settled):
-                return until
-            if until == HELD:
-                return HELD_BACK
-            later = [each for each in layouts(connection, self._database.schema, topic) if each.after >= until]
-            if not later or later[0].after != until:
-                return Settled(False, f"what comes after offset {until} is not to be consumed yet")
-            # No event may have come between two changes.
-            while len(later) > 1 and later[1].after == until:
-                del later[0]
-            # A role that consumes may not delete a consumer's rows: the function checks once more that these are over.
+            # While events are left, nothing is locked.
+            if (behind := self._behind(connection, topic, own)) is not None:
+                return behind
+            locked = connection.execute(self._queries("lock_consumers"), own).fetchall()
+            if connection.execute(self._queries("consumer_size"), own).fetchone() != (len(locked),):
+                return Settled(False, "a consumption has one of its partitions")
             if connection.execute(self._queries("enter"), own).fetchone() != (True,):
-                return Settled(False, "it came to another place meanwhile")
-        logger.info(
-            "consumer %r of topic %r goes on after offset %d with %d partitions",
-            consumer, topic, until, later[0].partitions,
-        )  # fmt: skip
+                return self._behind(connection, topic, own) or _refusal(locked)
+        logger.info("consumer %r of topic %r enters its next layout after offset %s", consumer, topic, locked[0][1])
         return Settled(True)
-
-    def _locked(self, connection: Connection, topic: str, own: dict[str, str]) -> int | Settled:
-        """Lock all partitions of a consumer, where they are free and have consumed what comes before; their bound."""
-        row = connection.execute(self._queries("consumer_size"), own).fetchone()
-        assert row is not None, "an aggregate gives one row"
-        locked = connection.execute(self._queries("lock_consumers"), own).fetchall()
-        if len(locked) != row[0]:
-            return Settled(False, "a consumption has one of its partitions")
-        untils = {until for _, until, _ in locked}
-        if len(untils) != 1 or None in untils:
-            return NOT_WAITING
-        if leased := [partition for partition, _, leased in locked if leased]:
-            return Settled(False, f"{_named(leased)} be given back first")
-        return self._behind(connection, topic, own) or int(untils.pop())
 
     def _behind(self, connection: Connection, topic: str, own: dict[str, str]) -> Settled | None:
         rows = connection.execute(self._queries("behind", topic=topic), own, prepare=False).fetchall()
@@ -121,43 +98,55 @@ class Layouts:
         return Settled(False, f"{_named([partition for partition, _ in rows])} come to offset {rows[0][1]} first")
 
 
+def _refusal(locked: Sequence[tuple[int, int | None, bool]]) -> Settled:
+    """Why a consumer that has consumed everything up to its bound does not enter the next layout."""
+    untils = {until for _, until, _ in locked}
+    if len(untils) != 1 or None in untils:
+        return NOT_WAITING
+    if leased := [partition for partition, _, leased in locked if leased]:
+        return Settled(False, f"{_named(leased)} be given back first")
+    if untils == {HELD}:
+        return HELD_BACK
+    return Settled(False, f"the events after offset {untils.pop()} are not to be consumed yet")
+
+
 def layouts(connection: Connection, schema: str, topic: str) -> list[Layout]:
-    """As `Layouts.of`, on a connection of the caller's."""
+    """`Layouts.of`, on the caller's connection."""
     cursor = connection.cursor(row_factory=tuple_row)
     return [Layout(*row) for row in cursor.execute(Queries("layouts", schema)("layouts"), {"topic": topic})]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a partitioned consumer stands in a topic: its number of rows, and the offset up to which it may consume."""
+class LayoutBounds:
+    """A partitioned consumer's layout, its number of rows, and the offset up to which it may consume."""
 
     layout: int
     partitions: int
     until: int | None
 
 
-def place(known: Sequence[Layout], offset: int) -> Place:
-    """The place of an offset among the layouts of a topic, of which there are some."""
+def bounds_at(known: Sequence[Layout], offset: int) -> LayoutBounds:
+    """The layout of an offset among a topic's layouts, at least one, and its bounds."""
     at = max(index for index, each in enumerate(known) if each.after <= offset or index == 0)
     rows = max(each.partitions for each in known[at:])
-    return Place(known[at].number, rows, known[at + 1].after if at + 1 < len(known) else None)
+    return LayoutBounds(known[at].number, rows, known[at + 1].after if at + 1 < len(known) else None)
 
 
 def bounded(known: Sequence[Layout], until: int | None) -> Layout:
-    """The layout of a consumer that may consume up to `until`, an offset that it has events up to, or all there is."""
+    """The layout of a consumer that may consume up to offset `until`; None for one without a bound."""
     return next((each for each in reversed(known) if until is None or each.after < until), known[0])
 
 
 def move(connection: Connection, schema: str, topic: str, consumer: str, *, offset: int, until: int | None) -> None:
-    """Give a partitioned consumer, whose rows are locked and stand at `offset`, what it needs to go on from there.
+    """Give a partitioned consumer, whose rows are locked and stand at `offset`, the partitions to go on from there.
 
-    `until` is how far it might consume before, and so tells the layout that its rows are of: one that has not all
-    partitions of that, as a backfill of a single one leaves it, is not given any others.
+    `until` bounded it before, and tells the layout of its rows. A consumer that lacks partitions of that layout, as a
+    backfill of a single partition does, gets no others.
     """
     known = layouts(connection, schema, topic)
     if not known:
         return
-    at, queries = place(known, offset), Queries("layouts", schema)
+    at, queries = bounds_at(known, offset), Queries("layouts", schema)
     own = {"topic": topic, "consumer": consumer}
     connection.execute(queries("hold"), {**own, "until": at.until})
     connection.execute(queries("release_beyond"), {**own, "partitions": at.partitions})
@@ -169,8 +158,8 @@ def move(connection: Connection, schema: str, topic: str, consumer: str, *, offs
 def complete(connection: psycopg.Connection[Any], schema: str, topic: str, consumer: str) -> None:
     """Give a partitioned consumer the partitions that it lacks, from their first events on.
 
-    It lacks some where it was registered by layouts of a former topic of this name. In the caller's transaction that
-    holds the registry.
+    It lacks some if it was registered by the layouts of a former topic of this name. The caller's transaction holds the
+    registry.
     """
     queries = Queries("leftovers", schema)
     cursor = connection.cursor(row_factory=tuple_row)
@@ -186,9 +175,9 @@ def check_same_layout(known: Sequence[Layout], offset: int, targets: Sequence[in
     `whole` says that all of them move. Raises `ValidationError` where the `targets` lie in different layouts, or where
     only some move, out of the layout of `offset`.
     """
-    places = {place(known, target).layout for target in targets}
+    places = {bounds_at(known, target).layout for target in targets}
     if not whole:
-        places.add(place(known, offset).layout)
+        places.add(bounds_at(known, offset).layout)
     if len(places) > 1:
         raise ValidationError(
             "the partitions of the topic changed between these offsets, and a consumer is in one layout as a whole: "

@@ -1,9 +1,9 @@
-"""Guards of repartitioned logs against writers that know nothing of layouts, as EventSQL's Java library.
+"""Guards of repartitioned logs against writers without layouts, such as EventSQL's Java library.
 
-It knows the partitions that a topic had when its process began, and its transfer moves events into the log as they were
-published. One for a partition that is gone would be consumed by nobody. So a log whose topic lost partitions has a
-trigger that places such an event anew. Whoever publishes here has chosen by the newest layout, which costs this writer
-a comparison for each event. Measured: COPY takes 227,000 to 255,000 events/s with it, 220,000 to 276,000 without.
+That library reads a topic's partitions once per process, and its transfer moves events into the log as they were
+published. No consumer would get an event of a partition that is gone. So the log of a topic that lost partitions has a
+trigger that moves such an event to another partition. For our own writers the trigger costs a comparison per event.
+Measured: COPY takes 227,000 to 255,000 events/s with it, 220,000 to 276,000 without.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BEGIN
 END
 $$
 """
-"""Gives an event a partition as publishers choose it: by its key, or any."""
+"""Gives an event a partition by the rule of publishers: by its key, or any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """So many events, from offset `first` to `last`, in a partition that the topic did not have any more."""
+    """`events` events, from offset `first` to `last`, in a partition that the topic no longer had."""
 
     partition: int
     events: int
@@ -48,7 +48,7 @@ class Stranded:
 
 
 def stranded(database: Database, topic: str) -> list[Stranded]:
-    """Events of a topic that no consumer will ever be handed: they came into a log that was not guarded."""
+    """Events of a topic that no consumer will ever get, because the log was not guarded when they came."""
     queries = Queries("guards", database.schema)
     with database.connection() as connection:
         log = sql.Identifier(database.schema, event_table(topic)).as_string(connection)
@@ -61,10 +61,10 @@ def stranded(database: Database, topic: str) -> list[Stranded]:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the newest events of a topic tell of another transfer, that of EventSQL's Java library.
+    """Signs of the transfer of EventSQL's Java library among the newest events of a topic.
 
-    `java` of them were published by it. `behind` stand after a later one of their key, which its transfer does, and
-    publishers' transactions of the same moment do too. `connected` says that a program with Java's driver is here.
+    That library published `java` of them. `behind` of them come after a later event of their key, which its transfer
+    causes, and so do publishers' transactions of the same moment. `connected`: a session has the name of Java's driver.
     """
 
     java: int
@@ -86,7 +86,7 @@ def order(database: Database, topic: str) -> Order:
 
 
 def is_guarded(connection: Connection, schema: str, topic: str) -> bool:
-    """Whether events for partitions that a topic does not have are placed anew."""
+    """Whether a trigger moves events for partitions that a topic does not have."""
     log = sql.Identifier(schema, event_table(topic)).as_string(connection)
     cursor = connection.cursor(row_factory=tuple_row)
     return cursor.execute(Queries("guards", schema)("is_guarded"), {"log": log}).fetchone() == (True,)
@@ -99,9 +99,9 @@ def hold(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
 
 
 def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitions: int) -> None:
-    """Place events anew, from now on, that come into a topic's log for a partition beyond so many.
+    """From now on, move events for partitions from `partitions` on to other partitions of the topic.
 
-    In the caller's transaction that holds the registry and the topic.
+    The caller's transaction holds the registry and the topic.
     """
     queries = Queries("guards", schema)
     function = sql.Identifier(schema, "place_in_layout")
@@ -123,9 +123,9 @@ def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitio
 
 
 def release(connection: Connection, schema: str, topic: str) -> int | None:
-    """End the guard of a log whose table is about to change; gives the partitions to `guard` it by, None without one.
+    """End the guard of a log whose table is about to change; returns the partitions for `guard`, None without a guard.
 
-    In the caller's transaction that holds the topic.
+    The caller's transaction holds the topic.
     """
     if not is_guarded(connection, schema, topic):
         return None

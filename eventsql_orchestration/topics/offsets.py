@@ -1,4 +1,4 @@
-"""Places in a topic's log that consuming can begin at, and the offsets that they stand for."""
+"""Positions in a topic's log where consuming can begin, and their offsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from psycopg.rows import TupleRow, tuple_row
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import MAX_AGE, NOT_PARTITIONED
-from eventsql_orchestration.rules import check_time, check_whole, shown
+from eventsql_orchestration.validation import check_time, check_whole, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Earliest:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """What enters the log from now on; events that are in the buffer yet are among it."""
+    """Events that enter the log from now on, including events that are in the buffer now."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtOffset:
-    """The first event whose id is `offset` or larger. Raises `ValidationError` for a negative one."""
+    """The first event whose id is `offset` or larger. Raises `ValidationError` for a negative offset."""
 
     offset: int
 
@@ -37,10 +37,10 @@ class AtOffset:
 
 @dataclass(frozen=True, slots=True)
 class AtTime:
-    """The first event that entered the log at `time` or later, which has a time zone; else `ValidationError`.
+    """The first event that entered the log at `time` or later.
 
-    Every event that was published at that time or later comes after it, because it entered the log later still; some
-    that were published shortly before may do so too.
+    Events that were published at that time or later come after it, because they entered the log later. So may events
+    that were published shortly before. Raises `ValidationError` for a time without a zone.
     """
 
     time: datetime
@@ -51,9 +51,9 @@ class AtTime:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """As `AtTime`, `duration` before now by the database's clock.
+    """`AtTime` for the time `duration` before now, by the database's clock.
 
-    Raises `ValidationError` for one that is not positive, or above a hundred years.
+    Raises `ValidationError` for a duration that is not positive, or above a hundred years.
     """
 
     duration: timedelta

@@ -11,8 +11,8 @@ from psycopg.types.string import TextBinaryLoader
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.log.registry import Registry
 from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
+from eventsql_orchestration.topics.registry import Registry
 
 MAX_OFFSET: Final = 2**63 - 1
 
@@ -30,7 +30,7 @@ def fetch(
     """Events with `after < id <= upto` of a partition (-1: of all), in order, on a connection of the caller's."""
     # The connection may be a caller's, with a row factory of its own.
     cursor = connection.cursor(row_factory=tuple_row)
-    # As they come: an event decodes them when it is asked for them.
+    # Events decode these values when they are read.
     cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
     cursor.adapters.register_loader("json", TextBinaryLoader)
     cursor.execute(
@@ -61,10 +61,10 @@ class Reader:
         if partition is None:
             return NOT_PARTITIONED
         if partition >= found.partitions and found.layout == 1:
-            # It may have been repartitioned a moment ago.
+            # The topic may have been repartitioned a moment ago.
             self._registry.forget(topic)
             found = self._registry.cached_topic(topic)
-        # One that was repartitioned may have had more of them.
+        # A repartitioned topic may have had more partitions.
         most = found.partitions if found.layout == 1 else MAX_PARTITIONS
         return check_partition(topic, partition, most)
 
@@ -91,7 +91,7 @@ class Reader:
         partition: int | None = None,
         batch: int = 5_000,
     ) -> Iterator[list[Event]]:
-        """The same in lists of at most `batch` events, each read when it is asked for; ends at the log's end."""
+        """The same events in lists of at most `batch`, each read when it is needed; ends at the log's end."""
         while events := self.read(topic, after=after, upto=upto, partition=partition, limit=batch):
             yield events
             after = events[-1].id

@@ -1,39 +1,37 @@
 """The segments of a topic's log: its event table is partitioned by ranges of ids, so that old events go at once.
 
-Segments are made ahead, by whoever holds the topic, and there is no default one: it would have to be locked and
-searched whenever another is added. A log is rolled by letting its ids go on at the next segment's start. A table that
-EventSQL's Java library made, or an earlier version of this package, is one plain table until its topic gets a
-retention.
+The transaction that holds the topic makes segments ahead. There is no default segment: it would have to be locked and
+searched whenever another is added. A log is rolled by letting its ids go on at the next segment's start. A table of
+EventSQL's Java library, or of an earlier version of this package, is one plain table until its topic gets a retention.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import psycopg
+import sqlalchemy
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database import Connection, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import RegistryError
-from eventsql_orchestration.log import guards, sequences
+from eventsql_orchestration.model import Topic
+from eventsql_orchestration.topics import legacy_writer_trigger, sequences
 
 SEGMENT_EVENTS: Final = 5_000_000
-"""Ids of a segment: planning a read takes longer with each one that it may touch. Measured: one is dropped in 30 ms."""
+"""Ids of a segment: planning a read takes longer with each segment that it may touch. Dropping one takes 30 ms."""
 
 SEGMENTS_AHEAD: Final = 2
-"""Empty segments that are kept after the one that is written to."""
-
-DROPPED: Final = "eventsql: dropped by retention"
-"""The comment on a segment from before it is detached: whoever finds it detached may drop it."""
-
+"""Empty segments that are kept after the current one."""
 
 LOCK_SECONDS: Final = 5
-"""How long making a plain table a segment waits for others at each step, and keeps those who come after it waiting."""
+"""How long each step of an adoption waits for others. Those that come later wait behind it."""
 
 ADOPTION_CHECK: Final = "eql_within_segment"
 """The constraint that a plain table has while it is made a segment."""
@@ -48,6 +46,25 @@ class Segment:
     end: int
     bytes: int
     detaching: bool
+
+
+def create_log(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> None:
+    """Create what a topic's log lacks: its table, indexes, first segments, and right settings of its sequence."""
+    driver = driver_connection(connection)
+    log = tables.event_log(topic.name, partitioned=topic.partitioned)
+    log.create(connection, checkfirst=True)
+    name = sql.Identifier(schema, log.name).as_string(driver)
+    for index in log.indexes:
+        # A table of EventSQL's Java library has no index for partitions. The topic's transfers wait while it is built.
+        columns = {"log": name, "columns": index.columns.keys()}
+        if driver.execute(Queries("layouts", schema)("has_index"), columns).fetchone() == (True,):
+            continue
+        # A large table takes long, and this cannot be done in parts.
+        driver.execute("SET LOCAL statement_timeout TO 0")
+        index.create(connection)
+    sequences.settle(driver, schema, log.name)
+    if segments(driver, schema, topic.name) == []:
+        ensure_ahead(driver, schema, topic.name)
 
 
 def segment_name(topic: str, start: int) -> str:
@@ -74,21 +91,15 @@ def _log(connection: Connection, schema: str, topic: str) -> dict[str, object]:
 
 def newest_id(connection: Connection, schema: str, topic: str) -> int:
     """The newest id that was given out in a topic's log; 0 before the first."""
-    row = (
-        connection.cursor(row_factory=tuple_row)
-        .execute(
-            Queries("retention", schema)("newest_id"),
-            _log(connection, schema, topic),
-        )
-        .fetchone()
-    )
+    cursor = connection.cursor(row_factory=tuple_row)
+    row = cursor.execute(Queries("retention", schema)("newest_id"), _log(connection, schema, topic)).fetchone()
     return 0 if row is None or row[0] is None else int(row[0])
 
 
 def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
-    """Create what segments lack after the newest id, in the caller's transaction that holds the topic.
+    """Create missing segments after the newest id, in the caller's transaction that holds the topic.
 
-    Attaching lets reads and writes of the log go on. Nothing is done for a log that is one plain table. The function
+    Attaching lets reads and writes of the log go on. A log that is one plain table stays as it is. The function
     `make_segments` in the database has the statements.
     """
     row = (
@@ -96,7 +107,7 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
         .execute(Queries("retention", schema)("makes_segments"), _log(connection, schema, topic))
         .fetchone()
     )
-    # Other roles, such as one that transfers or a member of the owner, have the owner's function make them.
+    # Other roles, such as a transfer role or a member of the owner, call the owner's function.
     statement = "make_segments" if row == (True,) else "ensure_segments"
     connection.execute(
         Queries("retention", schema)(statement),
@@ -115,26 +126,56 @@ def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> N
 def adopt(connection: Connection, schema: str, topic: str) -> None:
     """Make a plain event table the first segment of its topic's log.
 
-    On a connection in autocommit mode. Its rows are read once, to know that they are within the segment, while others
-    read and write; nothing is rewritten. Others wait for the end only, in which the names change hands.
+    The connection is in autocommit mode. The rows are read once, to know that they are within the segment, while others
+    read and write; nothing is rewritten. Others wait only at the end, while the names change hands.
 
-    Raises `RegistryError` where something hangs on the table that would stay with the segment, such as a view or a
-    policy of row security, and `LockNotAvailable` of the driver where others keep it for `LOCK_SECONDS`.
+    Raises `RegistryError` where an object depends on the table and would stay with the segment, such as a view or a
+    policy of row security, and `LockNotAvailable` of the driver where others keep the table for `LOCK_SECONDS`.
     """
     if segments(connection, schema, topic) is not None:
         return
-    queries = Queries("retention", schema)
+    _check_dependents(connection, schema, topic)
+    names = _adoption_names(connection, schema, topic)
+    try:
+        _alter(
+            connection,
+            names,
+            "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}",
+            "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id OPERATOR(pg_catalog.<) {end}) NOT VALID",
+        )
+        # It reads every row, in one statement that cannot be cut into parts.
+        _alter(connection, names, "SET LOCAL statement_timeout TO 0", "ALTER TABLE {log} VALIDATE CONSTRAINT {check}")
+        _replace_log(connection, schema, topic, names)
+    except BaseException:
+        # Where this fails too, the next writer that reaches the constraint removes it.
+        with suppress(psycopg.Error):
+            give_adoption_up(connection, schema, topic)
+        raise
+
+
+def give_adoption_up(connection: Connection, schema: str, topic: str) -> None:
+    """Remove the constraint of an interrupted adoption: it would keep a plain table from growing past its end."""
+    names = {"log": sql.Identifier(schema, event_table(topic)), "check": sql.Identifier(ADOPTION_CHECK)}
+    _alter(connection, names, "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}")
+
+
+def _check_dependents(connection: Connection, schema: str, topic: str) -> None:
     cursor = connection.cursor(row_factory=tuple_row)
-    log, name = sql.Identifier(schema, event_table(topic)), segment_name(topic, 0)
-    dependents = cursor.execute(queries("dependents"), {"table": log.as_string(connection)}).fetchall()
+    log = sql.Identifier(schema, event_table(topic)).as_string(connection)
+    dependents = cursor.execute(Queries("retention", schema)("dependents"), {"table": log}).fetchall()
     if dependents:
         raise RegistryError(
             f"topic {topic!r} cannot have a retention yet: {', '.join(name for (name,) in dependents)} would stay "
-            "with its first segment; drop what hangs on its event table, and make it anew afterwards"
+            "with its first segment; drop the objects that depend on its event table, and make them anew afterwards"
         )
-    sequence = cursor.execute(queries("sequence"), {"log": log.as_string(connection)}).fetchone()
+
+
+def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str, sql.Composable | int]:
+    log, name = sql.Identifier(schema, event_table(topic)), segment_name(topic, 0)
+    cursor = connection.cursor(row_factory=tuple_row)
+    sequence = cursor.execute(Queries("retention", schema)("sequence"), _log(connection, schema, topic)).fetchone()
     assert sequence is not None, "an event table's ids come from a sequence"
-    names: dict[str, sql.Composable | int] = {
+    return {
         "log": log,
         "segment": sql.Identifier(schema, name),
         "name": sql.Identifier(name),
@@ -143,56 +184,41 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
         "end": newest_id(connection, schema, topic) + SEGMENT_EVENTS,
     }
 
-    def alter(*statements: str) -> None:
-        with connection.transaction():
-            connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
-            for statement in statements:
-                connection.execute(sql.SQL(statement).format(**names))
 
-    try:
-        alter(
-            "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}",
-            "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id OPERATOR(pg_catalog.<) {end}) NOT VALID",
-        )
-        # It reads every row, in one statement that cannot be cut into parts.
-        alter("SET LOCAL statement_timeout TO 0", "ALTER TABLE {log} VALIDATE CONSTRAINT {check}")
-        with connection.transaction():
-            connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
-            cursor.execute(Queries("log", schema)("await_topic"), {"topic": topic})
-            partitions = guards.release(connection, schema, topic)
-            alter(
-                "ALTER TABLE {log} RENAME TO {name}",
-                "CREATE TABLE {log} (LIKE {segment} INCLUDING ALL EXCLUDING CONSTRAINTS) PARTITION BY RANGE (eql_id)",
-                "ALTER SEQUENCE {sequence} OWNED BY {log}.eql_id",
-                "ALTER TABLE {segment} ALTER COLUMN eql_id DROP DEFAULT",
-                "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM (MINVALUE) TO ({end})",
-                "ALTER TABLE {segment} DROP CONSTRAINT {check}",
-            )
-            if partitions is not None:
-                guards.guard(connection, schema, topic, partitions)
-            sequences.settle(connection, schema, event_table(topic))
-            _pass_on_rights(connection, schema, topic, segment_name(topic, 0))
-            ensure_ahead(connection, schema, topic)
-    except BaseException:
-        # Where that fails too, whoever reaches its end does it.
-        with suppress(psycopg.Error):
-            give_adoption_up(connection, schema, topic)
-        raise
-
-
-def give_adoption_up(connection: Connection, schema: str, topic: str) -> None:
-    """Remove what an adoption that was cut off has left: it would keep a plain table from growing past its end."""
+def _alter(connection: Connection, names: Mapping[str, sql.Composable | int], *statements: str) -> None:
+    """Run statements in one transaction, which waits at most `LOCK_SECONDS` for each lock."""
     with connection.transaction():
         connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
-        connection.execute(
-            sql.SQL("ALTER TABLE {} DROP CONSTRAINT IF EXISTS {}").format(
-                sql.Identifier(schema, event_table(topic)), sql.Identifier(ADOPTION_CHECK)
-            )
+        for statement in statements:
+            connection.execute(sql.SQL(statement).format(**names))
+
+
+def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping[str, sql.Composable | int]) -> None:
+    """Let a partitioned table take the plain table's name, rights, sequence and guard, and attach the plain table."""
+    with connection.transaction():
+        roles.act_as_owner(connection, schema)
+        connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
+        connection.execute(Queries("log", schema)("await_topic"), {"topic": topic})
+        partitions = legacy_writer_trigger.release(connection, schema, topic)
+        _alter(
+            connection,
+            names,
+            "ALTER TABLE {log} RENAME TO {name}",
+            "CREATE TABLE {log} (LIKE {segment} INCLUDING ALL EXCLUDING CONSTRAINTS) PARTITION BY RANGE (eql_id)",
+            "ALTER SEQUENCE {sequence} OWNED BY {log}.eql_id",
+            "ALTER TABLE {segment} ALTER COLUMN eql_id DROP DEFAULT",
+            "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM (MINVALUE) TO ({end})",
+            "ALTER TABLE {segment} DROP CONSTRAINT {check}",
         )
+        if partitions is not None:
+            legacy_writer_trigger.guard(connection, schema, topic, partitions)
+        sequences.settle(connection, schema, event_table(topic))
+        _pass_on_rights(connection, schema, topic, segment_name(topic, 0))
+        ensure_ahead(connection, schema, topic)
 
 
 def _pass_on_rights(connection: Connection, schema: str, topic: str, segment: str) -> None:
-    """Give those who had rights on the plain table the same on the log that took its place."""
+    """Give the rights on the plain table on the log that took its place, and make its owner the log's."""
     queries = Queries("retention", schema)
     cursor = connection.cursor(row_factory=tuple_row)
     log, table = sql.Identifier(schema, event_table(topic)), sql.Identifier(schema, segment).as_string(connection)

@@ -1,4 +1,4 @@
-"""Floor 3: what events amount to for those who look: timelines of a resource, counts per bucket, searchable logs."""
+"""Read models of events: timelines of resources, counts per bucket of time, searchable logs."""
 
 from eventsql_orchestration.views.logs import LogLine, Logs
 from eventsql_orchestration.views.rollups import RollupBucket, Rollups

@@ -1,4 +1,4 @@
-"""Logs: lines that resources wrote, found again by resource, time and text."""
+"""Logs: lines of resources, searched by resource, time and text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from psycopg.rows import class_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.rules import check_name, check_range, check_text, check_time, check_whole
+from eventsql_orchestration.validation import check_name, check_range, check_text, check_time, check_whole
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line that a resource wrote; `id` grows in the order in which lines were stored."""
+    """A line of a resource. `id` grows in the order in which lines were stored."""
 
     id: int
     resource: str
@@ -27,10 +27,10 @@ class LogLine:
 
 @checked
 class Logs:
-    """The logs of one database; each exists as soon as a line is written to it.
+    """The logs of one database. A log exists as soon as a line is written to it.
 
-    Writing takes the caller's connection, so that an event's handler writes its lines exactly once, in the transaction
-    that moves its offset.
+    Writing takes the caller's connection: an event's handler writes its lines exactly once, in the transaction that
+    moves its offset.
     """
 
     def __init__(self, database: Database) -> None:
@@ -40,9 +40,10 @@ class Logs:
     def write(
         self, connection: Connection | sqlalchemy.Connection, log: str, rows: Iterable[tuple[str, str, datetime]]
     ) -> int:
-        """Write `(resource, line, written_at)` rows in the caller's transaction, with one statement; how many it were.
+        """Write `(resource, line, written_at)` rows in the caller's transaction, with one statement. Gives their
+        number.
 
-        Raises `ValidationError` for what cannot be stored; none of the rows is written then.
+        Raises `ValidationError`, with no row written, for values that cannot be stored.
         """
         check_name("log", log)
         checked = [
@@ -69,8 +70,8 @@ class Logs:
     ) -> list[LogLine]:
         """The newest lines, newest first, `limit` at most.
 
-        `since <= written_at < until`. `text` is looked for anywhere in a line, in upper or lower case; lines of the
-        time range are read one after another for it, so name a range or a resource in a log that is large.
+        `since <= written_at < until`. `text` may be anywhere in a line, in upper or lower case. The search for text
+        reads all lines of the time range, so give a range or a resource in a large log.
         """
         check_range(since, until)
         if text is not None and not check_text("text", text):
@@ -83,7 +84,7 @@ class Logs:
             "pattern": None if text is None else _containing(text),
             "limit": check_whole("limit", limit, least=1),
         }
-        # Two statements, each with the index that its conditions name.
+        # Two statements, each with its own index.
         statement = "search_log" if resource is None else "search_log_of_resource"
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
             return found.execute(self._queries(statement), values).fetchall()

@@ -1,4 +1,4 @@
-"""Rollups: counts and sums per bucket of time, added to as events come and never recomputed."""
+"""Rollups: counts and sums per bucket of time. Events add to them, and nothing is recomputed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from psycopg.rows import class_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.rules import check_name, check_range, check_text, check_time, check_whole
+from eventsql_orchestration.validation import check_name, check_range, check_text, check_time, check_whole
 
 MAX_DIMENSION_LENGTH: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class RollupBucket:
-    """What was counted and summed in the bucket of time that begins at `bucket`, for one value of the dimension.
+    """Count and sum of the bucket of time that begins at `bucket`, for one value of the dimension.
 
-    A rollup that counts everything together has the dimension ''.
+    A rollup without dimensions has the dimension ''.
     """
 
     bucket: datetime
@@ -33,10 +33,10 @@ class RollupBucket:
 
 @checked
 class Rollups:
-    """The rollups of one database; each exists as soon as something is added to it.
+    """The rollups of one database. A rollup exists as soon as something is added to it.
 
-    Additions commute: whatever the order and the batches they come in, the same buckets result. Adding takes the
-    caller's connection, so that an event's handler counts it exactly once, in the transaction that moves its offset.
+    Additions commute: any order and any batches give the same buckets. Adding takes the caller's connection: an event's
+    handler counts it exactly once, in the transaction that moves its offset.
     """
 
     def __init__(self, database: Database) -> None:
@@ -51,10 +51,10 @@ class Rollups:
     ) -> None:
         """Add `(bucket, dimension, count, sum)` rows in the caller's transaction, with one statement.
 
-        Rows of the same bucket and dimension are added up; negative numbers take back. The buckets stay locked until
-        the transaction ends: one call per transaction cannot deadlock with another, several can.
+        Rows of the same bucket and dimension are added up; negative numbers subtract. The buckets stay locked until the
+        transaction ends. Transactions with one call each cannot deadlock; transactions with several calls can.
 
-        Raises `ValidationError` for what cannot be stored; none of the rows is added then.
+        Raises `ValidationError`, with no row added, for values that cannot be stored.
         """
         check_name("rollup", rollup)
         added: dict[tuple[datetime, str], tuple[int, int]] = {}
@@ -67,7 +67,7 @@ class Rollups:
             )
         if not added:
             return
-        # Everyone locks buckets in the same order, or two additions could wait for each other.
+        # Lock buckets in one order, so that two additions cannot deadlock.
         keys = sorted(added)
         values = {
             "rollup": rollup,

@@ -1,4 +1,4 @@
-"""Timelines: what happened to a resource, in order, for those who look at that one resource."""
+"""Timelines: what happened to a resource, in order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.rules import check_name, check_time, check_whole, encode_json
+from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """Something that happened to a resource; `id` grows in the order in which entries were appended.
+    """Something that happened to a resource. `id` grows in the order in which entries were appended.
 
-    A transaction draws its ids before it commits: see `Timelines.read`.
+    A transaction draws ids before it commits: see `Timelines.read`.
     """
 
     id: int
@@ -30,10 +30,10 @@ class TimelineEntry:
 
 @checked
 class Timelines:
-    """The timelines of one database; each exists as soon as something is appended to it.
+    """The timelines of one database. A timeline exists as soon as something is appended to it.
 
-    Appending takes the caller's connection, so that an event's handler appends exactly once, in the transaction that
-    moves its offset.
+    Appending takes the caller's connection: an event's handler appends exactly once, in the transaction that moves its
+    offset.
     """
 
     def __init__(self, database: Database) -> None:
@@ -48,10 +48,7 @@ class Timelines:
         data: Mapping[str, Any],
         occurred_at: datetime,
     ) -> None:
-        """Append one entry in the caller's transaction; `append_all` for many.
-
-        Raises `ValidationError` for what cannot be stored.
-        """
+        """Append one entry in the caller's transaction. Raises `ValidationError` for values that cannot be stored."""
         self.append_all(connection, timeline, [(resource, data, occurred_at)])
 
     def append_all(
@@ -60,9 +57,9 @@ class Timelines:
         timeline: str,
         entries: Iterable[tuple[str, Mapping[str, Any], datetime]],
     ) -> int:
-        """Append `(resource, data, occurred_at)` entries in their order with one statement; how many it were.
+        """Append `(resource, data, occurred_at)` entries in order, with one statement. Gives their number.
 
-        Raises `ValidationError` for what cannot be stored; none of the entries is appended then.
+        Raises `ValidationError`, with no entry appended, for values that cannot be stored.
         """
         check_name("timeline", timeline)
         checked = [
@@ -82,17 +79,16 @@ class Timelines:
         return len(checked)
 
     def read(self, timeline: str, resource: str, *, after: int = 0, limit: int | None = None) -> list[TimelineEntry]:
-        """The entries of a resource in the order in which they were appended; empty where there are none.
+        """The entries of a resource in the order in which they were appended; empty without entries.
 
-        `after` (exclusive) is the id of the entry that a reader saw last, `limit` the number to read at most. What is
-        read is what is committed by then, and `after` goes past all else of a lower id for good.
+        `after` (exclusive) is the id of the last entry that a reader has seen, `limit` the most entries to read. Reads
+        committed entries; a reader that goes on with `after` never sees an entry with a smaller id that commits later.
 
-        A reader that goes on with `after` therefore misses nothing of a resource that one transaction at a time appends
-        to: a consumer of a partitioned topic does so where the resource is the events' key. Where several transactions
-        append to one resource at once, one that commits late has entries below those that were read already, and they
-        are passed over. Read such a resource whole, or have its writers take turns, by a row of their own that they
-        lock first; whoever has to react to each entry once is a consumer of the events themselves, or reads a table of
-        its own with `HorizonReader`, which waits for transactions that still write.
+        Such a reader misses nothing if one transaction at a time appends to the resource. A consumer of a partitioned
+        topic does that if the resource is the events' key. If several transactions append to one resource at once, the
+        reader may miss entries that commit late. Then read the resource as a whole, or let its writers lock a row of
+        their own first. To react to each entry once, consume the events themselves, or read your own table with
+        `SnapshotReader`, which waits for open transactions.
         """
         values = {
             "timeline": check_name("timeline", timeline),

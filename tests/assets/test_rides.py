@@ -15,7 +15,7 @@ from assets.rides.order import RIDE_ORDERS
 from assets.rides.simulation import RideSimulation
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import EventSQLResource
-from eventsql_orchestration.dagster.progress import SPARK_ROWS, SPARK_TASKS
+from eventsql_orchestration.dagster.io.spark_progress import SPARK_ROWS, SPARK_TASKS
 from eventsql_orchestration.spark.java import ensure_java
 
 

@@ -12,6 +12,8 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import NoClaim
+from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     DatabaseError,
@@ -20,10 +22,8 @@ from eventsql_orchestration.errors import (
     PermissionDeniedError,
     ValidationError,
 )
-from eventsql_orchestration.log.buffered import MAX_FLUSHES, Bounds
-from eventsql_orchestration.log.claims import NoClaim
-from eventsql_orchestration.log.dead_letters import LetterFilter
-from eventsql_orchestration.rules import MAX_METADATA_BYTES, Metadata
+from eventsql_orchestration.publishing.lanes import MAX_FLUSHES, BufferLimits
+from eventsql_orchestration.validation import MAX_METADATA_BYTES, Metadata
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_metadata_has_a_bound_for_all_of_it_together() -> None:
 
 def test_lanes_have_a_bound() -> None:
     with pytest.raises(ValidationError):
-        Bounds(flushes=MAX_FLUSHES + 1)
+        BufferLimits(flushes=MAX_FLUSHES + 1)
 
 
 @pytest.mark.parametrize("partition", [1.5, "1", True])

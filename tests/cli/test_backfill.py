@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ import requests
 from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Standing
-from eventsql_orchestration.dagster.development import LocalDagster, free_port, running_url
-from eventsql_orchestration.dagster.instance import write_instance
-from eventsql_orchestration.dagster.launching import Ended, RemoteDagster, Target
-from eventsql_orchestration.dagster.local_launching import CodeLocation, LocalRuns
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
+from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
+from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended
+from eventsql_orchestration.dagster.backfills.local_launcher import CodeLocation, LocalRuns
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
+from eventsql_orchestration.dagster.backfills.windows import Backfill, Plan, ReplayRange
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, free_port, running_url
+from eventsql_orchestration.dagster.local.instance import write_instance
 from eventsql_orchestration.errors import LocalDagsterError, ValidationError
-from eventsql_orchestration.log.positions import Earliest, Latest
+from eventsql_orchestration.topics.offsets import Earliest
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import await_
 
@@ -124,14 +127,14 @@ def test_an_empty_range_is_no_error_and_starts_nothing(run: Run, ledger: Ledger)
         (("--from", "1h", "--to", "2h"), "before it begins"),
         (("--from", "1", "--window", "1h", "--window-events", "3"), "not by both"),
         (("--from", "1", "--id", "A B"), "backfill id"),
-        (("--from", "1", "--into", "ledger"), "another consumer"),
+        (("--from", "1", "--into", "ledger"), "--into"),
         (("--from", "1", "--parallel", "0"), "--parallel"),
         (("--from", "1", "--dagster-url", "nowhere"), "no URL"),
         (("--from", "1", "--dagster-url", "http://127.0.0.1:1"), "give one of"),
         (("--from", "1", "--partition", "7"), "out of range"),
     ],
 )
-def test_wrong_usage_is_one_line_and_nothing_is_written(
+def test_wrong_usage_is_one_line_and_writes_nothing(
     run: Run, ledger: Ledger, arguments: tuple[str, ...], says: str
 ) -> None:
     ledger.publish(3)
@@ -142,7 +145,7 @@ def test_wrong_usage_is_one_line_and_nothing_is_written(
     assert ledger.consumers() == ["fragile", "ledger", "ranges"]
 
 
-def test_what_is_not_there_fails_in_one_line(run: Run, ledger: Ledger, closed_port: int) -> None:
+def test_missing_objects_fail_in_one_line(run: Run, ledger: Ledger, closed_port: int) -> None:
     ledger.publish(3)
     unknown = run("backfill", "orders", "nobody", "--from", "1", *MODULE)
     assert (unknown.exit_code, "no consumer 'nobody'" in one_line(unknown)) == (1, True)
@@ -187,23 +190,23 @@ def test_definitions_that_a_function_makes_are_found_and_run(run: Run, ledger: L
     assert mine
 
 
-def test_one_object_of_two_names_is_one_and_runs_are_given_its_name(ledger: Ledger, tmp_path: Path) -> None:
+def test_one_object_with_two_names_is_found(ledger: Ledger, tmp_path: Path) -> None:
     name, found = CodeLocation(location_file(tmp_path, "two names")).load()
     assert found is location.defs
     assert name in {"defs", "other"}
     launcher = LocalRuns(CodeLocation(location_file(tmp_path, "two names")), environment={})
     try:
-        assert launcher.target("orders", "ledger").repository == name
+        assert launcher.job("orders", "ledger").repository == name
     finally:
         launcher.close()
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("two", "2 Definitions at its top level, and one is needed: defs, other"), ("none", "no Definitions"),
+    [("two", "not one: defs, other"), ("none", "no Definitions"),
      ("a context", "cannot be loaded")],
 )  # fmt: skip
-def test_definitions_that_are_not_one_are_refused_by_what_is_there(tmp_path: Path, kind: str, says: str) -> None:
+def test_several_or_no_definitions_are_refused(tmp_path: Path, kind: str, says: str) -> None:
     with pytest.raises(LocalDagsterError, match=says):
         CodeLocation(location_file(tmp_path, kind)).load()
 
@@ -248,7 +251,7 @@ def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledg
     assert json.loads(run("backfill", "list", "--json").stdout) == []
 
 
-def test_a_range_whose_events_all_fail_stops_says_so_and_its_letters_are_left_out_of_a_redrive(
+def test_a_range_whose_events_all_fail_stops_and_its_letters_are_not_redriven(
     run: Run, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eventsql_orchestration.cli.backfill_output.PROGRESS_SECONDS", 0.0)
@@ -278,15 +281,15 @@ def test_a_range_whose_events_all_fail_stops_says_so_and_its_letters_are_left_ou
 
 def test_a_deleted_backfill_leaves_nothing_behind(run: Run, ledger: Ledger) -> None:
     ledger.publish(5)
-    backfills = ShardedBackfills(ledger.platform.shards)
-    backfills.register(backfills.plan("orders", "ledger", start=Earliest(), end=Latest()), "may")
+    backfills = Backfills(ledger.platform.shards)
+    backfills.register(backfills.plan("orders", "ledger", ReplayRange(Earliest())), "may")
     assert "may" in run("backfill", "list").stdout
     assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 0
     assert ledger.consumers() == ["fragile", "ledger", "ranges"]
     assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 1
 
 
-def test_a_range_is_taken_over_only_when_that_is_asked_for(run: Run, ledger: Ledger) -> None:
+def test_a_range_is_taken_over_on_request(run: Run, ledger: Ledger) -> None:
     ids = ledger.publish(4)
     result = run("backfill", "orders", "fragile", "--from", "earliest", "--take-over", "--execute", *MODULE)
     assert result.exit_code == 0, result.stderr
@@ -294,7 +297,7 @@ def test_a_range_is_taken_over_only_when_that_is_asked_for(run: Run, ledger: Led
     assert ledger.effects() == ids
 
 
-def test_ctrl_c_leaves_a_backfill_that_is_resumed_with_nothing_twice(run: Run, start: Start, ledger: Ledger) -> None:
+def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: Start, ledger: Ledger) -> None:
     ids = ledger.publish(80)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
@@ -312,9 +315,7 @@ def test_ctrl_c_leaves_a_backfill_that_is_resumed_with_nothing_twice(run: Run, s
     assert ledger.effects() == ids
 
 
-def test_a_killed_command_leaves_a_backfill_that_is_resumed_beside_its_last_runs(
-    run: Run, start: Start, ledger: Ledger
-) -> None:
+def test_a_backfill_of_a_killed_command_is_resumed_beside_its_last_runs(run: Run, start: Start, ledger: Ledger) -> None:
     ids = ledger.publish(200)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
@@ -331,9 +332,6 @@ def test_a_killed_command_leaves_a_backfill_that_is_resumed_beside_its_last_runs
 # What drives them
 
 
-TARGET = Target("job", "set", (), "orders/fragile")
-
-
 class Recorder:
     """A launcher that notes what is launched, and ends its runs when told."""
 
@@ -343,20 +341,20 @@ class Recorder:
         self.launched: list[str] = []
         self.results: dict[str, Ended] = {}
 
-    def target(self, topic: str, consumer: str) -> Target:
+    def job(self, topic: str, consumer: str) -> BackfillJob:
         raise NotImplementedError
 
     def require_running(self) -> None: ...
 
-    def prepare(self, target: Target, keys: Any) -> None: ...
+    def prepare(self, job: BackfillJob, keys: Any) -> None: ...
 
-    def was_run(self, target: Target, backfill_id: str) -> bool:
+    def was_run(self, job: BackfillJob, backfill_id: str) -> bool:
         return False
 
-    def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
+    def under_way(self, job: BackfillJob, backfill_id: str) -> dict[str, str]:
         return {}
 
-    def launch(self, target: Target, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, job: BackfillJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         self.launched.append(key)
         return key
 
@@ -366,79 +364,81 @@ class Recorder:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(("parallel", "launched"), [(1, 1), (2, 3)])
-def test_one_at_a_time_nothing_overtakes_a_run_that_failed(ledger: Ledger, parallel: int, launched: int) -> None:
+@dataclass
+class Driven:
+    """A backfill of three windows, whose runs end as the launcher is told."""
+
+    backfills: Backfills
+    plan: Plan
+    backfill: Backfill
+    launcher: Recorder
+    progress: list[DriverProgress] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[str]:
+        return [run.key("one") for run in self.plan.runs]
+
+    def fail(self, *keys: str) -> None:
+        self.launcher.results |= dict.fromkeys(keys, Ended(False, "it broke"))
+
+    def run(self, then: Callable[[], None] = lambda: None, **options: Any) -> Outcome:
+        """Drive it; `then` is called when a run is under way."""
+
+        def note(now: DriverProgress) -> None:
+            self.progress.append(now)
+            if now.running and not self.launcher.results:
+                then()
+
+        job = BackfillJob("job", "set", (), "orders/fragile")
+        return BackfillDriver(
+            self.backfills, self.backfill, self.plan.runs, launcher=self.launcher, job=job, **options
+        ).run(note)
+
+
+@pytest.fixture
+def driven(ledger: Ledger) -> Driven:
     ledger.publish(30)
-    backfills, launcher = ShardedBackfills(ledger.platform.shards), Recorder()
-    plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
-    backfill = backfills.register(plan, "one")
-    launcher.results = {run.key("one"): Ended(False, "it broke") for run in plan.runs}
-    most: list[int] = []
+    backfills = Backfills(ledger.platform.shards)
+    plan = backfills.plan("orders", "fragile", ReplayRange(Earliest(), window_events=10))
+    return Driven(backfills, plan, backfills.register(plan, "one"), Recorder())
 
-    def note(standing: Standing) -> None:
-        most.append(standing.running)
 
-    outcome = BackfillDriver(
-        backfills,
-        backfill,
-        plan.runs,
-        launcher=launcher,
-        target=Target("job", "set", (), "orders/fragile"),
-        parallel=parallel,
-    ).run(note)
+@pytest.mark.parametrize(("parallel", "launched"), [(1, 1), (2, 3)])
+def test_with_one_run_at_a_time_no_run_overtakes_a_failed_one(driven: Driven, parallel: int, launched: int) -> None:
+    driven.fail(*driven.keys)
+    outcome = driven.run(parallel=parallel)
     assert not outcome.done
-    assert len(launcher.launched) == launched
+    assert len(driven.launcher.launched) == launched
     assert set(outcome.failures.values()) == {"it broke"}
-    assert max(most) <= parallel
+    assert max(now.running for now in driven.progress) <= parallel
 
 
-def test_no_run_is_launched_after_too_many_failures(ledger: Ledger) -> None:
-    ledger.publish(60)
-    backfills, launcher = ShardedBackfills(ledger.platform.shards), Recorder()
-    plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
-    backfill = backfills.register(plan, "one")
-    launcher.results = {run.key("one"): Ended(False, "it broke") for run in plan.runs}
-    outcome = BackfillDriver(
-        backfills, backfill, plan.runs, launcher=launcher, target=TARGET, parallel=2, max_failures=2
-    ).run()
-    assert outcome.stopped
+def test_no_run_is_launched_after_too_many_failures(driven: Driven) -> None:
+    driven.fail(*driven.keys)
+    outcome = driven.run(parallel=2, max_failures=2)
+    assert (outcome.stopped, outcome.done) == (True, False)
+    assert len(driven.launcher.launched) == 2
+
+
+def test_a_deleted_backfill_is_not_done(driven: Driven) -> None:
+    def delete() -> None:
+        driven.backfills.delete(driven.backfill)
+        driven.fail(driven.keys[0])
+
+    outcome = driven.run(delete, parallel=1)
     assert not outcome.done
-    assert len(launcher.launched) == 2
+    assert set(outcome.failures) == set(driven.keys)
 
 
-def test_a_backfill_that_somebody_deletes_is_not_taken_for_done(ledger: Ledger) -> None:
-    ledger.publish(20)
-    backfills, launcher = ShardedBackfills(ledger.platform.shards), Recorder()
-    plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
-    backfill = backfills.register(plan, "one")
-    keys = [run.key("one") for run in plan.runs]
+def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: Driven) -> None:
+    def replace() -> None:
+        driven.backfills.delete(driven.backfill)
+        driven.backfills.register(driven.backfills.plan("orders", "fragile", ReplayRange(Earliest())), "one")
+        driven.fail(driven.keys[0])
 
-    def delete(standing: Standing) -> None:
-        if standing.running:
-            backfills.delete(backfill)
-            launcher.results = {keys[0]: Ended(False, "its window is not there")}
-
-    outcome = BackfillDriver(backfills, backfill, plan.runs, launcher=launcher, target=TARGET, parallel=1).run(delete)
+    outcome = driven.run(replace, parallel=1)
     assert not outcome.done
-    assert set(outcome.failures) == set(keys)
-
-
-def test_a_backfill_of_the_same_id_that_takes_its_place_is_not_taken_for_it(ledger: Ledger) -> None:
-    ledger.publish(20)
-    backfills, launcher = ShardedBackfills(ledger.platform.shards), Recorder()
-    plan = backfills.plan("orders", "fragile", start=Earliest(), end=Latest(), window_events=10)
-    backfill = backfills.register(plan, "one")
-    keys = [run.key("one") for run in plan.runs]
-
-    def replace(standing: Standing) -> None:
-        if standing.running and not launcher.results:
-            backfills.delete(backfill)
-            backfills.register(backfills.plan("orders", "fragile", start=Earliest(), end=Latest()), "one")
-            launcher.results = {keys[0]: Ended(False, "its window is not there")}
-
-    outcome = BackfillDriver(backfills, backfill, plan.runs, launcher=launcher, target=TARGET, parallel=1).run(replace)
-    assert not outcome.done
-    assert (set(outcome.failures), outcome.done_keys) == (set(keys), frozenset())
+    assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys), frozenset())
 
 
 # A running Dagster
@@ -486,7 +486,7 @@ def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
     remote = RemoteDagster(dagster.url)
     with dagster.instance() as instance:
         instance.report_run_canceling(runs[0])
-    of_ledger, of_fragile = remote.target("orders", "ledger"), remote.target("orders", "fragile")
+    of_ledger, of_fragile = remote.job("orders", "ledger"), remote.job("orders", "fragile")
     assert remote.under_way(of_ledger, "may") == {runs[0].tags["dagster/partition"]: runs[0].run_id}
     assert remote.under_way(of_fragile, "may") == {}, "an id is a consumer's own"
 
@@ -500,14 +500,14 @@ def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
     assert f"{dagster.url}/runs/" in failed.stderr
 
 
-def test_what_is_no_webserver_is_refused(closed_port: int) -> None:
+def test_a_url_without_a_webserver_is_refused(closed_port: int) -> None:
     with pytest.raises(ValidationError):
         RemoteDagster("ftp://127.0.0.1")
     with pytest.raises(LocalDagsterError, match="no Dagster answers"):
         RemoteDagster(f"http://127.0.0.1:{closed_port}").require_running()
 
 
-def test_a_webserver_is_asked_with_the_password_of_its_url_and_named_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_of_a_url_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def post(url: str, **_: Any) -> Any:

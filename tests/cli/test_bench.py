@@ -150,34 +150,6 @@ def test_progress_is_shown_on_a_terminal_and_stays_out_of_the_data(start: Start,
     assert check(json.loads(output.read_text())) == ["publish_batches_of_1000", "raw_copy"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "stream --events 0",
-        "stream --events 2 --publishers 3",
-        "stream --publishers 65",
-        "stream --rate 100 --events 5",
-        "stream --rate 100 --hold-xmin",
-        "stream --seconds 5",
-        "publish --batch x",
-        "publish --events 2 --publishers 3",
-        "latency --rate 0",
-        "transfer --short 0",
-        "consume --partitions 40000",
-        "consume --rounds 0",
-        "idle --seconds 0",
-        "buffered --in-flight 0",
-        "retention --events -1",
-        "all --retention-events 0",
-        "nothing",
-    ],
-)
-def test_bad_options_are_refused_before_anything_connects(invoke: Run, closed_port: int, arguments: str) -> None:
-    result = invoke("--dsn", f"postgresql://127.0.0.1:{closed_port}/x", "bench", *arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_process_that_dies_fails_the_run_with_its_error(start: Start, platform: EventSQL) -> None:
     process = start("bench", "stream", "--events", 50_000_000, "--raw-events", 100, "--json")
     workers = under_way(process, platform)

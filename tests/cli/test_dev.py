@@ -15,9 +15,9 @@ from rich.console import Console
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import dev
-from eventsql_orchestration.dagster.development import LocalDagster
-from eventsql_orchestration.dagster.instance import instance_directory
-from eventsql_orchestration.dagster.rounds import TopicRound
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
+from eventsql_orchestration.dagster.local.instance import instance_directory
+from eventsql_orchestration.dagster.local.round_report import TopicRound
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
 
@@ -72,7 +72,9 @@ class Launching:
         return run.run_id
 
 
-def test_a_simulation_starts_when_the_one_before_has_ended(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulation_starts_after_the_previous_one_has_ended(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
 
     def a_second_passes(_seconds: float) -> None:

@@ -127,29 +127,6 @@ def test_tail_commits_nothing(run: Run, publish: Callable[..., None], consumer: 
     assert [state.last_event_id for state in platform.registry.consumer(TOPIC, consumer)] == [0, 0]
 
 
-@pytest.mark.parametrize("offset", ["-1", "one", "1.5", str(2**63), "²"])
-def test_what_is_no_offset_is_wrong_usage(run: Run, publish: Callable[..., None], offset: str) -> None:
-    result = run("tail", TOPIC, "--from", offset)
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("partition", [2, -1, 40_000])
-def test_a_partition_out_of_range_is_wrong_usage(run: Run, consumer: str, partition: int) -> None:
-    for command in (["tail", TOPIC], ["consume", TOPIC, consumer]):
-        result = run(*command, "--partition", partition)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert f"partition {partition} is out of range" in result.stderr
-
-
-def test_an_unknown_topic_or_consumer_fails(run: Run, publish: Callable[..., None]) -> None:
-    assert run("tail", "nowhere").exit_code == 1
-    assert run("consume", "nowhere", "mailer").exit_code == 1
-    result = run("consume", TOPIC, "nobody")
-    assert result.exit_code == 1
-    assert "has no consumer 'nobody'" in result.stderr
-
-
 def test_following_begins_with_what_comes_and_ends_at_its_maximum(
     start: Start, publish: Callable[..., None], run: Run
 ) -> None:

@@ -74,22 +74,6 @@ def test_a_group_without_a_command_shows_its_help_as_wrong_usage(invoke: Run, ar
     assert result.stderr.startswith("Usage: eventsql")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["frobnicate"], "eventsql: No such command 'frobnicate'; see `eventsql --help`"),
-        (["publish"], "eventsql: Missing argument 'TOPIC'; see `eventsql publish --help`"),
-        (["lag", "--frequency", "1"], "eventsql: No such option '--frequency'"),
-        (["topic", "list", "--dsn", "x"], "eventsql: --dsn stands before the command: eventsql --dsn … topic list"),
-        (["--dsn", "a", "--dsn", "b", "lag"], "eventsql: the database must be named by a URL"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_exit_code_2(invoke: Run, arguments: list[str], line: str) -> None:
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert one_line(result).startswith(line)
-
-
 @pytest.mark.parametrize("dsn", ["nonsense", "", "mysql://localhost/x", "postgresql://localhost:port/x"])
 def test_an_unusable_url_is_wrong_usage(invoke: Run, dsn: str) -> None:
     result = invoke("--dsn", dsn, "lag")
@@ -355,10 +339,7 @@ def test_a_command_whose_extra_is_missing_names_it(invoke: Run, monkeypatch: pyt
 
 def test_the_module_is_the_program_too() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "eventsql_orchestration.cli", "frobnicate"],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "eventsql_orchestration.cli", "frobnicate"], capture_output=True, text=True, check=False
     )
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr == "eventsql: No such command 'frobnicate'; see `eventsql --help`\n"

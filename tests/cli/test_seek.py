@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log import seek as seek_module
-from eventsql_orchestration.log.positions import Earliest
+from eventsql_orchestration.maintenance import seek as seek_module
+from eventsql_orchestration.topics.offsets import Earliest
 
 Run = Callable[..., Result]
 
@@ -127,36 +126,4 @@ def test_a_consumer_that_is_being_consumed_for_long_fails_the_command(
     platform.seeker.execute("orders", "whole", Earliest())
     platform.consumers.consume_once("orders", "whole", handle)
     assert [result.exit_code for result in results] == [1]
-    assert "a batch under way" in results[0].stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], "exactly one of --to-earliest"),
-        (["--to-earliest", "--to-latest"], "exactly one of"),
-        (["--to-offset", 1, "--shift-by", 1], "exactly one of"),
-        (["--to-offset", -1], "--to-offset"),
-        (["--to-offset", 2**63], "an offset must be"),
-        (["--to-datetime", "2026-05-01T12:00:00"], "has no time zone"),
-        (["--to-datetime", "yesterday"], "not a time"),
-        (["--by-duration", "1 fortnight"], "not a duration"),
-        (["--by-duration", "0s"], "above 0"),
-        (["--by-duration", "6000w"], "at most a hundred years"),
-        (["--shift-by", 0], "moves nothing"),
-        (["--to-latest", "--partition", 2], "partitions 0 to 1"),
-    ],
-)
-def test_wrong_usage_moves_nothing(run: Run, platform: EventSQL, options: list[Any], said: str) -> None:
-    result = run("seek", "orders", "fares", *options, "--execute")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert offsets(platform, "fares") == [1_200, 1_200]
-
-
-def test_what_is_not_there_fails(run: Run) -> None:
-    assert run("seek", "nowhere", "fares", "--to-latest").exit_code == 1
-    result = run("seek", "orders", "nobody", "--to-latest")
-    assert result.exit_code == 1
-    assert "has no consumer 'nobody'" in result.stderr
+    assert "did not move" in results[0].stderr

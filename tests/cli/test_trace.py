@@ -18,17 +18,19 @@ import requests
 from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
+    AssetOptions,
     ConsumerDefinition,
     EventSQLIOManager,
     EventSQLResource,
+    RangeLimits,
     publish_events,
     range_asset,
     topic_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.development import free_port
-from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.dagster.local.dagster_process import free_port
 
 Run = Callable[..., Result]
 
@@ -47,8 +49,14 @@ def summed(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLRe
 
 
 def definition(function: Callable[..., Any], topic: str, publishes: str) -> ConsumerDefinition:
-    return range_asset(topic=Topic(topic), consumer=f"to_{publishes}", publishes=publishes, name=function.__name__,
-                       max_wait=0.0, drain_seconds=0.0, kinds=())(function)  # fmt: skip
+    return range_asset(
+        topic=Topic(topic),
+        consumer=f"to_{publishes}",
+        publishes=publishes,
+        name=function.__name__,
+        limits=RangeLimits(max_wait=0.0, drain_seconds=0.0),
+        options=AssetOptions(kinds=()),
+    )(function)
 
 
 @dataclass
@@ -114,7 +122,7 @@ def trace(run: Run, *arguments: object) -> tuple[dict[str, Any], str]:
     return json.loads(result.stdout), result.stderr
 
 
-def test_an_event_is_followed_over_two_runs_to_what_a_service_published(run: Run, pipeline: Pipeline) -> None:
+def test_an_event_is_traced_over_two_runs_to_the_events_of_a_service(run: Run, pipeline: Pipeline) -> None:
     doubles_run, sums_run, end = two_steps(pipeline)
     offset = pipeline.platform.reader.end("sums")
     found, message = trace(run, "sums", offset)
@@ -255,15 +263,15 @@ def through_io_manager(pipeline: Pipeline) -> tuple[str, int]:
     return result.run_id, pipeline.platform.reader.end("sums")
 
 
-def test_without_dagster_what_has_no_claim_is_said_to_be_unknown(run: Run, pipeline: Pipeline) -> None:
+def test_without_dagster_input_without_a_claim_is_unknown(run: Run, pipeline: Pipeline) -> None:
     pipeline.publish(7)
     run_id, offset = through_io_manager(pipeline)
     found, _ = trace(run, "sums", offset)
     assert (found["run_id"], found["inputs"]) == (run_id, [])
-    assert found["notes"] == ["it had no claim; what it read without one, Dagster knows"]
+    assert found["notes"] == ["it had no claim; Dagster knows what it read without one"]
 
 
-def test_what_is_no_url_of_a_webserver_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:
+def test_a_bad_url_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:
     pipeline.publish(1)
     refused = run("trace", "rides", 1, "--dagster-url", "nowhere")
     assert run("trace", "rides", 1).stderr == "", "no run, so nothing is lacking"
@@ -271,7 +279,7 @@ def test_what_is_no_url_of_a_webserver_is_wrong_usage(run: Run, pipeline: Pipeli
 
 
 @pytest.mark.parametrize("how", ["--dagster-url", "DAGSTER_HOME"])
-def test_where_dagster_does_not_answer_the_way_is_shown_all_the_same(
+def test_the_trace_is_shown_if_dagster_does_not_answer(
     run: Run, pipeline: Pipeline, closed_port: int, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     pipeline.publish(3)
@@ -286,7 +294,7 @@ def test_where_dagster_does_not_answer_the_way_is_shown_all_the_same(
     assert message.count("\n") == 1
 
 
-def test_the_instance_of_the_home_is_used_where_there_is_one(run: Run, pipeline: Pipeline, directory: Path) -> None:
+def test_the_instance_of_the_home_is_used(run: Run, pipeline: Pipeline, directory: Path) -> None:
     pipeline.publish(3)
     pipeline.run(doubled, "rides", "doubles")
     (directory / ".eventsql").mkdir()
@@ -295,9 +303,7 @@ def test_the_instance_of_the_home_is_used_where_there_is_one(run: Run, pipeline:
     assert (found["run"]["status"], message) == ("SUCCESS", "")
 
 
-def test_a_dead_letter_and_a_redriven_event_are_followed_to_the_event_that_they_were(
-    run: Run, pipeline: Pipeline
-) -> None:
+def test_a_dead_letter_and_a_redriven_event_are_traced_to_their_original(run: Run, pipeline: Pipeline) -> None:
     platform = pipeline.platform
     platform.registry.register_topic(Topic("doubles_dlt"))
     pipeline.publish(2)
@@ -316,7 +322,7 @@ def test_a_dead_letter_and_a_redriven_event_are_followed_to_the_event_that_they_
     assert "a copy of doubles_dlt event 1" in run("trace", "doubles", platform.reader.end("doubles")).stdout
 
 
-def test_what_an_event_says_of_its_origin_commands_no_terminal_and_a_link_has_no_password(
+def test_metadata_of_events_cannot_control_the_terminal_and_a_link_has_no_password(
     run: Run, pipeline: Pipeline
 ) -> None:
     run_id, asset, partition = "r\x1b]0;title\x07\nrun 2", "\x1b[2J", "\x9b31m"
@@ -345,7 +351,7 @@ def test_many_publishers_of_a_range_are_cut_short_and_counted(run: Run, pipeline
     assert "1 publisher more: give a larger --width" in run("trace", "sums", 1, "--width", 2).stdout
 
 
-def test_events_that_retention_has_dropped_end_the_way(
+def test_events_that_retention_dropped_end_the_trace(
     run: Run, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.publish(3)
@@ -367,12 +373,12 @@ def test_events_that_retention_has_dropped_end_the_way(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("sums", 7), 2, "topic 'sums' holds no event with the offset 7: `eventsql tail sums` shows what it holds"),
+        (("sums", 7), 2, "topic 'sums' holds no event with the offset 7: `eventsql tail sums` shows its events"),
         (("nowhere", 1), 1, "nowhere"),
         (("sums", 0), 2, "OFFSET"),
     ],
 )
-def test_an_event_that_is_not_there_is_one_line(
+def test_a_missing_event_is_one_line(
     run: Run, pipeline: Pipeline, arguments: tuple[object, ...], code: int, message: str
 ) -> None:
     result = run("trace", *arguments)

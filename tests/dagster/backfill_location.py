@@ -9,29 +9,41 @@ from collections.abc import Sequence
 import dagster as dg
 
 from eventsql_orchestration import Event
-from eventsql_orchestration.dagster import EventSQLResource, build_backfill, consumer_asset, range_asset
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import (
+    AssetOptions,
+    EventSQLResource,
+    RangeLimits,
+    RunLimits,
+    build_backfill,
+    consumer_asset,
+    range_asset,
+)
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log.claims import Claim
 from tests.dagster.location import ORDERS, record
 
 POISON = b"poison"
 BATCH = 10
 
 
-@consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, max_events=25, batch=BATCH, lease=3.0)
+@consumer_asset(
+    topic=ORDERS, consumer="ledger", partitioned=True, batch=BATCH, limits=RunLimits(max_events=25, lease=3.0)
+)
 def ledger(events: Sequence[Event], connection: Connection) -> None:
     record(events, connection)
     time.sleep(float(os.environ.get("EVENTSQL_TEST_DELAY", "0")))
 
 
-@consumer_asset(topic=ORDERS, consumer="fragile", max_events=25, batch=BATCH, max_attempts=2)
+@consumer_asset(topic=ORDERS, consumer="fragile", batch=BATCH, max_attempts=2, limits=RunLimits(max_events=25))
 def fragile(events: Sequence[Event], connection: Connection) -> None:
     record(events, connection)
     if any(event.value == POISON for event in events):
         raise ValueError("it is poison")
 
 
-@range_asset(topic=ORDERS, consumer="ranges", publishes="sums", max_events=25, kinds=())
+@range_asset(
+    topic=ORDERS, consumer="ranges", publishes="sums", limits=RangeLimits(max_events=25), options=AssetOptions(kinds=())
+)
 def ranges(claim: Claim, eventsql: EventSQLResource) -> dict[str, int]:
     platform = eventsql.platform
     with platform.database.transaction() as connection:

@@ -180,4 +180,8 @@ def shards(server: EmbeddedPostgres, instance: dg.DagsterInstance) -> Iterator[d
                 connection.execute(EFFECTS)
         eventsql = EventSQLResource(dsn=" ".join(dsns))
         stack.callback(eventsql.platform.close)
-        yield {str(shard.shard): Workbench(shard, eventsql, instance) for shard in platform.shards}
+        alone = {
+            str(shard.name): stack.enter_context(EventSQL(shard.database.dsn, transfer=False))
+            for shard in platform.shards
+        }
+        yield {name: Workbench(each, eventsql, instance) for name, each in alone.items()}

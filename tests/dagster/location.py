@@ -10,7 +10,10 @@ import dagster as dg
 
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.dagster import (
+    AssetOptions,
     EventSQLResource,
+    HistoryRetention,
+    RunLimits,
     build_housekeeping_schedule,
     build_transfer_schedule,
     consumer_asset,
@@ -31,17 +34,18 @@ def record(events: Sequence[Event], connection: Connection) -> None:
     topic=ORDERS,
     consumer="ledger",
     partitioned=True,
-    max_events=100,
-    max_wait=0.0,
-    drain_seconds=0.0,
-    description="Effects of orders.",
+    limits=RunLimits(max_events=100, max_wait=0.0, drain_seconds=0.0),
+    options=AssetOptions(description="Effects of orders."),
 )
 def ledger(events: Sequence[Event], connection: Connection) -> None:
     record(events, connection)
 
 
 @consumer_asset(
-    topic=ORDERS, consumer="slow", max_events=1_000, max_wait=0.0, drain_seconds=0.0, lease=2.0, batch=SLOW_BATCH
+    topic=ORDERS,
+    consumer="slow",
+    batch=SLOW_BATCH,
+    limits=RunLimits(max_events=1_000, max_wait=0.0, drain_seconds=0.0, lease=2.0),
 )
 def slow(events: Sequence[Event], connection: Connection) -> None:
     """Writes at once, and commits late: a process that is killed meanwhile must leave nothing of the batch."""
@@ -50,7 +54,9 @@ def slow(events: Sequence[Event], connection: Connection) -> None:
 
 
 transfer = build_transfer_schedule(limit_seconds=120.0)
-housekeeping = build_housekeeping_schedule(keep_hours=0.0, default_status=dg.DefaultScheduleStatus.STOPPED)
+housekeeping = build_housekeeping_schedule(
+    HistoryRetention(internal_hours=0.0), default_status=dg.DefaultScheduleStatus.STOPPED
+)
 
 
 @dg.sensor(target=[ledger.asset], default_status=dg.DefaultSensorStatus.RUNNING, minimum_interval_seconds=1)

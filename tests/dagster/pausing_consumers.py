@@ -6,42 +6,46 @@ from collections.abc import Sequence
 from typing import Any
 
 from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
+    AssetOptions,
     ConsumerDefinition,
     EventSQLResource,
+    RangeLimits,
+    RunLimits,
+    TickOptions,
     build_backfill,
     consumer_asset,
     range_asset,
     share_runs,
 )
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log.claims import Claim
 from tests.dagster import windows
 from tests.dagster.stopping import stop_at
 
 ORDERS, STEADY = Topic("orders", 2), Topic("steady")
+TICKS = TickOptions(lead=windows.LEAD, adopt_timeout=2 * windows.LEASE)
 RETRIED = {"dagster/max_retries": "2"}
 
 
-def consumer(name: str, topic: Topic = ORDERS, **options: Any) -> ConsumerDefinition:
-    limits = {"max_wait": 0.0, "drain_seconds": 0.0, "lease": windows.LEASE, "batch": windows.BATCH, **options}
-
+def consumer(name: str, topic: Topic = ORDERS, **limits: Any) -> ConsumerDefinition:
     def consume(events: Sequence[Event], connection: Connection) -> None:
         windows.record_for(name, events, connection)
         if name == windows.IN_HANDLER:
             stop_at(name)
 
-    return consumer_asset(topic=topic, consumer=name, name=name, tags=RETRIED, **limits)(consume)
+    return consumer_asset(
+        topic=topic, consumer=name, name=name, batch=windows.BATCH, ticks=TICKS, options=AssetOptions(tags=RETRIED),
+        limits=RunLimits(**{"max_wait": 0.0, "drain_seconds": 0.0, "lease": windows.LEASE, **limits}),
+    )(consume)  # fmt: skip
 
 
 @range_asset(
     topic=ORDERS,
     consumer=windows.IN_RANGE,
-    max_wait=0.0,
-    drain_seconds=0.0,
-    lease=windows.LEASE,
-    tags=RETRIED,
-    kinds=(),
+    limits=RangeLimits(max_wait=0.0, drain_seconds=0.0, lease=windows.LEASE),
+    options=AssetOptions(tags=RETRIED, kinds=()),
+    ticks=TICKS,
 )
 def in_range(claim: Claim, eventsql: EventSQLResource) -> None:
     platform = eventsql.platform
@@ -55,7 +59,7 @@ def in_range(claim: Claim, eventsql: EventSQLResource) -> None:
 
 # A second range waits when the first is consumed.
 DRAINING: dict[str, Any] = {"max_events": 2 * windows.BATCH, "drain_seconds": 30.0, "drain_idle": 0.0}
-SHARERS = share_runs("consume_shared", [consumer(windows.SHARED), consumer(windows.SHARING)])
+SHARERS = share_runs("consume_shared", [consumer(windows.SHARED), consumer(windows.SHARING)], ticks=TICKS)
 replayed = consumer(windows.REPLAYED)
 replayed_backfill = build_backfill(replayed)
 CONSUMERS = {

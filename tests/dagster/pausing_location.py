@@ -10,21 +10,25 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration.dagster import EventSQLResource, batches, consumers, draining, handover, watch
-from eventsql_orchestration.dagster.steps import drain
-from eventsql_orchestration.log.claims import Claim, Claims, NoClaim, Processed
-from eventsql_orchestration.log.side_consumers import MARK
+from eventsql_orchestration.consuming.batch import Batch, BatchResult
+from eventsql_orchestration.consuming.claim_processing import ClaimSource
+from eventsql_orchestration.consuming.claim_pruning import RUN_OWNER
+from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
+from eventsql_orchestration.dagster import EventSQLResource
+from eventsql_orchestration.dagster.consumers import assets, batch
+from eventsql_orchestration.dagster.consumers import drain as draining
+from eventsql_orchestration.dagster.consumers.run import drain
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import windows
 from tests.dagster.pausing_consumers import CONSUMERS, RETRIED, replayed, replayed_backfill
 from tests.dagster.stopping import fork_runs, stop_at
 
 fork_runs(__name__)
 
-handover.LEAD = windows.LEAD  # type: ignore[misc]  # the same for all of the window's second half
-watch.ADOPT_TIMEOUT = 2 * windows.LEASE  # type: ignore[misc]  # a minute is too long for a test
-batches.STALLED_AFTER = windows.LEASE  # type: ignore[misc]  # five minutes are
+batch.STALLED_AFTER = windows.LEASE  # type: ignore[misc]  # five minutes are
 
-adopt, claim, process, process_batch = Claims.adopt, Claims.claim, Claims.process, Claims._process_batch
+adopt, claim, process, open_batch = Claims.adopt, Claims.claim, Claims.process, ClaimSource.open
 succeed = draining.Draining.succeed
 
 
@@ -39,7 +43,7 @@ def pausing_adopt(claims: Claims, claim_id: int, **options: Any) -> Claim:
 
 
 def pausing_claim(claims: Claims, topic: str, consumer: str, *given: Any, **options: Any) -> Claim | NoClaim:
-    by_run = options["owner"].startswith(draining.OWNER_PREFIX)
+    by_run = options["owner"].startswith(RUN_OWNER)
     if by_run and consumer == windows.BEFORE_NEXT_CLAIM:
         stop_at(consumer)
     found = claim(claims, topic, consumer, *given, **options)
@@ -48,20 +52,21 @@ def pausing_claim(claims: Claims, topic: str, consumer: str, *given: Any, **opti
     return found
 
 
-def pausing_process(claims: Claims, claim: Claim, *given: Any, **options: Any) -> Processed:
+def pausing_process(claims: Claims, claim: Claim, *given: Any, **options: Any) -> BatchResult:
     processed = process(claims, claim, *given, **options)
     if claim.consumer == windows.AFTER_LAST_COMMIT:
         stop_at(claim.consumer)
     return processed
 
 
-def pausing_process_batch(claims: Claims, claim: Claim, *given: Any, **options: Any) -> Any:
+def pausing_open(source: ClaimSource, connection: Connection, limit: int) -> Batch:
+    claim = source._claim
     window = claim.consumer.partition(MARK)[0]
     if claim.position > claim.range.after and window in {
         windows.BETWEEN_BATCHES, windows.SHARED, windows.REPLAYED,
     }:  # fmt: skip
         stop_at(window)
-    return process_batch(claims, claim, *given, **options)
+    return open_batch(source, connection, limit)
 
 
 def pausing_succeed(self: draining.Draining, *given: Any, **options: Any) -> Claim | str:
@@ -77,13 +82,11 @@ def pausing_drain(context: dg.AssetExecutionContext, *given: Any) -> None:
     drain(context, *given)
 
 
-for name, pausing in (
-    ("adopt", pausing_adopt), ("claim", pausing_claim), ("process", pausing_process),
-    ("_process_batch", pausing_process_batch),
-):  # fmt: skip
+for name, pausing in (("adopt", pausing_adopt), ("claim", pausing_claim), ("process", pausing_process)):
     setattr(Claims, name, pausing)
+ClaimSource.open = pausing_open  # type: ignore[method-assign, assignment]  # the forced interleaving
 draining.Draining.succeed = pausing_succeed  # type: ignore[method-assign]  # the forced interleaving
-consumers.drain = pausing_drain  # type: ignore[assignment, attr-defined]  # the same
+assets.drain = pausing_drain  # type: ignore[assignment, attr-defined]  # the same
 
 
 @dg.sensor(

@@ -9,8 +9,9 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration.dagster import EventSQLResource, watch
-from eventsql_orchestration.log.claims import Claim, Claims, NoClaim, Processed
+from eventsql_orchestration.consuming.batch import BatchResult
+from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
+from eventsql_orchestration.dagster import EventSQLResource
 from tests.dagster.stopping import (
     AFTER_LAUNCH,
     AFTER_THE_CLAIM,
@@ -19,11 +20,9 @@ from tests.dagster.stopping import (
     fork_runs,
     stop_at,
 )
-from tests.dagster.stopping_consumer import LEASE, steps
+from tests.dagster.stopping_consumer import steps
 
 fork_runs(__name__)
-watch.ADOPT_TIMEOUT = LEASE  # type: ignore[misc]  # a minute is too long for a test
-
 
 claim, adopt, process = Claims.claim, Claims.adopt, Claims.process
 
@@ -41,7 +40,7 @@ def stopping_adopt(claims: Claims, *given: Any, **options: Any) -> Claim:
     return adopt(claims, *given, **options)
 
 
-def stopping_process(claims: Claims, *given: Any, **options: Any) -> Processed:
+def stopping_process(claims: Claims, *given: Any, **options: Any) -> BatchResult:
     processed = process(claims, *given, **options)
     stop_at(AFTER_THE_OFFSET)
     return processed

@@ -15,19 +15,22 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.consuming.dead_letter_values import BACKFILL, LetterFilter
 from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
-from eventsql_orchestration.dagster.backfills import Backfills
-from eventsql_orchestration.dagster.instance import instance_config
-from eventsql_orchestration.dagster.launching import Target, run_config
-from eventsql_orchestration.dagster.windows import (
+from eventsql_orchestration.dagster.backfills.launcher import BackfillJob
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.windows import (
     Backfill,
     Plan,
+    ReplayRange,
     Window,
     check_id,
     new_id,
     partition_key,
     read_key,
 )
+from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     PartitionLeasedError,
@@ -36,10 +39,8 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.log.dead_letters import BACKFILL, LetterFilter
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Earliest, Latest
-from eventsql_orchestration.log.side_consumers import MARK
-from eventsql_orchestration.model import EventFilter
+from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest
+from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import Workbench, await_
 
@@ -55,7 +56,7 @@ def bench(bench: Workbench) -> Workbench:
 
 @pytest.fixture
 def backfills(platform: EventSQL) -> Backfills:
-    return Backfills(platform)
+    return Backfills(platform.shards)
 
 
 def job_of(bench: Workbench, definition: BackfillDefinition, job: str | None = None) -> dg.JobDefinition:
@@ -74,7 +75,7 @@ def replay(
     bench.instance.add_dynamic_partitions(definition.partitions.name, [key])
     return job_of(bench, definition).execute_in_process(
         instance=bench.instance, partition_key=key, raise_on_error=False,
-        run_config=run_config(Target(definition.job.name, definition.partitions.name, (), ""), max_failures),
+        run_config=BackfillJob(definition.job.name, definition.partitions.name, (), "").config(max_failures),
     )  # fmt: skip
 
 
@@ -84,7 +85,13 @@ def replay_all(bench: Workbench, definition: BackfillDefinition, plan: Plan, bac
 
 
 def everything(backfills: Backfills, consumer: str = "ledger", **cut: Any) -> Plan:
-    return backfills.plan("orders", consumer, start=Earliest(), end=Latest(), **cut)
+    return backfills.plan("orders", consumer, ReplayRange(Earliest(), **cut))
+
+
+def begin(backfills: Backfills, consumer: str = "ledger") -> str:
+    """Register a backfill of the whole topic; gives the key of its first run."""
+    plan = everything(backfills, consumer)
+    return plan.runs[0].key(backfills.register(plan, "one").id)
 
 
 def failure(result: dg.ExecuteInProcessResult) -> str:
@@ -94,7 +101,7 @@ def failure(result: dg.ExecuteInProcessResult) -> str:
     return (error.cause or error).message
 
 
-def test_what_is_live_goes_before_a_backfill_in_the_queue(bench: Workbench) -> None:
+def test_live_runs_go_before_backfills_in_the_queue(bench: Workbench) -> None:
     backfill, live = location.BACKFILLS[0].job, location.BACKFILLS[0].consumer.job
     assert int((backfill.tags or {})["dagster/priority"]) < int((live.tags or {}).get("dagster/priority", 0))
     limits = instance_config(max_concurrent_runs=6)["concurrency"]["runs"]["tag_concurrency_limits"]
@@ -123,12 +130,10 @@ def test_a_plan_counts_the_events_of_each_window_and_partition(bench: Workbench,
     assert backfills.registered() == []
 
 
-def test_a_range_goes_from_an_offset_to_an_offset_both_of_which_it_holds(
-    bench: Workbench, backfills: Backfills
-) -> None:
+def test_a_range_includes_its_first_and_its_last_offset(bench: Workbench, backfills: Backfills) -> None:
     ids = bench.publish("orders", 20)
-    plan = backfills.plan("orders", "fragile", start=AtOffset(ids[4]), end=AtOffset(ids[9]))
-    assert (plan.after, plan.upto, plan.events) == (ids[3], ids[9], 6)
+    plan = backfills.plan("orders", "fragile", ReplayRange(AtOffset(ids[4]), AtOffset(ids[9])))
+    assert (plan.range, plan.events) == ((ids[3], ids[9]), 6)
 
 
 def test_a_range_of_time_ends_before_its_end(bench: Workbench, backfills: Backfills) -> None:
@@ -138,9 +143,9 @@ def test_a_range_of_time_ends_before_its_end(bench: Workbench, backfills: Backfi
     begin, end = (
         bench.platform.reader.read("orders", after=each - 1, limit=1)[0] for each in (middle[0], middle[-1] + 1)
     )
-    plan = backfills.plan("orders", "fragile", start=AtTime(begin.created_at), end=AtTime(end.created_at))
-    assert (plan.after, plan.upto) == (middle[0] - 1, middle[-1])
-    recent = backfills.plan("orders", "fragile", start=Back(timedelta(hours=1)), end=Latest())
+    plan = backfills.plan("orders", "fragile", ReplayRange(AtTime(begin.created_at), AtTime(end.created_at)))
+    assert plan.range == (middle[0] - 1, middle[-1])
+    recent = backfills.plan("orders", "fragile", ReplayRange(Back(timedelta(hours=1)), Latest()))
     assert recent.events == 15
 
 
@@ -184,41 +189,41 @@ def test_a_range_that_ends_before_it_begins_is_refused(
 ) -> None:
     bench.publish("orders", 10)
     with pytest.raises(ValidationError, match="before it begins"):
-        backfills.plan("orders", "ledger", start=start, end=end)
+        backfills.plan("orders", "ledger", ReplayRange(start, end))
 
 
-def test_a_range_that_holds_nothing_is_planned_and_not_registered(bench: Workbench, backfills: Backfills) -> None:
+def test_an_empty_range_is_planned_and_not_registered(bench: Workbench, backfills: Backfills) -> None:
     assert everything(backfills).runs == ()
     end = bench.publish("orders", 3)[-1]
-    plan = backfills.plan("orders", "ledger", start=AtOffset(end + 1), end=AtOffset(end + 9))
+    plan = backfills.plan("orders", "ledger", ReplayRange(AtOffset(end + 1), AtOffset(end + 9)))
     assert plan.events == 0
-    assert plan.remarks == (f"the log ends at offset {end}, before the range begins",)
+    assert plan.remarks == [f"the log ends at offset {end}, before the range begins"]
     with pytest.raises(ValidationError, match="nothing to replay"):
         backfills.register(plan, "none")
 
 
-def test_a_plan_says_what_lies_beyond_the_end_and_in_the_buffer(bench: Workbench, backfills: Backfills) -> None:
+def test_a_plan_names_events_beyond_the_end_and_in_the_buffer(bench: Workbench, backfills: Backfills) -> None:
     end = bench.publish("orders", 3)[-1]
-    plan = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(end + 100))
-    assert (plan.upto, plan.events) == (end, 3)
+    plan = backfills.plan("orders", "ledger", ReplayRange(Earliest(), AtOffset(end + 100)))
+    assert (plan.range, plan.events) == ((0, end), 3)
     assert f"the log ends at offset {end}: the range ends there" in plan.remarks
     bench.platform.publisher.publish(Publication("orders", b"waits"))
-    assert any("1 events are in the buffer" in remark for remark in everything(backfills).remarks)
+    assert any("1 events are still in the buffer" in remark for remark in everything(backfills).remarks)
 
 
-def test_a_plan_says_what_retention_dropped(bench: Workbench, backfills: Backfills) -> None:
+def test_a_plan_names_events_that_retention_dropped(bench: Workbench, backfills: Backfills) -> None:
     ids = bench.publish("orders", 10)
     with bench.platform.database.connection() as connection:
         connection.execute("DELETE FROM eventsql.orders_event WHERE eql_id <= %s", (ids[5],))
-    plan = backfills.plan("orders", "ledger", start=AtOffset(ids[2]), end=Latest())
+    plan = backfills.plan("orders", "ledger", ReplayRange(AtOffset(ids[2])))
     assert plan.events == 4
     (gone,) = plan.remarks
     assert f"offsets {ids[2]} to {ids[5]} of the range (4) are gone" in gone
-    timed = backfills.plan("orders", "ledger", start=Back(timedelta(days=1)), end=Latest())
-    assert timed.remarks == (f"the log begins at offset {ids[6]} by now: what was before is gone",)
+    timed = backfills.plan("orders", "ledger", ReplayRange(Back(timedelta(days=1)), Latest()))
+    assert timed.remarks == [f"the log begins at offset {ids[6]} by now: earlier events are gone"]
 
 
-def test_what_retention_drops_between_plan_and_backfill_is_noticed(bench: Workbench, backfills: Backfills) -> None:
+def test_registering_refuses_a_plan_whose_events_retention_dropped(bench: Workbench, backfills: Backfills) -> None:
     ids = bench.publish("orders", 10)
     plan = everything(backfills)
     with bench.platform.database.connection() as connection:
@@ -228,7 +233,7 @@ def test_what_retention_drops_between_plan_and_backfill_is_noticed(bench: Workbe
     assert backfills.registered() == []
 
 
-def test_a_paused_consumer_and_its_filter_are_remarked_on(bench: Workbench, backfills: Backfills) -> None:
+def test_a_plan_says_that_the_consumer_is_paused_or_filters(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 1)
     bench.platform.registry.pause("orders", "fragile")
     bench.platform.registry.register_consumer(
@@ -239,17 +244,17 @@ def test_a_paused_consumer_and_its_filter_are_remarked_on(bench: Workbench, back
     assert "key a*" in filtered
 
 
-def test_what_cannot_be_planned_is_refused(bench: Workbench, backfills: Backfills) -> None:
+def test_impossible_plans_are_refused(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 1_001)
     with pytest.raises(TopicNotFoundError):
-        backfills.plan("nothing", "ledger", start=Earliest(), end=Latest())
+        backfills.plan("nothing", "ledger", ReplayRange(Earliest()))
     with pytest.raises(ConsumerNotFoundError):
         everything(backfills, "nobody")
     with pytest.raises(ValidationError, match="by both"):
         everything(backfills, window_events=1, window=timedelta(hours=1))
     with pytest.raises(ValidationError, match="take larger"):
         everything(backfills, window_events=1)
-    with pytest.raises(ValidationError, match="a second at least"):
+    with pytest.raises(ValidationError, match="from a second"):
         everything(backfills, window=timedelta(milliseconds=1))
     backfills.register(everything(backfills), "one")
     with pytest.raises(ValidationError, match="window of a backfill"):
@@ -304,7 +309,7 @@ def test_a_consumer_of_a_similar_name_is_no_backfill(bench: Workbench, backfills
     assert backfills.registered() == []
 
 
-def test_a_backfill_that_is_not_done_holds_what_it_has_left(bench: Workbench, backfills: Backfills) -> None:
+def test_an_unfinished_backfill_does_not_end(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 4)
     backfills.register(everything(backfills), "one")
     assert not backfills.finish(backfills.get("orders", "one"))
@@ -337,7 +342,7 @@ def offsets(bench: Workbench, consumer: ConsumerDefinition) -> list[tuple[int, i
     return [(state.partition, state.last_event_id, state.epoch) for state in states]
 
 
-def test_a_backfill_reports_what_it_did_to_the_consumers_own_asset_and_its_topics(
+def test_a_backfill_reports_materializations_of_the_consumers_asset_and_its_topics(
     bench: Workbench, backfills: Backfills
 ) -> None:
     ids = bench.publish("orders", 30)
@@ -383,7 +388,7 @@ def test_a_window_that_is_done_is_not_replayed_again(bench: Workbench, backfills
     assert bench.effects() == ids
 
 
-def test_a_window_that_was_given_up_is_not_there_to_be_replayed(bench: Workbench, backfills: Backfills) -> None:
+def test_a_window_of_a_deleted_backfill_cannot_be_replayed(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 5)
     plan = everything(backfills, "fragile")
     (run,) = plan.runs
@@ -398,9 +403,7 @@ def test_a_window_that_was_given_up_is_not_there_to_be_replayed(bench: Workbench
     assert bench.effects() == [event.id for event in bench.platform.reader.read("orders")]
 
 
-def test_a_topic_that_is_created_anew_between_plan_and_backfill_is_noticed(
-    bench: Workbench, backfills: Backfills
-) -> None:
+def test_registering_refuses_a_plan_for_a_topic_that_was_created_anew(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 10)
     plan = everything(backfills)
     bench.platform.registry.unregister_topic("orders", force=True)
@@ -428,9 +431,7 @@ def test_an_event_that_keeps_failing_becomes_a_dead_letter(bench: Workbench, bac
     assert str(poison) in letter.origin
 
 
-def test_letters_of_a_backfill_are_redriven_only_where_they_are_asked_for(
-    bench: Workbench, backfills: Backfills
-) -> None:
+def test_letters_of_a_backfill_are_redriven_only_on_request(bench: Workbench, backfills: Backfills) -> None:
     letters, end = bench.platform.dead_letters, bench.platform.reader.end
     bench.platform.registry.register_topic(Topic("orders_dlt"))
     bench.platform.registry.register_consumer(location.fragile.consumer, max_attempts=1)
@@ -464,8 +465,7 @@ def test_a_backfill_stops_after_a_number_of_failures_and_goes_on_when_it_is_resu
     ids = bench.publish("orders", 3)
     poison = [publish_poison(bench) for _ in range(3)]
     ids += bench.publish("orders", 2)
-    plan = everything(backfills, "fragile")
-    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    key = begin(backfills, "fragile")
 
     def given_up() -> list[str | None]:
         bench.platform.transfer.run_once()
@@ -499,8 +499,7 @@ def test_an_event_that_blocks_its_window_fails_the_run_and_resuming_gives_it_new
     ids = bench.publish("orders", 12)
     poison = publish_poison(bench)
     more = bench.publish("orders", 3)
-    plan = everything(backfills, "fragile")
-    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    key = begin(backfills, "fragile")
     for _ in range(2):
         blocked = replay(bench, location.fragile_backfill, key)
         assert f"event {poison} failed as often" in failure(blocked)
@@ -514,7 +513,7 @@ def test_an_event_that_blocks_its_window_fails_the_run_and_resuming_gives_it_new
     assert bench.effects() == [*ids, poison, *more]
 
 
-def test_a_window_that_a_live_run_has_is_left_to_it_and_one_whose_run_ended_is_taken(
+def test_a_run_leaves_a_leased_window_alone_and_takes_it_after_the_lease(
     bench: Workbench, backfills: Backfills
 ) -> None:
     ids = bench.publish("orders", 5)
@@ -528,9 +527,7 @@ def test_a_window_that_a_live_run_has_is_left_to_it_and_one_whose_run_ended_is_t
     assert bench.effects() == ids
 
 
-def test_the_lease_of_a_run_that_is_known_to_have_ended_is_not_waited_for(
-    bench: Workbench, backfills: Backfills
-) -> None:
+def test_a_run_does_not_wait_for_the_lease_of_an_ended_run(bench: Workbench, backfills: Backfills) -> None:
     ids = bench.publish("orders", 5)
     plan = everything(backfills, "fragile")
     (name,) = backfills.register(plan, "one").names
@@ -547,7 +544,7 @@ def test_the_lease_of_a_run_that_is_known_to_have_ended_is_not_waited_for(
 
 def test_a_side_consumer_is_left_at_the_end_of_the_range(bench: Workbench, backfills: Backfills) -> None:
     ids = bench.publish("orders", 20)
-    plan = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(ids[14]), window_events=10)
+    plan = backfills.plan("orders", "ledger", ReplayRange(Earliest(), AtOffset(ids[14]), window_events=10))
     backfill = backfills.register(plan, "one", into="ledger_2")
     assert backfill.into == "ledger_2"
     replay_all(bench, location.ledger_backfill, plan, backfill)
@@ -557,9 +554,7 @@ def test_a_side_consumer_is_left_at_the_end_of_the_range(bench: Workbench, backf
         backfills.register(everything(backfills), "two", into="ledger_2")
 
 
-def test_a_side_consumer_has_the_partitions_too_that_have_no_events_in_the_range(
-    bench: Workbench, backfills: Backfills
-) -> None:
+def test_a_side_consumer_also_has_the_partitions_without_events(bench: Workbench, backfills: Backfills) -> None:
     ids = bench.publish("orders", 10, partition=1)
     plan = everything(backfills, window_events=5)
     backfill = backfills.register(plan, "one", into="ledger_2")
@@ -568,13 +563,13 @@ def test_a_side_consumer_has_the_partitions_too_that_have_no_events_in_the_range
     states = bench.platform.registry.consumer("orders", "ledger_2")
     assert [(state.partition, state.last_event_id) for state in states] == [(0, ids[-1]), (1, ids[-1])]
 
-    one = backfills.plan("orders", "ledger", start=Earliest(), end=Latest(), partition=1)
+    one = backfills.plan("orders", "ledger", ReplayRange(Earliest(), partition=1))
     replay_all(bench, location.ledger_backfill, one, backfills.register(one, "two", into="ledger_3"))
     assert [state.partition for state in bench.platform.registry.consumer("orders", "ledger_3")] == [1]
 
 
 @pytest.mark.parametrize("partitions", [1, 5])
-def test_a_range_in_which_the_topic_was_repartitioned_is_cut_there_and_replayed_by_the_partitions_of_then(
+def test_a_range_is_cut_where_the_topic_was_repartitioned(
     bench: Workbench, backfills: Backfills, partitions: int
 ) -> None:
     ids = bench.publish("orders", 30)
@@ -584,33 +579,33 @@ def test_a_range_in_which_the_topic_was_repartitioned_is_cut_there_and_replayed_
     while bench.platform.consumers.consume_once("orders", "ledger", lambda _events, _connection: None):
         pass
     plan = everything(backfills)
-    assert [window.upto for window in plan.windows] == [changed.after, ids[-1]]
+    assert [window.upto for window in plan.logs[0].windows] == [changed.after, ids[-1]]
     assert sum(run.events for run in plan.runs) == 60
     replay_all(bench, location.ledger_backfill, plan, backfills.register(plan, "one", into="ledger_2"))
     assert sorted(bench.effects()) == ids
     states = bench.platform.registry.consumer("orders", "ledger_2")
     assert [(state.partition, state.until) for state in states] == [(number, None) for number in range(partitions)]
-    before = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(ids[29]))
-    assert before.partitions == (0, 1)
+    before = backfills.plan("orders", "ledger", ReplayRange(Earliest(), AtOffset(ids[29])))
+    assert before.logs[0].partitions == (0, 1)
     assert sum(run.events for run in before.runs) == 30
-    one = backfills.plan("orders", "ledger", start=Earliest(), end=AtOffset(ids[29]), partition=1)
+    one = backfills.plan("orders", "ledger", ReplayRange(Earliest(), AtOffset(ids[29]), partition=1))
     with pytest.raises(ValidationError, match="as a whole: leave one with all of the partitions"):
         backfills.register(one, "two", into="ledger_3")
     backfills.register(one, "two")
 
 
-def test_a_side_consumer_of_a_partition_stays_so_though_the_topic_is_repartitioned_before_the_backfill_ends(
+def test_a_side_consumer_of_one_partition_keeps_it_when_the_topic_is_repartitioned(
     bench: Workbench, backfills: Backfills
 ) -> None:
     bench.publish("orders", 30)
-    plan = backfills.plan("orders", "ledger", start=Earliest(), end=Latest(), partition=1)
+    plan = backfills.plan("orders", "ledger", ReplayRange(Earliest(), partition=1))
     backfill = backfills.register(plan, "one", into="ledger_2")
     assert bench.platform.repartitioner.repartition("orders", 5) is not None
     replay_all(bench, location.ledger_backfill, plan, backfill)
     assert [state.partition for state in bench.platform.registry.consumer("orders", "ledger_2")] == [1]
 
 
-def test_a_side_consumer_that_would_look_like_a_window_is_refused(bench: Workbench, backfills: Backfills) -> None:
+def test_a_side_consumer_named_like_a_window_is_refused(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 5)
     with pytest.raises(ValidationError, match="would be taken for a window"):
         backfills.register(everything(backfills), "one", into=f"next{MARK}two_1_2")
@@ -618,7 +613,7 @@ def test_a_side_consumer_that_would_look_like_a_window_is_refused(bench: Workben
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_a_consumer_that_is_deleted_or_changes_its_form_after_the_plan_is_noticed(
+def test_registering_refuses_a_plan_for_a_consumer_that_was_deleted_or_changed(
     bench: Workbench, backfills: Backfills, anew: bool
 ) -> None:
     bench.publish("orders", 5)
@@ -636,24 +631,25 @@ def test_a_take_over_moves_all_partitions_or_none(bench: Workbench, backfills: B
     backfill = backfills.register(everything(backfills), "one")
     bench.platform.claims.claim("orders", "ledger", 1, owner="somebody")
     with pytest.raises(PartitionLeasedError):
-        backfills.take_over(backfill)
+        list(backfills.take_over(backfill))
     assert [bench.offset(location.ledger, partition) for partition in (0, 1)] == [0, 0]
 
 
-def test_a_take_over_moves_nobody_back_who_passed_the_end_meanwhile(
+def test_a_take_over_does_not_move_a_consumer_back(
     bench: Workbench, backfills: Backfills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.publish("orders", 5)
     backfill = backfills.register(everything(backfills, "fragile"), "one")
     beyond = bench.publish("orders", 5)[-1]
-    seeker, seek = bench.platform.seeker, bench.platform.seeker.execute
+    (shard,) = bench.platform.shards
+    seeker, seek = shard.seeker, shard.seeker.execute
 
     def consume_first(*arguments: Any, **options: Any) -> Any:
         bench.platform.consumers.consume_once("orders", "fragile", lambda _events, _connection: None)
         return seek(*arguments, **options)
 
     monkeypatch.setattr(seeker, "execute", consume_first)
-    assert backfills.take_over(backfill) == []
+    assert list(backfills.take_over(backfill)) == []
     assert bench.offset(location.fragile) == beyond
 
 
@@ -661,26 +657,26 @@ def test_a_backfill_that_takes_over_moves_the_offset_and_nothing_is_consumed_twi
     bench: Workbench, backfills: Backfills
 ) -> None:
     ids = bench.publish("orders", 20)
-    plan = backfills.plan("orders", "fragile", start=Earliest(), end=AtOffset(ids[14]))
+    plan = backfills.plan("orders", "fragile", ReplayRange(Earliest(), AtOffset(ids[14])))
     backfill = backfills.register(plan, "one")
     (move,) = backfills.take_over(backfill)
     assert (move.target, move.skipped) == (ids[14], 15)
-    assert backfills.take_over(backfill) == []
+    assert list(backfills.take_over(backfill)) == []
     assert bench.run(location.fragile).success
     replay_all(bench, location.fragile_backfill, plan, backfill)
     assert sorted(bench.effects()) == ids
 
 
-def test_a_backfill_does_not_take_over_what_would_be_skipped_or_is_leased(
+def test_a_take_over_refuses_to_skip_events_or_to_move_a_leased_partition(
     bench: Workbench, backfills: Backfills
 ) -> None:
     ids = bench.publish("orders", 20)
-    late = backfills.plan("orders", "fragile", start=AtOffset(ids[5]), end=Latest())
+    late = backfills.plan("orders", "fragile", ReplayRange(AtOffset(ids[5])))
     with pytest.raises(RegistryError, match="would be skipped"):
-        backfills.take_over(backfills.register(late, "late"))
+        list(backfills.take_over(backfills.register(late, "late")))
     bench.platform.claims.claim("orders", "fragile", owner="somebody")
     with pytest.raises(PartitionLeasedError):
-        backfills.take_over(backfills.register(everything(backfills, "fragile"), "all"))
+        list(backfills.take_over(backfills.register(everything(backfills, "fragile"), "all")))
     assert bench.offset(location.fragile) == 0
 
 
@@ -740,12 +736,11 @@ def process(bench: Workbench, tmp_path: Path) -> Iterator[Any]:
         each.wait()
 
 
-def test_what_a_killed_run_left_is_replayed_by_the_next_and_nothing_twice(
+def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
     bench: Workbench, backfills: Backfills, process: Any
 ) -> None:
     ids = bench.publish("orders", 60, partition=0)
-    plan = everything(backfills)
-    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    key = begin(backfills)
     killed = process(key, delay=0.5)
     await_(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
     killed.send_signal(signal.SIGKILL)
@@ -759,22 +754,18 @@ def test_what_a_killed_run_left_is_replayed_by_the_next_and_nothing_twice(
 
 def test_an_interrupted_run_gives_its_window_back_at_once(bench: Workbench, backfills: Backfills, process: Any) -> None:
     bench.publish("orders", 60, partition=0)
-    plan = everything(backfills)
-    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    key = begin(backfills)
     interrupted = process(key, delay=0.5)
     await_(lambda: len(bench.effects()) >= location.BATCH, "a batch")
     interrupted.send_signal(signal.SIGINT)
     interrupted.wait(60)
-    part = backfills.get("orders", "one").part(plan.runs[0].window, 0)
-    assert part is not None
-    assert part.owner is None
-    assert not part.done
+    (part,) = backfills.get("orders", "one").parts
+    assert (part.owner, part.done) == (None, False)
 
 
 def test_two_runs_of_one_window_at_once_replay_it_once(bench: Workbench, backfills: Backfills, process: Any) -> None:
     ids = bench.publish("orders", 60, partition=0)
-    plan = everything(backfills)
-    key = plan.runs[0].key(backfills.register(plan, "one").id)
+    key = begin(backfills)
     both = [process(key, delay=0.2) for _ in range(2)]
     codes = [each.wait(120) for each in both]
     assert 0 in codes

@@ -10,16 +10,18 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.dagster import (
     CheckAlert,
     ConsumerCheck,
+    RunLimits,
     build_alert_sensor,
     build_delivered_check,
     build_lag_check,
     build_lag_sensor,
     consumer_asset,
 )
-from eventsql_orchestration.dagster.lag_sensor import (
+from eventsql_orchestration.dagster.monitoring.lag_sensor import (
     GREEN_INTERVAL,
     IDLE_INTERVAL,
     RENEWAL_INTERVAL,
@@ -28,7 +30,6 @@ from eventsql_orchestration.dagster.lag_sensor import (
 )
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.dead_letters import LetterFilter
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
@@ -43,9 +44,9 @@ def refuse(events: Sequence[Event], connection: Connection) -> None:
     record(events, connection)
 
 
-eager = consumer_asset(topic=RIDES, consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0, max_attempts=1)(
-    refuse
-)
+eager = consumer_asset(
+    topic=RIDES, consumer="eager", name="eager", max_attempts=1, limits=RunLimits(max_wait=0.0, drain_seconds=0.0)
+)(refuse)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,7 @@ def test_a_lag_check_turns_red_beyond_its_thresholds(
         assert evaluation.metadata["lag events"].value == 5
 
 
-def test_a_red_lag_check_says_why_and_what_is_allowed(bench: Workbench) -> None:
+def test_a_red_lag_check_names_the_cause_and_the_limit(bench: Workbench) -> None:
     bench.publish("rides", 5)
     (evaluation,) = Watch(bench, build_lag_check(eager, max_events=4)).at(1_000.0)
     assert evaluation.description is not None
@@ -116,7 +117,7 @@ def test_a_red_lag_check_says_why_and_what_is_allowed(bench: Workbench) -> None:
     assert evaluation.description.endswith("beyond 4 events. waiting: not consumed yet")
 
 
-def test_with_grace_a_lag_check_is_red_only_when_it_stays_beyond(bench: Workbench) -> None:
+def test_with_grace_a_lag_check_turns_red_only_after_a_time_without_a_break(bench: Workbench) -> None:
     watch = Watch(bench, build_lag_check(eager, max_events=0, grace=60.0, severity=dg.AssetCheckSeverity.ERROR))
     assert [each.passed for each in watch.at(1_000.0)] == [True]
     bench.publish("rides", 1)
@@ -134,7 +135,7 @@ def test_with_grace_a_lag_check_is_red_only_when_it_stays_beyond(bench: Workbenc
     assert [each.passed for each in watch.at(1_105.0)] == [True], "its grace begins anew"
 
 
-def test_a_check_executed_by_hand_knows_since_when_the_consumer_is_beyond(bench: Workbench) -> None:
+def test_a_check_executed_by_hand_knows_when_the_lag_began(bench: Workbench) -> None:
     check = build_lag_check(eager, max_events=0, grace=60.0)
     bench.publish("rides", 1)
     assert executed(bench, check).passed, "nobody has seen it before"
@@ -142,7 +143,7 @@ def test_a_check_executed_by_hand_knows_since_when_the_consumer_is_beyond(bench:
     assert not executed(bench, check).passed
 
 
-def test_a_check_is_reported_when_it_says_something_new_and_seldom_otherwise(bench: Workbench) -> None:
+def test_a_check_is_reported_when_it_changes_and_seldom_otherwise(bench: Workbench) -> None:
     watch = Watch(bench, build_lag_check(eager, max_events=0))
     assert len(watch.at(1_000.0)) == 1
     assert watch.at(1_000.0 + GREEN_INTERVAL - 1) == []
@@ -157,7 +158,7 @@ def test_a_check_is_reported_when_it_says_something_new_and_seldom_otherwise(ben
     assert "stopped: it is paused" in str(other.description), "another cause is news"
 
 
-def test_a_check_is_reported_again_after_the_asset_was_materialized_because_dagster_shows_it_no_longer(
+def test_a_check_is_reported_again_after_a_materialization_because_dagster_hides_it(
     bench: Workbench,
 ) -> None:
     watch = Watch(bench, build_lag_check(eager, max_events=0))
@@ -171,14 +172,14 @@ def test_a_check_is_reported_again_after_the_asset_was_materialized_because_dags
     assert watch.at(2_030.0, materialized=2_010.0) == []
 
 
-def test_the_sensor_knows_when_an_asset_was_materialized_last(bench: Workbench) -> None:
+def test_the_sensor_reads_the_time_of_the_last_materialization(bench: Workbench) -> None:
     assert materialized_at(bench.instance, [eager]) == {}
     before = time.time()
     bench.instance.report_runless_asset_event(dg.AssetMaterialization(eager.key))
     assert before <= materialized_at(bench.instance, [eager])[eager.key] <= time.time()
 
 
-def test_the_checks_of_a_consumer_that_is_not_registered_are_red(bench: Workbench) -> None:
+def test_the_checks_of_an_unregistered_consumer_are_red(bench: Workbench) -> None:
     stranger = consumer_asset(topic=Topic("nowhere"), consumer="c", name="stranger")(record)
     bench.platform.registry.unregister_consumer("rides", "eager")
     checks = [build_lag_check(stranger, max_events=1), build_delivered_check(stranger), build_delivered_check(eager)]
@@ -191,7 +192,7 @@ def test_the_checks_of_a_consumer_that_is_not_registered_are_red(bench: Workbenc
     assert not executed(bench, build_lag_check(eager, max_events=1)).passed
 
 
-def test_bad_limits_are_refused_when_they_are_defined() -> None:
+def test_bad_limits_are_refused_at_definition() -> None:
     with pytest.raises(ValidationError, match="max_events, max_seconds"):
         build_lag_check(eager)
     with pytest.raises(ValidationError, match="grace"):
@@ -213,7 +214,7 @@ def poison(bench: Workbench, *, partition: int = 1) -> int:
     return event.id
 
 
-def test_delivered_turns_red_with_a_dead_letter_names_it_and_is_green_when_it_was_redriven(bench: Workbench) -> None:
+def test_delivered_is_red_from_a_dead_letter_until_it_is_redriven(bench: Workbench) -> None:
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     check = build_delivered_check(eager)
     watch = Watch(bench, check)
@@ -240,7 +241,7 @@ def test_delivered_turns_red_with_a_dead_letter_names_it_and_is_green_when_it_wa
     assert executed(bench, check).passed
 
 
-def test_delivered_is_red_while_an_event_blocks_a_partition_and_green_when_it_has_passed(bench: Workbench) -> None:
+def test_delivered_is_red_while_an_event_blocks_a_partition(bench: Workbench) -> None:
     watch = Watch(bench, build_delivered_check(eager))
     offset = poison(bench)
     (red,) = watch.at(1_000.0)
@@ -255,7 +256,7 @@ def test_delivered_is_red_while_an_event_blocks_a_partition_and_green_when_it_ha
     assert [each.passed for each in watch.at(1_015.0)] == [True]
 
 
-def test_letters_of_other_consumers_and_of_a_topic_that_was_before_do_not_count(bench: Workbench) -> None:
+def test_letters_of_other_consumers_and_of_a_deleted_topic_do_not_count(bench: Workbench) -> None:
     registry, check = bench.platform.registry, build_delivered_check(eager)
     registry.register_topic(Topic("rides_dlt"))
     watch = Watch(bench, check)
@@ -301,7 +302,7 @@ class Pager:
         self.alerts.append(alert)
 
 
-def test_somebody_is_told_when_a_check_turns_red_and_when_it_is_green_again(bench: Workbench) -> None:
+def test_an_alert_is_sent_when_a_check_turns_red_and_when_it_is_green_again(bench: Workbench) -> None:
     check, pager = build_lag_check(eager, max_events=0), Pager()
     watch, sensor = Watch(bench, check), build_alert_sensor([check], pager)
     cursor: str | None = None
@@ -331,7 +332,7 @@ def test_somebody_is_told_when_a_check_turns_red_and_when_it_is_green_again(benc
     assert "is green again" in str(green)
 
 
-def test_an_alert_that_could_not_be_sent_is_sent_again_and_keeps_no_other_back(bench: Workbench) -> None:
+def test_an_unsent_alert_is_sent_again_and_does_not_delay_others(bench: Workbench) -> None:
     checks = [build_lag_check(eager, max_events=0), build_delivered_check(eager)]
     pager = Pager()
     sensor = build_alert_sensor(checks, pager)

@@ -16,7 +16,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 from dagster.components.testing import create_defs_folder_sandbox
 
-from eventsql_orchestration import EVERY_EVENT, Consumer, Event, EventFilter, EventSQL, Topic
+from eventsql_orchestration import EVERY_EVENT, Consumer, Event, EventFilter, Shard, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     CheckAlert,
     ConsumerDefinition,
@@ -27,12 +28,12 @@ from eventsql_orchestration.dagster import (
     range_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.windows import ReplayRange
 from eventsql_orchestration.dagster.component import usable_name
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.positions import Earliest, Latest
+from eventsql_orchestration.topics.offsets import Earliest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, slow
 
@@ -62,8 +63,8 @@ def test_the_example_is_a_whole_location_that_consumes(
         assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
 
     # What a backfill hands over again changes nothing, and no event fails.
-    backfills = Backfills(bench.platform)
-    plan = backfills.plan("orders", "ledger", start=Earliest(), end=Latest())
+    backfills = Backfills(bench.platform.shards)
+    plan = backfills.plan("orders", "ledger", ReplayRange(Earliest()))
     backfill = backfills.register(plan, "again")
     assert any("must bear" in remark for remark in plan.remarks)
     keys = [run.key(backfill.id) for run in plan.runs]
@@ -118,7 +119,7 @@ def test_a_location_has_the_backfills_of_its_consumers_when_it_asks_for_them() -
 def test_registering_prepares_tables_before_a_consumer_is_there_and_may_be_repeated(bench: Workbench) -> None:
     seen: list[tuple[int, int]] = []
 
-    def prepare(platform: EventSQL) -> None:
+    def prepare(platform: Shard) -> None:
         seen.append((len(platform.registry.topics()), len(platform.registry.consumers("orders"))))
 
     register = build_definitions([ledger], eventsql=bench.eventsql, prepare=prepare).resolve_job_def("register")
@@ -201,7 +202,7 @@ def test_an_alert_sensor_is_there_for_who_wants_to_be_told_and_a_lag_check_for_w
 
     told = build_definitions([ledger], notify=notify).get_repository_def()
     assert "alerts" in {sensor.name for sensor in told.sensor_defs}
-    silent = build_definitions([ledger], max_lag_seconds=None).get_repository_def()
+    silent = build_definitions([ledger], lag=None).get_repository_def()
     assert "alerts" not in {sensor.name for sensor in silent.sensor_defs}
     assert {key.name for key in silent.asset_graph.asset_check_keys} == {"delivered"}
 
@@ -361,15 +362,16 @@ def test_two_components_with_the_platform_are_refused_by_the_name_of_the_field_a
         ("topic", "No Topic"),
         ("consumer", " mailer "),
         ("partitions", 0),
-        ("max_events", 0),
+        ("limits", {"max_events": 0}),
         ("max_attempts", 0),
         ("filter", {}),
         ("filter", "none"),
         ("filter", {"keys": []}),
         ("start", "now"),
-        ("max_lag_events", -1),
-        ("lag_grace", -0.5),
-        ("max_events", "many"),
+        ("lag", {"max_events": -1}),
+        ("lag", {"grace": -0.5}),
+        ("lag", {"max_seconds": None}),
+        ("limits", {"max_events": "many"}),
         ("colour", "red"),
         ("file", "elsewhere.py"),
         ("function", "devour"),

@@ -14,18 +14,24 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset, ticks
+from eventsql_orchestration.consuming.claims import Claims
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
 from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
-from eventsql_orchestration.log.claims import Claims
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
 PARTITIONS = 300
 TOPIC = Topic("orders", PARTITIONS)
 
-wide = consumer_asset(
-    topic=TOPIC, consumer="wide", partitioned=True, sensor="consumer", name="wide", max_wait=0.0, drain_seconds=0.0
-)(record)
+
+def defined(**ticks: Any) -> ConsumerDefinition:
+    return consumer_asset(
+        topic=TOPIC, consumer="wide", partitioned=True, sensor="consumer", name="wide",
+        limits=RunLimits(max_wait=0.0, drain_seconds=0.0), ticks=TickOptions(**ticks),
+    )(record)  # fmt: skip
+
+
+wide = defined()
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +80,7 @@ def test_a_consumer_has_one_sensor_that_is_called_like_its_job() -> None:
 
 
 def test_sensors_are_for_partitions_or_for_consumers() -> None:
-    with pytest.raises(ValidationError, match="sensor is one of 'partition', 'consumer', not 'topic'"):
+    with pytest.raises(ValidationError, match="topic"):
         consumer_asset(topic=TOPIC, consumer="c", sensor="topic")(record)  # type: ignore[arg-type]
 
 
@@ -111,30 +117,24 @@ def test_a_look_at_hundreds_of_partitions_takes_few_statements(
     assert waiting.total() <= idle.total() + 1, "claims without a run wait for their lease, and cost no statement each"
 
 
-def test_a_tick_requests_some_runs_and_the_next_goes_on_after_them(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ticks, "MAX_REQUESTS", 4)
+def test_a_tick_requests_some_runs_and_the_next_goes_on_after_them(bench: Workbench) -> None:
+    four_runs = defined(max_requests=4)
     publish(bench, *range(10))
-    first = evaluate(bench)
+    first = evaluate(bench, four_runs)
     assert (partitions_of(first), first.cursor) == ([0, 1, 2, 3], "4")
     # Those that had their turn have events again, and wait for the others all the same.
     for request in first.run_requests or []:
         bench.run(wide, request)
     publish(bench, *range(4))
-    second = evaluate(bench, cursor=first.cursor)
+    second = evaluate(bench, four_runs, cursor=first.cursor)
     assert (partitions_of(second), second.cursor) == ([4, 5, 6, 7], "8")
-    third = evaluate(bench, cursor=second.cursor)
+    third = evaluate(bench, four_runs, cursor=second.cursor)
     assert partitions_of(third) == [8, 9, 0, 1]
 
 
-def test_a_tick_that_has_used_its_time_up_goes_on_in_the_next(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tick_that_has_used_its_time_up_goes_on_in_the_next(bench: Workbench) -> None:
     publish(bench, 3, 4)
-    monkeypatch.setattr(ticks, "TICK_BUDGET", 0.0)
-    assert evaluate(bench, cursor="4").cursor == "4"
-    monkeypatch.undo()
+    assert evaluate(bench, defined(budget=0.0), cursor="4").cursor == "4"
     assert partitions_of(evaluate(bench, cursor="4")) == [4, 3]
 
 
@@ -212,7 +212,9 @@ def test_overlapping_evaluations_claim_each_partition_once(bench: Workbench) -> 
 
 
 def test_a_consumer_of_a_whole_topic_may_have_such_a_sensor_too(bench: Workbench) -> None:
-    whole = consumer_asset(topic=TOPIC, consumer="whole", sensor="consumer", name="whole", max_wait=0.0)(record)
+    whole = consumer_asset(
+        topic=TOPIC, consumer="whole", sensor="consumer", name="whole", limits=RunLimits(max_wait=0.0)
+    )(record)
     whole.register(bench.platform)
     publish(bench, 5)
     assert partitions_of(evaluate(bench, whole)) == [-1]
@@ -229,7 +231,12 @@ def test_what_is_not_registered_is_told(bench: Workbench, platform: EventSQL) ->
 
 def test_the_partitions_are_those_that_the_consumer_has_in_the_database(bench: Workbench, platform: EventSQL) -> None:
     changing = consumer_asset(
-        topic=Topic("changing", 2), consumer="c", partitioned=True, sensor="consumer", name="changing", max_wait=0.0
+        topic=Topic("changing", 2),
+        consumer="c",
+        partitioned=True,
+        sensor="consumer",
+        name="changing",
+        limits=RunLimits(max_wait=0.0),
     )(record)
     platform.registry.register_topic(Topic("changing", 3))
     platform.registry.register_consumer(changing.consumer)
@@ -242,9 +249,13 @@ def test_a_topic_that_is_repartitioned_is_consumed_on_in_its_new_partitions(
     bench: Workbench, platform: EventSQL
 ) -> None:
     changing = consumer_asset(
-        topic=Topic("changing", 1), consumer="c", partitioned=True, sensor="consumer", name="changing", max_wait=0.0,
-        drain_seconds=0.0,
-    )(record)  # fmt: skip
+        topic=Topic("changing", 1),
+        consumer="c",
+        partitioned=True,
+        sensor="consumer",
+        name="changing",
+        limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
+    )(record)
     changing.register(platform)
     ids = bench.publish("changing", 2, partition=0)
     assert platform.repartitioner.repartition("changing", 3) is not None

@@ -12,9 +12,9 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
 
@@ -23,10 +23,11 @@ TOPIC = Topic("rides")
 Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
 
 
-def define(function: Callable[..., Any] = record, **options: Any) -> ConsumerDefinition:
-    return consumer_asset(topic=TOPIC, consumer="c", name="c", **{"max_wait": 0.0, "drain_seconds": 0.0, **options})(
-        function
-    )
+def define(function: Callable[..., Any] = record, *, batch: int = 1_000, **limits: Any) -> ConsumerDefinition:
+    return consumer_asset(
+        topic=TOPIC, consumer="c", name="c", batch=batch,
+        limits=RunLimits(**{"max_wait": 0.0, "drain_seconds": 0.0, **limits}),
+    )(function)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -410,7 +411,7 @@ def test_a_batch_that_stands_still_is_ended_by_the_server(bench: Workbench, monk
         if next(calls) == 0:
             time.sleep(3)
 
-    monkeypatch.setattr("eventsql_orchestration.dagster.batches.STALLED_AFTER", 0.5)
+    monkeypatch.setattr("eventsql_orchestration.dagster.consumers.batch.STALLED_AFTER", 0.5)
     definition = define(stall, lease=0.5)
     ids = bench.publish("rides", 5)
     assert not bench.run(definition, request(bench, definition)).success

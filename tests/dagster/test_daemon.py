@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]  # it comes with dagster, without ty
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import write_instance
-from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE, storage_url
+from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA, STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
@@ -63,7 +63,7 @@ def test_the_storage_has_its_own_schema_whatever_options_the_url_has() -> None:
     assert f"options=-cwork_mem%3D64MB+-csearch_path%3D{STORAGE_SCHEMA}" in url
 
 
-def test_an_instance_on_a_database_that_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_on_a_missing_database_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
     with pytest.raises(DatabaseUnavailableError):
         write_instance(tmp_path, "postgresql://nobody@127.0.0.1:1/nowhere")

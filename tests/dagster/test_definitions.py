@@ -11,10 +11,13 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     SPARK_POOL,
+    AssetOptions,
     ConsumerDefinition,
     EventSQLResource,
+    RunLimits,
     build_backfill,
     build_definitions,
     build_housekeeping_schedule,
@@ -30,7 +33,6 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
-from eventsql_orchestration.log.claims import Claim
 
 TOPIC = Topic("rides", 3)
 
@@ -71,7 +73,9 @@ def test_importing_the_package_starts_neither_spark_nor_loads_it() -> None:
 
 
 def test_a_consumer_is_defined_with_its_asset_job_and_a_sensor_for_each_partition() -> None:
-    definition = consumer_asset(topic=TOPIC, consumer="billing", partitioned=True, owners=["team:rides"])(consume)
+    definition = consumer_asset(
+        topic=TOPIC, consumer="billing", partitioned=True, options=AssetOptions(owners=["team:rides"])
+    )(consume)
     assert definition.consumer == Consumer("rides", "billing", partitioned=True)
     assert definition.key == dg.AssetKey(["consume"])
     assert definition.job.name == "consume_consume"
@@ -120,7 +124,9 @@ def job_tags(definition: ConsumerDefinition) -> Mapping[str, str]:
 
 
 def test_tags_go_to_the_runs_of_a_consumer() -> None:
-    tags = job_tags(consumer_asset(topic=TOPIC, consumer="c", name="tagged", tags={"team": "rides"})(consume))
+    tags = job_tags(
+        consumer_asset(topic=TOPIC, consumer="c", name="tagged", options=AssetOptions(tags={"team": "rides"}))(consume)
+    )
     assert tags["team"] == "rides"
     assert (tags["eventsql/topic"], tags["eventsql/consumer"]) == ("rides", "c")
 
@@ -130,11 +136,26 @@ def test_spark_assets_and_their_backfills_are_in_the_pool_that_limits_their_runs
     replayed = build_backfill(spark)
     assert spark.asset.op.pool == replayed.asset.op.pool == SPARK_POOL
     assert spark.asset.op.tags["eventsql/pool"] == replayed.asset.op.tags["eventsql/pool"] == SPARK_POOL
-    assert range_asset(topic=TOPIC, consumer="c", name="own", pool="own")(consume_range).asset.op.pool == "own"
-    assert range_asset(topic=TOPIC, consumer="c", name="plain", kinds=())(consume_range).asset.op.pool is None
+    assert (
+        range_asset(topic=TOPIC, consumer="c", name="own", options=AssetOptions(pool="own"))(
+            consume_range
+        ).asset.op.pool
+        == "own"
+    )
+    assert (
+        range_asset(topic=TOPIC, consumer="c", name="plain", options=AssetOptions(kinds=()))(
+            consume_range
+        ).asset.op.pool
+        is None
+    )
     batches = consumer_asset(topic=TOPIC, consumer="c", name="batches")(consume).asset.op
     assert (batches.pool, "eventsql/pool" in batches.tags) == (None, False)
-    assert consumer_asset(topic=TOPIC, consumer="c", name="sums", pool=SPARK_POOL)(consume).asset.op.pool == SPARK_POOL
+    assert (
+        consumer_asset(topic=TOPIC, consumer="c", name="sums", options=AssetOptions(pool=SPARK_POOL))(
+            consume
+        ).asset.op.pool
+        == SPARK_POOL
+    )
 
 
 def consumer(name: str, of: str = "c", **options: Any) -> ConsumerDefinition:
@@ -180,7 +201,7 @@ async def asynchronous(events: Any, connection: Connection) -> None: ...
         (without_events, "needs a parameter called events"),
         (with_a_stranger, "parameter stranger that is neither"),
         (without_annotation, "parameter stranger that is neither"),
-        (asynchronous, "is asynchronous, and nothing awaits it"),
+        (asynchronous, "is asynchronous"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_when_it_is_defined(
@@ -198,20 +219,24 @@ def test_an_annotation_that_cannot_be_resolved_is_refused_with_a_remedy() -> Non
 
 
 @pytest.mark.parametrize(
-    "options",
+    "limits",
     [
         {"min_events": 0},
         {"min_events": 11, "max_events": 10},
-        {"batch": 0},
         {"lease": 0.0},
         {"max_wait": -1.0},
         {"drain_seconds": -1.0},
         {"drain_idle": -0.1},
     ],
 )
-def test_limits_that_exclude_one_another_are_refused_when_they_are_defined(options: dict[str, Any]) -> None:
+def test_limits_that_exclude_one_another_are_refused_when_they_are_defined(limits: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        consumer_asset(topic=TOPIC, consumer="c", **options)
+        RunLimits(**limits)
+
+
+def test_a_batch_has_an_event_at_least() -> None:
+    with pytest.raises(ValidationError):
+        consumer_asset(topic=TOPIC, consumer="c", batch=0)
 
 
 def test_a_topic_is_an_external_asset() -> None:

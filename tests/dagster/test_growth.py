@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.dagster.backfills import Backfills
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.positions import Earliest, Latest
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.windows import ReplayRange
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.topics.offsets import Earliest
 from tests.growth import grown
 
 
-def test_backfills_that_are_done_leave_nothing(platform: EventSQL) -> None:
+def test_ended_backfills_leave_nothing(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=50)))
     platform.registry.register_consumer(Consumer("orders", "ledger", partitioned=True))
-    backfills = Backfills(platform)
+    backfills = Backfills(platform.shards)
 
     def live(_platform: EventSQL, number: int) -> None:
         platform.publisher.publish_all(Publication("orders", b"", key=str(key)) for key in range(60))
         platform.transfer.run_once()
         while platform.consumers.consume_once("orders", "ledger", lambda *_: None):
             pass
-        plan = backfills.plan("orders", "ledger", start=Earliest(), end=Latest(), window_events=20)
+        plan = backfills.plan("orders", "ledger", ReplayRange(Earliest(), window_events=20))
         backfills.register(plan, f"n{number}")
         for part in backfills.get("orders", f"n{number}").parts:
             while isinstance(

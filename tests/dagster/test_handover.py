@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,39 +14,41 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
-from eventsql_orchestration.dagster.batches import BatchConsumer
-from eventsql_orchestration.dagster.definition import Limits
-from eventsql_orchestration.dagster.draining import Draining, owner_of_run
-from eventsql_orchestration.dagster.handover import comes_soon
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster.consumers.batch import BatchConsumer
+from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
+from eventsql_orchestration.dagster.consumers.drain import Draining
+from eventsql_orchestration.dagster.consumers.handover import comes_soon
+from eventsql_orchestration.dagster.consumers.owners import owner_of_run
+from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
+from eventsql_orchestration.dagster.consumers.tick import Budget, Tick, Watch
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
-from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.location import record
 
 RIDES = Topic("rides", partitions=2)
 
 draining = consumer_asset(
-    topic=RIDES, consumer="draining", partitioned=True, name="draining", max_wait=0.0, drain_seconds=3.0,
-    drain_idle=1.0,
-)(record)  # fmt: skip
-watched = consumer_asset(
-    topic=RIDES, consumer="watched", partitioned=True, name="watched", max_wait=0.0, drain_seconds=3.0,
-    sensor="consumer",
-)(record)  # fmt: skip
-long = consumer_asset(topic=Topic("long"), consumer="long", name="long", max_wait=0.0, drain_seconds=600.0)(record)
+    topic=RIDES,
+    consumer="draining",
+    partitioned=True,
+    name="draining",
+    limits=RunLimits(max_wait=0.0, drain_seconds=600.0, drain_idle=5.0),
+)(record)
+WATCHES = [
+    PartitionWatch(RIDES, draining.consumer, 0, "draining", draining.limits, "s"),
+    ConsumerWatch(RIDES, draining.consumer, "draining", draining.limits, "s"),
+]
+long = consumer_asset(
+    topic=Topic("long"), consumer="long", name="long", limits=RunLimits(max_wait=0.0, drain_seconds=600.0)
+)(record)
 
 
 @pytest.fixture(autouse=True)
 def registered(bench: Workbench) -> None:
-    for definition in (draining, watched, long):
+    for definition in (draining, long):
         definition.register(bench.platform)
-
-
-@pytest.fixture
-def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a successor requested after a second of a run, as its window is shorter than in use."""
-    monkeypatch.setattr("eventsql_orchestration.dagster.handover.LEAD", 1.0)
 
 
 class Traffic:
@@ -73,31 +79,33 @@ def requests_of(answer: Any) -> list[dg.RunRequest]:
     return answer if isinstance(answer, list) else []
 
 
-@pytest.mark.usefixtures("sooner")
-@pytest.mark.parametrize("definition", [draining, watched], ids=["a sensor per partition", "one sensor"])
+@pytest.mark.parametrize("watch", WATCHES, ids=["a sensor per partition", "one sensor"])
 def test_a_successor_begins_before_the_run_that_drains_has_ended(
-    platform: EventSQL, dsn: str, shared_instance: dg.DagsterInstance, definition: Any
+    platform: EventSQL, dsn: str, shared_instance: dg.DagsterInstance, watch: Watch
 ) -> None:
     bench = Workbench(platform, EventSQLResource(dsn=dsn), shared_instance)
-    sensor = definition.sensors[0]
     successors: list[dg.RunRequest] = []
 
-    def tick() -> bool:
-        # Its cursor would name a partition; one tick looks at both.
-        requested = requests_of(bench.tick(sensor))
-        assert all(SUCCEEDS_TAG in request.tags for request in requested), "it claimed beside a run that drains"
-        successors.extend(requested)
+    def tick(ahead: float) -> Sequence[dg.RunRequest]:
+        """A tick with its clock so many seconds ahead: the windows of runs end sooner for it."""
+        budget = Budget(math.inf, 1)
+        tick = Tick(platform.shards[0], shared_instance, logging.getLogger(), budget, lambda: time.time() + ahead)
+        return watch.evaluate(tick, None).run_requests or []
+
+    def requested() -> bool:
+        successors.extend(tick(595.0))
+        assert all(SUCCEEDS_TAG in request.tags for request in successors), "it claimed beside a run that drains"
         return bool(successors)
 
     with ThreadPoolExecutor(max_workers=2) as pool, Traffic(platform) as traffic:
         await_(lambda: traffic.published > 0, "an event")
-        (request,) = requests_of(bench.tick(sensor))
-        first = pool.submit(bench.run, definition, request)
-        await_(tick, "a successor to be requested")
+        (request,) = tick(0.0)
+        first = pool.submit(bench.run, draining, request)
+        await_(lambda: len(_claims(platform)) > 1, "a range that it claims by itself")
+        await_(requested, "a successor to be requested")
         assert not first.done()
-        second = pool.submit(bench.run, definition, successors[0])
+        second = pool.submit(bench.run, draining, successors[0])
         run_id = first.result().run_id
-        await_(lambda: any(owner != f"run {run_id}" for owner, _ in _claims(platform, definition)), "its first claim")
     ended = second.result()
 
     assert ended.success
@@ -109,19 +117,17 @@ def test_a_successor_begins_before_the_run_that_drains_has_ended(
     record_of_first = shared_instance.get_run_record_by_id(run_id)
     assert record_of_first is not None
     assert record_of_first.end_time is not None
-    taken = min(at for owner, at in _claims(platform, definition) if owner == f"run {ended.run_id}")
+    taken = min(at for owner, at in _claims(platform) if owner == f"run {ended.run_id}")
     assert taken < record_of_first.end_time, "nobody had the partition in between"
     bench.eventsql.platform.close()
 
 
-def _claims(platform: EventSQL, definition: Any) -> list[tuple[str, float]]:
+def _claims(platform: EventSQL) -> list[tuple[str, float]]:
     with platform.database.connection() as connection:
         return [
             (owner, float(at))
             for owner, at in connection.execute(
-                "SELECT eql_owner, extract(epoch FROM eql_created_at) FROM eventsql.consumer_claim "
-                "WHERE eql_consumer = %s ORDER BY eql_id",
-                (definition.consumer.name,),
+                "SELECT eql_owner, extract(epoch FROM eql_created_at) FROM eventsql.consumer_claim ORDER BY eql_id"
             )
         ]
 
@@ -180,13 +186,13 @@ def test_a_run_goes_on_after_its_window_until_a_successor_that_was_launched_has_
         asked.set()
         return True
 
-    def draining_of(run_id: str, limits: Limits, **options: Any) -> Draining:
-        consume = BatchConsumer(bench.platform, record, limits)
-        return Draining(bench.platform, consume, limits, owner=owner_of_run(run_id), **options)
+    def draining_of(run_id: str, limits: RunLimits, **options: Any) -> Draining:
+        consume = BatchConsumer(bench.platform.shards[0], record, batch=1_000, lease=limits.lease)
+        return Draining(bench.platform.shards[0], consume, limits, owner=owner_of_run(run_id), **options)
 
     ids = bench.publish("long", 1)
-    first = draining_of("first", Limits(max_wait=0.0, drain_seconds=0.1, drain_idle=60.0), successor_comes=comes)
-    second = draining_of("second", Limits(max_wait=0.0, drain_idle=0.0))
+    first = draining_of("first", RunLimits(max_wait=0.0, drain_seconds=0.1, drain_idle=60.0), successor_comes=comes)
+    second = draining_of("second", RunLimits(max_wait=0.0, drain_idle=0.0))
     claim = first.claim("long", "long", -1)
     assert isinstance(claim, Claim)
     with ThreadPoolExecutor(max_workers=2) as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +16,25 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import (
     EventSQLResource,
+    HistoryRetention,
+    RunLimits,
     build_backfill,
     build_delivered_check,
     build_housekeeping_schedule,
     build_transfer_schedule,
-    claim_history,
     consumer_asset,
     write_instance,
 )
-from eventsql_orchestration.dagster.backfill_history import delete_windows
-from eventsql_orchestration.dagster.backfills import Backfills
-from eventsql_orchestration.dagster.claim_history import delete_claims
-from eventsql_orchestration.dagster.housekeeping import delete_reports, delete_runs, purge_ticks
-from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
-from eventsql_orchestration.dagster.lag_sensor import OWN_EVENT
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.housekeeping.prune import (
+    delete_claims,
+    delete_reports,
+    delete_runs,
+    delete_windows,
+    purge_ticks,
+)
+from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
+from eventsql_orchestration.dagster.monitoring.lag_sensor import OWN_EVENT
 from eventsql_orchestration.dagster.shards import on_each
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
@@ -39,15 +45,17 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_TAG,
 )
 from eventsql_orchestration.errors import ClaimLostError, ValidationError
-from eventsql_orchestration.log import segments
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.topics import segments
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
 ASSET = dg.AssetKey("ledger")
 DAY = 86_400
 
-eager = consumer_asset(topic=Topic("rides"), consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0)(record)
+eager = consumer_asset(
+    topic=Topic("rides"), consumer="eager", name="eager", limits=RunLimits(max_wait=0.0, drain_seconds=0.0)
+)(record)
 
 
 @dg.op
@@ -85,7 +93,8 @@ def test_finished_runs_of_a_kind_are_deleted_with_their_events(instance: dg.Dags
         idle, tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL}, status=dg.DagsterRunStatus.STARTED
     )
 
-    assert delete_runs(instance, HOUSEKEEPING_INTERNAL, before=datetime.now(UTC) + timedelta(seconds=1)) == 2
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    assert delete_runs(instance, HOUSEKEEPING_INTERNAL, before=later, page=1) == 2, "more than a page"
     assert ids(instance) == {*others, running.run_id}
     assert not list(instance.all_logs(own[0]))
 
@@ -96,15 +105,8 @@ def test_young_runs_are_kept(instance: dg.DagsterInstance) -> None:
     assert len(ids(instance)) == 1
 
 
-def test_more_runs_than_a_page_are_deleted(instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eventsql_orchestration.dagster.housekeeping.PAGE", 2)
-    for _ in range(5):
-        execute(instance, HOUSEKEEPING_INTERNAL)
-    assert delete_runs(instance, HOUSEKEEPING_INTERNAL, before=datetime.now(UTC) + timedelta(seconds=1)) == 5
-
-
-def test_the_job_keeps_what_it_was_told_to_keep(instance: dg.DagsterInstance, dsn: str) -> None:
-    schedule = build_housekeeping_schedule(keep_hours=0.0, keep_consumer_hours=1.0)
+def test_the_job_keeps_history_by_its_retention(instance: dg.DagsterInstance, dsn: str) -> None:
+    schedule = build_housekeeping_schedule(HistoryRetention(internal_hours=0.0, consumer_hours=1.0))
     location = dg.Definitions(
         schedules=[schedule, build_transfer_schedule()], resources={"eventsql": EventSQLResource(dsn=dsn)}
     )
@@ -118,10 +120,10 @@ def test_ticks_can_be_purged_where_there_are_none(shared_instance: dg.DagsterIns
     purge_ticks(shared_instance, {"transfer"}, before=datetime.now(UTC))
 
 
-def test_keeping_less_than_nothing_is_refused() -> None:
-    for option in ("keep_hours", "keep_consumer_hours", "keep_backfill_hours", "keep_claim_hours"):
-        with pytest.raises(ValidationError):
-            build_housekeeping_schedule(**{option: -1.0})  # type: ignore[arg-type]  # mypy does not know which it is
+@pytest.mark.parametrize("field", [field.name for field in fields(HistoryRetention)])
+def test_a_negative_retention_is_refused(field: str) -> None:
+    with pytest.raises(ValidationError, match=field):
+        HistoryRetention(**{field: -1.0})
 
 
 def test_the_job_keeps_topics_to_their_retention(
@@ -140,10 +142,7 @@ def test_the_job_keeps_topics_to_their_retention(
         assert platform.reader.count("orders") == 5
 
 
-def test_claims_that_ended_long_ago_are_deleted_and_live_ones_stay(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claim_history, "BATCH", 2)
+def test_claims_that_ended_long_ago_are_deleted_and_live_ones_stay(bench: Workbench) -> None:
     eager.register(bench.platform)
     for _ in range(4):
         bench.publish("rides", 1)
@@ -157,10 +156,12 @@ def test_claims_that_ended_long_ago_are_deleted_and_live_ones_stay(
             "eql_finished_at = eql_finished_at - interval '31 days' WHERE eql_id <> 2"
         )
     before = datetime.now(UTC) - timedelta(days=30)
-    assert delete_claims(bench.platform, before=before) == 1, "ids grow with time: those after a young one are young"
+    assert delete_claims(bench.platform.shards[0], before=before, batch=2) == 1, (
+        "ids grow with time: those after a young one are young"
+    )
     with bench.platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '31 days'")
-    assert delete_claims(bench.platform, before=before) == 2
+    assert delete_claims(bench.platform.shards[0], before=before, batch=2) == 2
     assert [state for _, _, state in bench.claims()] == ["committed", "claimed"], "one ended just now, one has not"
     with pytest.raises(ClaimLostError, match="ended long ago"):
         bench.platform.claims.get(1)
@@ -185,7 +186,7 @@ def test_the_windows_of_a_backfill_go_with_its_last_run(bench: Workbench) -> Non
 
     def keep_house() -> dict[str, int]:
         delete_runs(bench.instance, HOUSEKEEPING_BACKFILL, before=datetime.now(UTC) + timedelta(seconds=1))
-        registered = on_each([bench.platform], lambda shard: Backfills(shard).registered())
+        registered = on_each(bench.platform.shards, lambda shard: Backfills([shard]).registered())
         return delete_windows(registered, bench.instance, [*eager.asset.specs, *backfill.asset.specs])
 
     assert keep_house() == {}, "it is registered"
@@ -240,7 +241,7 @@ def reported(platform: EventSQL) -> tuple[int, int]:
     return found["event_logs"], found["asset_check_executions"]
 
 
-def test_old_reports_are_deleted_and_the_newest_and_those_of_others_stay(
+def test_old_reports_are_deleted_except_the_newest_and_those_of_others(
     stored: dg.DagsterInstance, platform: EventSQL
 ) -> None:
     for _ in range(3):
@@ -251,7 +252,7 @@ def test_old_reports_are_deleted_and_the_newest_and_those_of_others_stay(
 
     later = datetime.now(UTC) + timedelta(seconds=1)
     assert delete_reports(stored, [ledger_check.key], before=later - timedelta(hours=1)) == 0
-    assert delete_reports(stored, [ledger_check.key], before=later) == 4
+    assert delete_reports(stored, [ledger_check.key], before=later, batch=2) == 4, "in several batches"
     assert reported(platform) == (8, 4)
     assert delete_reports(stored, [ledger_check.key], before=later) == 0
 
@@ -265,7 +266,7 @@ def test_old_reports_are_deleted_and_the_newest_and_those_of_others_stay(
     assert records[0].asset_observation.tags == dict(OWN_EVENT)
 
 
-def test_what_others_report_is_not_taken_for_ours_whatever_it_says(
+def test_reports_of_others_are_not_deleted_whatever_they_contain(
     stored: dg.DagsterInstance, platform: EventSQL
 ) -> None:
     tag = f'"{HOUSEKEEPING_TAG}": "{HOUSEKEEPING_INTERNAL}"'
@@ -281,17 +282,7 @@ def test_what_others_report_is_not_taken_for_ours_whatever_it_says(
     assert counts(platform)["event_logs"] == 7
 
 
-def test_more_reports_than_a_batch_are_deleted(
-    stored: dg.DagsterInstance, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eventsql_orchestration.dagster.history.BATCH", 2)
-    for _ in range(6):
-        report(stored)
-    assert delete_reports(stored, [ledger_check.key], before=datetime.now(UTC) + timedelta(seconds=1)) == 10
-    assert counts(platform)["event_logs"] == 2
-
-
-def test_reports_in_another_storage_than_postgresql_are_left(shared_instance: dg.DagsterInstance) -> None:
+def test_reports_outside_of_postgresql_are_left(shared_instance: dg.DagsterInstance) -> None:
     report(shared_instance)
     assert delete_reports(shared_instance, [ledger_check.key], before=datetime.now(UTC) + timedelta(days=1)) is None
 
@@ -317,7 +308,7 @@ def test_ticks_that_failed_are_kept_longer(
     assert 3 <= left()["FAILURE"] <= 4
 
 
-def test_a_job_that_belongs_to_no_location_says_that_it_purges_no_ticks(instance: dg.DagsterInstance, dsn: str) -> None:
+def test_a_job_outside_of_a_location_logs_that_it_purges_no_ticks(instance: dg.DagsterInstance, dsn: str) -> None:
     job = build_housekeeping_schedule().job
     assert isinstance(job, dg.JobDefinition)
     result = job.execute_in_process(instance=instance, resources={"eventsql": EventSQLResource(dsn=dsn)})

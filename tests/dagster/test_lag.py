@@ -11,14 +11,22 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Publication, Topic
-from eventsql_orchestration.dagster import build_lag_sensor, consumer_asset, topic_key
-from eventsql_orchestration.dagster.lag import TRANSFER_STALLED
-from eventsql_orchestration.dagster.lag_sensor import IDLE_INTERVAL, TOPIC_INTERVAL, observe_lag, stopped_sensors
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
+from eventsql_orchestration.dagster import RunLimits, build_lag_sensor, consumer_asset, topic_key
+from eventsql_orchestration.dagster.monitoring.lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
+from eventsql_orchestration.dagster.monitoring.lag_sensor import (
+    IDLE_INTERVAL,
+    TOPIC_INTERVAL,
+    observe_lag,
+    stopped_sensors,
+)
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
 
-eager = consumer_asset(topic=Topic("rides"), consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0)(record)
+eager = consumer_asset(
+    topic=Topic("rides"), consumer="eager", name="eager", limits=RunLimits(max_wait=0.0, drain_seconds=0.0)
+)(record)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +46,7 @@ def registered(bench: Workbench) -> None:
         (dg.DefaultSensorStatus.STOPPED, "DECLARED_IN_CODE", True),
     ],
 )
-def test_a_sensor_is_off_when_it_was_switched_off_or_nobody_switched_it_on(
+def test_a_sensor_is_off_by_a_switch_or_by_default(
     default: dg.DefaultSensorStatus, switched: str | None, off: bool
 ) -> None:
     resting = consumer_asset(topic=Topic("rides"), consumer="resting", name="resting", default_status=default)(record)
@@ -105,18 +113,18 @@ def test_the_end_of_a_lag_is_observed_at_once(bench: Workbench) -> None:
     assert observed(after)["eager"]["lag events"] == 0
 
 
-def test_the_cursor_is_never_what_dagster_takes_for_none(bench: Workbench) -> None:
+def test_the_cursor_is_never_empty(bench: Workbench) -> None:
     nothing = observe_lag(bench.platform, [], cursor=None, now=0.0)
     assert nothing.cursor
     assert json.loads(nothing.cursor)["observed"] == {}
 
 
-def test_a_cursor_of_another_release_counts_for_none(bench: Workbench) -> None:
+def test_a_cursor_of_another_release_is_ignored(bench: Workbench) -> None:
     found = observe(bench, cursor=json.dumps({"ledger": [0, 1_000.0]}), now=1_001.0)
     assert set(observed(found)) == {"ledger", "eager"}
 
 
-def test_a_consumer_that_is_not_registered_keeps_no_other_from_being_observed(bench: Workbench) -> None:
+def test_an_unregistered_consumer_does_not_stop_the_observation_of_others(bench: Workbench) -> None:
     stranger = consumer_asset(topic=Topic("nowhere"), consumer="c", name="stranger")(record)
     unregistered = consumer_asset(topic=Topic("rides"), consumer="d", name="unregistered")(record)
     bench.publish("rides", 1)
@@ -164,7 +172,7 @@ def test_a_blocked_a_paused_and_a_leased_partition_say_so(bench: Workbench) -> N
     assert cause(observe(bench), "eager") == f"blocked: event {first} failed 5 of 5 times: KeyError: x"
 
 
-def test_a_partition_that_is_held_back_says_by_which_other(bench: Workbench) -> None:
+def test_the_cause_of_a_held_back_partition_names_the_other_one(bench: Workbench) -> None:
     bench.publish("orders", 1, partition=1)
     changed = bench.platform.repartitioner.repartition("orders", bench.platform.registry.topic("orders").partitions + 1)
     assert changed is not None
@@ -175,7 +183,7 @@ def test_a_partition_that_is_held_back_says_by_which_other(bench: Workbench) -> 
     )
 
 
-def test_a_consumer_that_moves_and_is_behind_all_the_same_is_slow(bench: Workbench) -> None:
+def test_a_consumer_that_moves_and_stays_behind_is_slow(bench: Workbench) -> None:
     bench.publish("rides", 3)
     first = observe(bench)
     assert cause(first, "eager") == "waiting: not consumed yet"
@@ -185,13 +193,13 @@ def test_a_consumer_that_moves_and_is_behind_all_the_same_is_slow(bench: Workben
     assert cause(observe(bench, cursor=second.cursor), "eager") == "waiting: not consumed yet"
 
 
-def test_a_sensor_that_somebody_switched_off_is_named(bench: Workbench) -> None:
+def test_a_sensor_that_is_switched_off_is_named(bench: Workbench) -> None:
     bench.publish("orders", 1, partition=1)
     found = observe_lag(bench.platform, [ledger], cursor=None, now=0.0, stopped={"consume_ledger_1"})
     assert cause(found, "ledger") == "[1] stopped: sensor consume_ledger_1 is switched off"
 
 
-def test_what_the_sensor_reports_can_be_told_from_what_others_do(bench: Workbench) -> None:
+def test_reports_of_the_sensor_carry_a_tag(bench: Workbench) -> None:
     (event, *_) = observe(bench).asset_events
     assert isinstance(event, dg.AssetObservation)
     assert event.tags == {HOUSEKEEPING_TAG: "internal"}
@@ -201,7 +209,7 @@ def arrivals(result: dg.SensorResult) -> list[Any]:
     return [event for event in result.asset_events if isinstance(event, dg.AssetMaterialization)]
 
 
-def test_what_comes_to_an_external_topic_is_reported_once_a_minute_for_its_freshness(bench: Workbench) -> None:
+def test_arrivals_in_an_external_topic_are_reported_once_a_minute(bench: Workbench) -> None:
     rides = [Topic("rides")]
     bench.publish("rides", 1)
     first = observe_lag(bench.platform, [eager], topics=rides, cursor=None, now=1_000.0)
@@ -216,3 +224,45 @@ def test_what_comes_to_an_external_topic_is_reported_once_a_minute_for_its_fresh
     assert news.tags == {HOUSEKEEPING_TAG: "internal"}
     nothing = observe_lag(bench.platform, [eager], topics=rides, cursor=later.cursor, now=1_000.0 + 2 * TOPIC_INTERVAL)
     assert not arrivals(nothing)
+
+
+# Hundreds of partitions
+
+PARTITIONS = 300
+
+
+def lag_of(partition: int, events: int) -> ConsumerLag:
+    leased = events > 0
+    return ConsumerLag(
+        topic="orders", consumer="ledger", partition=partition, events=events, seconds=events / 10, last_event_id=1,
+        end=1 + events, buffered=0, cause=LagCause.LEASED if leased else LagCause.NONE,
+        detail=f"by run 0b5e9d5c-6f0e-4c8e-9a3e-{partition:012d}" if leased else "",
+    )  # fmt: skip
+
+
+def wide_lag(partitions: int) -> AssetLag:
+    """The lag of each partition is its number."""
+    return AssetLag(tuple(lag_of(partition, partition) for partition in range(partitions)))
+
+
+def test_an_observation_of_hundreds_of_partitions_stays_small() -> None:
+    metadata = wide_lag(PARTITIONS).metadata()
+    event = dg.AssetObservation(asset_key="ledger", metadata=metadata)
+    assert len(dg.serialize_value(event)) < 20_000
+
+
+def test_totals_are_of_all_partitions_and_only_the_largest_lags_are_shown() -> None:
+    metadata = wide_lag(PARTITIONS).metadata()
+    assert metadata["lag events"] == sum(range(PARTITIONS))
+    assert metadata["partitions behind"] == PARTITIONS - 1
+    shown = {partition for partition in range(PARTITIONS) if f"lag events [{partition}]" in metadata}
+    assert shown == set(range(PARTITIONS - SHOWN_PARTITIONS, PARTITIONS))
+    assert f"consumed by [{PARTITIONS - 1}]" in metadata
+    assert metadata["cause"].startswith(f"[{PARTITIONS - SHOWN_PARTITIONS}] leased: by run ")
+    assert metadata["cause"].endswith(f"; {PARTITIONS - 1 - SHOWN_PARTITIONS} more partitions are behind")
+
+
+def test_few_partitions_are_all_shown() -> None:
+    metadata = wide_lag(SHOWN_PARTITIONS).metadata()
+    assert all(f"lag events [{partition}]" in metadata for partition in range(SHOWN_PARTITIONS))
+    assert "more partitions" not in metadata["cause"]

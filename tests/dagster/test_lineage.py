@@ -10,9 +10,13 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
+    AssetOptions,
     ConsumerDefinition,
     EventSQLResource,
+    RangeLimits,
+    RunLimits,
     consumer_asset,
     publish_events,
     range_asset,
@@ -20,11 +24,10 @@ from eventsql_orchestration.dagster import (
     topic_key,
     topic_observations,
 )
-from eventsql_orchestration.dagster.lineage import Origin, input_metadata
-from eventsql_orchestration.dagster.provenance import COPIES, Tracer
-from eventsql_orchestration.dagster.runs import RunInput, StoredRuns
+from eventsql_orchestration.dagster.lineage.origin import Origin, input_metadata
+from eventsql_orchestration.dagster.trace.runs import RunInput, StoredRuns
+from eventsql_orchestration.dagster.trace.tracer import COPIES, Tracer
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
 
 RIDES = Topic("rides")
@@ -42,10 +45,10 @@ def size(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLReso
     return publish_events(context, [{"value": str(claim.events)}], eventsql=eventsql, topic="sums", claim=claim)
 
 
-def sizes(**options: Any) -> ConsumerDefinition:
+def sizes(**limits: Any) -> ConsumerDefinition:
     return range_asset(
-        topic=RIDES, consumer="sizes", publishes="sums", name="sizes", kinds=(),
-        **{"max_wait": 0.0, "drain_seconds": 0.0, **options},
+        topic=RIDES, consumer="sizes", publishes="sums", name="sizes", options=AssetOptions(kinds=()),
+        limits=RangeLimits(**{"max_wait": 0.0, "drain_seconds": 0.0, **limits}),
     )(size)  # fmt: skip
 
 
@@ -64,7 +67,7 @@ def test_an_event_leads_to_the_one_range_that_it_was_made_from(bench: Workbench)
     ranges = []
     for event in published:
         origin = tracer.trace("sums", event.id)
-        assert (origin.publisher.run_id, origin.publisher.asset) == (result.run_id, "sizes")
+        assert (origin.run_id, origin.asset) == (result.run_id, "sizes")
         (read,) = origin.inputs
         ranges.append((read.range.after, read.range.upto))
     assert ranges == [(0, ids[9]), (ids[9], ids[19]), (ids[19], ids[24])]
@@ -93,7 +96,7 @@ def test_a_run_says_which_events_it_published_and_which_it_read(bench: Workbench
     assert of_consumer["trace"] == f"eventsql trace rides {ids[-1]}"
 
 
-def test_what_a_consumer_publishes_beside_its_effects_leads_to_its_claim(bench: Workbench) -> None:
+def test_an_event_published_beside_effects_leads_to_the_claim(bench: Workbench) -> None:
     bench.platform.registry.register_topic(Topic("echoes"))
 
     def echo(events: Any, connection: Any, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> None:
@@ -101,7 +104,7 @@ def test_what_a_consumer_publishes_beside_its_effects_leads_to_its_claim(bench: 
         echoes = [Publication("echoes", event.value, metadata=origin) for event in events]
         eventsql.platform.publisher.publish_all(echoes, connection=connection)
 
-    definition = consumer_asset(topic=RIDES, consumer="echo", max_wait=0.0, drain_seconds=0.0)(echo)
+    definition = consumer_asset(topic=RIDES, consumer="echo", limits=RunLimits(max_wait=0.0, drain_seconds=0.0))(echo)
     definition.register(bench.platform)
     ids = bench.publish("rides", 3)
     assert bench.run(definition).success
@@ -172,9 +175,7 @@ def test_each_op_of_a_graph_asset_publishes_for_itself(bench: Workbench) -> None
 
 
 @pytest.mark.parametrize("offset", ["1", "9" * 5_000])
-def test_an_event_that_says_it_is_a_copy_of_itself_or_of_nothing_is_followed_once(
-    bench: Workbench, offset: str
-) -> None:
+def test_an_event_that_claims_to_be_its_own_copy_is_followed_once(bench: Workbench, offset: str) -> None:
     metadata = {"dlt_topic": "sums", "dlt_offset": offset}
     bench.platform.publisher.publish(Publication("sums", b"", metadata=metadata))
     bench.platform.transfer.run_once()
@@ -183,7 +184,7 @@ def test_an_event_that_says_it_is_a_copy_of_itself_or_of_nothing_is_followed_onc
     assert (origin.original, origin.notes) == (None, notes)
 
 
-def test_copies_of_copies_are_not_followed_for_ever(bench: Workbench) -> None:
+def test_chains_of_copies_end(bench: Workbench) -> None:
     bench.platform.publisher.publish_all(
         Publication("sums", b"", metadata={"dlt_topic": "sums", "dlt_offset": str(number - 1)})
         for number in range(1, 1_001)
@@ -199,7 +200,7 @@ def test_copies_of_copies_are_not_followed_for_ever(bench: Workbench) -> None:
 @pytest.mark.parametrize(
     "said", [{"partition": "x"}, {"partition": [1]}, {"partition": None}, {"after": True}, {"upto": "5"}]
 )
-def test_ranges_in_metadata_of_somebody_else_are_passed_over(bench: Workbench, said: dict[str, Any]) -> None:
+def test_ranges_in_metadata_of_others_are_ignored(bench: Workbench, said: dict[str, Any]) -> None:
     @dg.asset
     def other() -> Any:
         ranges = [{"after": 0, "upto": 5, **said}, {"after": 5, "upto": 6, "claim": {}}]
@@ -248,7 +249,7 @@ def test_a_claim_that_was_lost_publishes_nothing_of_any_form(bench: Workbench) -
     assert bench.platform.reader.count("sums") == 0
 
 
-def test_what_nothing_was_read_of_has_no_event_to_trace() -> None:
+def test_an_empty_range_has_no_event_to_trace() -> None:
     read = input_metadata("rides", [{"partition": -1, "after": 4, "upto": 4, "events": 0}])
     assert set(read) == {"topic", "input", "ranges"}
 
@@ -256,7 +257,7 @@ def test_what_nothing_was_read_of_has_no_event_to_trace() -> None:
 # Topics as assets
 
 
-def test_a_topic_asset_says_whose_it_is_what_it_holds_and_how_fresh_it_must_be() -> None:
+def test_a_topic_asset_has_owners_columns_and_freshness() -> None:
     spec = topic_asset(
         RIDES,
         owners=["team:rides", "a@b.com"],
@@ -302,7 +303,7 @@ def test_the_graph_goes_from_services_over_topics_to_what_consumers_publish() ->
 # What comes to external topics
 
 
-def test_new_events_of_a_topic_are_told_once_with_their_offsets(bench: Workbench) -> None:
+def test_new_events_of_a_topic_are_reported_once_with_their_offsets(bench: Workbench) -> None:
     first = topic_observations(bench.platform, [RIDES, "sums"], seen={})
     assert (first.materializations, first.seen) == ((), {"rides": 0, "sums": 0})
 
@@ -320,7 +321,7 @@ def test_new_events_of_a_topic_are_told_once_with_their_offsets(bench: Workbench
     assert topic_observations(bench.platform, [RIDES, "sums"], seen=news.seen).materializations == ()
 
 
-def test_the_first_look_at_a_topic_only_remembers_since_its_events_may_be_old(bench: Workbench) -> None:
+def test_the_first_look_at_a_topic_reports_nothing(bench: Workbench) -> None:
     ids = bench.publish("rides", 3)
     news = topic_observations(bench.platform, [RIDES], seen={})
     assert (news.seen, news.materializations) == ({"rides": ids[-1]}, ())
@@ -330,7 +331,7 @@ def test_the_first_look_at_a_topic_only_remembers_since_its_events_may_be_old(be
     assert told.metadata["published last offset"].value == later
 
 
-def test_a_topic_that_is_missing_does_not_hide_the_others(bench: Workbench) -> None:
+def test_a_missing_topic_does_not_hide_the_others(bench: Workbench) -> None:
     ids = bench.publish("rides", 1)
     news = topic_observations(bench.platform, ["nowhere", "rides"], seen={"rides": 0, "nowhere": 5})
     assert news.seen == {"rides": ids[-1]}
@@ -344,7 +345,7 @@ def test_a_topic_that_was_created_anew_begins_anew(bench: Workbench) -> None:
     assert (news.seen, len(news.materializations)) == ({"rides": ids[-1]}, 1)
 
 
-def test_what_is_told_of_a_topic_makes_it_fresh(bench: Workbench) -> None:
+def test_reported_arrivals_make_a_topic_fresh(bench: Workbench) -> None:
     bench.publish("rides", 1)
     for told in topic_observations(bench.platform, [RIDES], seen={"rides": 0}).materializations:
         bench.instance.report_runless_asset_event(told)

@@ -10,7 +10,8 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset, lingering
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
+from eventsql_orchestration.dagster.consumers import long_poll
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.location import record
 
@@ -19,18 +20,21 @@ THREADS = {"use_threads": True, "num_workers": 8}
 LONG = 100.0
 """Longer than a test may take: what lingers that long fails by its timeout."""
 
-parted = consumer_asset(topic=RIDES, consumer="parted", partitioned=True, name="parted", max_wait=0.0)(record)
-whole = consumer_asset(topic=RIDES, consumer="whole", partitioned=True, name="whole", max_wait=0.0, sensor="consumer")(
-    record
-)
+
+def defined(name: str, *, linger: float = LONG, sensor: Any = "partition") -> ConsumerDefinition:
+    return consumer_asset(
+        topic=RIDES, consumer=name, partitioned=True, name=name, sensor=sensor, limits=RunLimits(max_wait=0.0),
+        ticks=TickOptions(linger=linger),
+    )(record)  # fmt: skip
+
+
+parted = defined("parted")
+whole = defined("whole", sensor="consumer")
 
 
 @pytest.fixture
-def threaded(
-    bench: Workbench, platform: EventSQL, eventsql: EventSQLResource, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Workbench]:
+def threaded(bench: Workbench, platform: EventSQL, eventsql: EventSQLResource) -> Iterator[Workbench]:
     """A workbench whose daemon would evaluate its sensors in threads."""
-    monkeypatch.setattr(lingering, "LINGER_SECONDS", LONG)
     for definition in (parted, whole):
         definition.register(platform)
     with dg.instance_for_test(overrides={"sensors": THREADS}) as instance:
@@ -45,9 +49,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def lingers(pool: ThreadPoolExecutor, bench: Workbench, sensor: dg.SensorDefinition) -> Future[Any]:
     """A tick that has begun to linger."""
-    before = lingering.LINGERING.ticks
+    before = long_poll.LINGERING.ticks
     tick = pool.submit(bench.tick, sensor)
-    await_(lambda: lingering.LINGERING.ticks > before or tick.done(), "a tick that lingers", timeout=30.0)
+    await_(lambda: long_poll.LINGERING.ticks > before or tick.done(), "a tick that lingers", timeout=30.0)
     assert not tick.done(), tick.result()
     return tick
 
@@ -64,13 +68,12 @@ def test_an_event_that_comes_while_a_tick_lingers_is_claimed_by_it(
     (request,) = tick.result()
     assert request.tags["eventsql/partition"] == "1"
     assert threaded.claims()[0][1] == ids[-1]
-    assert lingering.LINGERING.ticks == 0
+    assert long_poll.LINGERING.ticks == 0
 
 
-def test_a_tick_that_waits_in_vain_ends_as_any_other(threaded: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lingering, "LINGER_SECONDS", 0.3)
-    assert threaded.tick(parted.sensors[0]) == "no events wait after offset 0"
-    assert lingering.LINGERING.ticks == 0
+def test_a_tick_that_waits_in_vain_ends_as_any_other(threaded: Workbench) -> None:
+    assert threaded.tick(defined("parted", linger=0.3).sensors[0]) == "no events wait after offset 0"
+    assert long_poll.LINGERING.ticks == 0
 
 
 def test_what_no_event_changes_is_not_waited_for(threaded: Workbench) -> None:
@@ -81,17 +84,14 @@ def test_what_no_event_changes_is_not_waited_for(threaded: Workbench) -> None:
 def test_only_so_many_ticks_linger_at_once(
     threaded: Workbench, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lingering, "at_once", lambda *_: 1)
+    monkeypatch.setattr(long_poll, "at_once", lambda *_: 1)
     first = lingers(pool, threaded, parted.sensors[0])
     assert threaded.tick(parted.sensors[1]) == "no events wait after offset 0"
     threaded.publish("rides", 1, partition=0)
     assert len(first.result()) == 1
 
 
-def test_none_lingers_where_sensors_are_evaluated_one_after_the_other(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lingering, "LINGER_SECONDS", LONG)
+def test_none_lingers_where_sensors_are_evaluated_one_after_the_other(bench: Workbench) -> None:
     parted.register(bench.platform)
     assert bench.tick(parted.sensors[0]) == "no events wait after offset 0"
 
@@ -109,17 +109,14 @@ def test_none_lingers_where_sensors_are_evaluated_one_after_the_other(
     ],
 )
 def test_threads_are_left_to_others(settings: dict[str, Any], sensors: int, cores: int, expected: int) -> None:
-    assert lingering.at_once(settings, sensors, cores=cores) == expected
+    assert long_poll.at_once(settings, sensors, cores=cores) == expected
 
 
-def test_a_tick_listens_on_every_shard(
-    shards: dict[str, Workbench], pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lingering, "LINGER_SECONDS", LONG)
+def test_a_tick_listens_on_every_shard(shards: dict[str, Workbench], pool: ThreadPoolExecutor) -> None:
     first, second = shards.values()
     whole.register(first.eventsql.platform)
     with dg.instance_for_test(overrides={"sensors": THREADS}) as instance:
         tick = lingers(pool, Workbench(first.platform, first.eventsql, instance), whole.sensors[0])
         second.publish("rides", 1, partition=0)
         (request,) = tick.result()
-    assert request.tags["eventsql/shard"] == second.platform.shard
+    assert request.tags["eventsql/shard"] == list(shards)[1]

@@ -11,8 +11,9 @@ import sqlalchemy as sa
 from psycopg import sql
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
-from eventsql_orchestration.dagster import history, write_instance
-from eventsql_orchestration.dagster.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
+from eventsql_orchestration.dagster import write_instance
+from eventsql_orchestration.dagster.housekeeping import prune
+from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
@@ -79,7 +80,7 @@ def plan(platform: EventSQL, file: str, name: str, **values: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "consumer"), [("standings", "mailer"), ("standings_topic", "auditor")])
-def test_a_look_at_all_partitions_of_a_consumer_takes_a_step_in_an_index_for_each(
+def test_reading_all_partitions_of_a_consumer_takes_an_index_step_for_each(
     filled: EventSQL, name: str, consumer: str
 ) -> None:
     found = plan(filled, "claims", name, topic="orders", consumer=consumer)
@@ -94,7 +95,7 @@ def test_a_trace_reads_the_range_of_a_claim_and_no_more(filled: EventSQL, name: 
     assert "Rows Removed" not in found, found
 
 
-def test_the_events_of_a_publication_are_looked_for_from_where_they_can_be(filled: EventSQL) -> None:
+def test_the_search_for_published_events_starts_at_their_time(filled: EventSQL) -> None:
     values = {"after": EVENTS - 500, "at": NOW, "asset": "a", "partition": None, "events": 10}
     found = plan(filled, "lineage", "published", **values)
     assert "Seq Scan" not in found, found
@@ -103,12 +104,12 @@ def test_the_events_of_a_publication_are_looked_for_from_where_they_can_be(fille
 @pytest.mark.parametrize("age", [timedelta(days=1), timedelta(seconds=REPORTS // 2)])
 def test_housekeeping_finds_the_oldest_reports_and_stops_at_the_first_batch(filled: EventSQL, age: timedelta) -> None:
     values = {
-        "asset": '["asset7"]', "type": "ASSET_OBSERVATION", "run": history.NO_RUN, "before": NOW - age, "batch": 100,
+        "asset": '["asset7"]', "type": "ASSET_OBSERVATION", "run": prune.NO_RUN, "before": NOW - age, "batch": 100,
         "entry": "asset_observation", "tag": HOUSEKEEPING_TAG, "own": HOUSEKEEPING_INTERNAL,
     }  # fmt: skip
     with filled.database.core() as connection, connection.begin_nested() as nothing_changes:
         connection.execute(sa.text(f"SET LOCAL search_path TO {STORAGE_SCHEMA}"))
-        rows = connection.execute(sa.text(f"EXPLAIN {history._DELETE_EVENTS.text}"), values).scalars().all()
+        rows = connection.execute(sa.text(f"EXPLAIN {prune._DELETE_EVENTS.text}"), values).scalars().all()
         nothing_changes.rollback()
     found = "\n".join(rows)
     assert "Seq Scan on event_logs" not in found, found

@@ -7,7 +7,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import EventSQLResource, build_housekeeping_schedule, publish_events
-from eventsql_orchestration.dagster.publications import delete_publications
+from eventsql_orchestration.dagster.housekeeping.prune import delete_publications
 
 LATER = timedelta(days=30)
 
@@ -44,27 +44,27 @@ def left(platform: EventSQL) -> list[tuple[str, int]]:
         ).fetchall()
 
 
-def test_that_of_a_run_is_kept_as_long_as_the_run_could_be_executed_again(
+def test_the_record_of_a_run_is_kept_while_the_run_can_be_executed_again(
     instance: dg.DagsterInstance, eventsql: EventSQLResource, platform: EventSQL
 ) -> None:
-    later = datetime.now(UTC) + timedelta(seconds=1)
     run_id = publish(instance, eventsql)
-    assert delete_publications(platform, instance, before=later) == 0
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    assert delete_publications(platform.shards[0], instance, before=later) == 0
     instance.delete_run(run_id)
-    assert delete_publications(platform, instance, before=later - timedelta(hours=1)) == 0, "it is young"
-    assert delete_publications(platform, instance, before=later) == 1
+    assert delete_publications(platform.shards[0], instance, before=later - timedelta(hours=1)) == 0, "it is young"
+    assert delete_publications(platform.shards[0], instance, before=later) == 1
     assert left(platform) == []
 
 
-def test_that_of_a_claim_is_deleted_when_it_is_old(instance: dg.DagsterInstance, platform: EventSQL) -> None:
+def test_the_record_of_a_claim_is_deleted_when_it_is_old(instance: dg.DagsterInstance, platform: EventSQL) -> None:
     now = datetime.now(UTC)
     old, young = '["sums", null, null, "fares", "claim 7"]', '["sums", null, null, "fares", "claim 8"]'
     record(platform, (old, 0, now - 2 * LATER), (young, 0, now))
-    assert delete_publications(platform, instance, before=now - LATER) == 1
+    assert delete_publications(platform.shards[0], instance, before=now - LATER) == 1
     assert left(platform) == [(young, 0)]
 
 
-def test_of_a_stream_the_newest_batch_stays_however_old_it_is(instance: dg.DagsterInstance, platform: EventSQL) -> None:
+def test_the_newest_batch_of_a_stream_stays_whatever_its_age(instance: dg.DagsterInstance, platform: EventSQL) -> None:
     now = datetime.now(UTC)
     record(
         platform,
@@ -73,25 +73,24 @@ def test_of_a_stream_the_newest_batch_stays_however_old_it_is(instance: dg.Dagst
         ("[not a list", 0, now - 2 * LATER),
         ("[1, 2]", 0, now - 2 * LATER),
     )
-    assert delete_publications(platform, instance, before=now - LATER) == 3 + 1
+    assert delete_publications(platform.shards[0], instance, before=now - LATER) == 3 + 1
     kept = left(platform)
     # The one before tells that those before it are gone.
     assert [batch for writer, batch in kept if writer == "stopped"] == [3, 4]
     assert [batch for writer, batch in kept if writer == "running"] == [5, 10, 15, 20, 25, 30, 35]
     assert len(kept) == 2 + 7 + 2, "what is not known is kept"
-    assert delete_publications(platform, instance, before=now - LATER) == 0
+    assert delete_publications(platform.shards[0], instance, before=now - LATER) == 0
 
 
-def test_more_writers_than_a_page_are_deleted(
-    instance: dg.DagsterInstance, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eventsql_orchestration.dagster.publications.PAGE", 2)
+def test_more_writers_than_a_page_are_deleted(instance: dg.DagsterInstance, platform: EventSQL) -> None:
     old = datetime.now(UTC) - 2 * LATER
     record(platform, *((f'["a", null, null, "fares", "run {n}"]', 0, old) for n in range(5)))
-    assert delete_publications(platform, instance, before=datetime.now(UTC) - LATER) == 5
+    assert delete_publications(platform.shards[0], instance, before=datetime.now(UTC) - LATER, page=2) == 5
 
 
-def test_housekeeping_deletes_them_after_the_runs(instance: dg.DagsterInstance, platform: EventSQL, dsn: str) -> None:
+def test_housekeeping_deletes_records_after_the_runs(
+    instance: dg.DagsterInstance, platform: EventSQL, dsn: str
+) -> None:
     record(platform, ('["a", null, null, "fares", "run gone"]', 0, datetime.now(UTC) - 2 * LATER))
     location = dg.Definitions(
         schedules=[build_housekeeping_schedule()], resources={"eventsql": EventSQLResource(dsn=dsn)}

@@ -10,15 +10,16 @@ from dagster_pyspark import LazyPySparkResource
 from pyspark.sql import SparkSession
 
 from eventsql_orchestration import Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     ConsumerDefinition,
     EventSQLResource,
+    RangeLimits,
     publish_dataframe,
     range_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.published import add_up, leave_out
-from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
@@ -62,7 +63,11 @@ def count(
 
 
 counts: ConsumerDefinition = range_asset(
-    topic=RIDES, consumer="counts", publishes=COUNTS, name="counts", max_wait=0.0, drain_seconds=0.0
+    topic=RIDES,
+    consumer="counts",
+    publishes=COUNTS,
+    name="counts",
+    limits=RangeLimits(max_wait=0.0, drain_seconds=0.0),
 )(count)
 
 
@@ -103,7 +108,7 @@ def test_a_range_is_read_summed_up_and_published_exactly_once(
     assert bench.platform.reader.count("counts") == 2
 
 
-def test_over_shards_the_range_of_one_is_read_and_what_it_sums_up_to_is_published_to_all_exactly_once(
+def test_over_shards_a_range_of_one_is_read_and_published_to_all_exactly_once(
     shards: dict[str, Workbench], metadata: Metadata, spark: LazyPySparkResource
 ) -> None:
     platform = shards["shard-1"].eventsql.platform

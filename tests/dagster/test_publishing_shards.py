@@ -10,14 +10,14 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import EventSQLResource, publish_events
-from eventsql_orchestration.dagster.lineage import Origin
-from eventsql_orchestration.dagster.publications import delete_publications
-from eventsql_orchestration.dagster.published import add_up
-from eventsql_orchestration.dagster.publishing import publish
+from eventsql_orchestration.dagster.housekeeping.prune import delete_publications
+from eventsql_orchestration.dagster.io.publish import publish
+from eventsql_orchestration.dagster.lineage.origin import Origin
+from eventsql_orchestration.dagster.lineage.published import add_up
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.sharding import shard_of_key
 from tests.shards.conftest import database_of
 
@@ -42,8 +42,8 @@ def events(platform: EventSQL) -> dict[str, list[int]]:
     found = {}
     for shard in platform.shards:
         read = shard.reader.read("fares")
-        assert {shard_of_key(str(event.key), NAMES) for event in read} == ({shard.shard} if read else set())
-        found[str(shard.shard)] = [event.id for event in read]
+        assert {shard_of_key(str(event.key), NAMES) for event in read} == ({shard.name} if read else set())
+        found[str(shard.name)] = [event.id for event in read]
     return found
 
 

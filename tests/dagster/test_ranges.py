@@ -9,19 +9,29 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Publication, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, range_asset, topic_key
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import (
+    AssetOptions,
+    ConsumerDefinition,
+    EventSQLResource,
+    RangeLimits,
+    range_asset,
+    topic_key,
+)
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
 
 TOPIC = Topic("rides", 2)
 SUMS = Topic("sums")
 
 
-def define(function: Callable[..., Any], **options: Any) -> ConsumerDefinition:
+def define(
+    function: Callable[..., Any], *, max_attempts: int | None = None, options: AssetOptions | None = None, **limits: Any
+) -> ConsumerDefinition:
     return range_asset(
-        topic=TOPIC, consumer="c", name="c", publishes=SUMS, **{"max_wait": 0.0, "drain_seconds": 0.0, **options}
-    )(function)
+        topic=TOPIC, consumer="c", name="c", publishes=SUMS, max_attempts=max_attempts,
+        options=options or AssetOptions(), limits=RangeLimits(**{"max_wait": 0.0, "drain_seconds": 0.0, **limits}),
+    )(function)  # fmt: skip
 
 
 def total(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
@@ -135,5 +145,7 @@ def test_a_database_that_is_away_is_no_failure_of_the_range(bench: Workbench) ->
 
 
 def test_a_partitioned_range_asset_has_a_claim_for_each_partition(bench: Workbench) -> None:
-    definition = range_asset(topic=TOPIC, consumer="p", name="p", partitioned=True, max_wait=0.0)(total)
+    definition = range_asset(topic=TOPIC, consumer="p", name="p", partitioned=True, limits=RangeLimits(max_wait=0.0))(
+        total
+    )
     assert [sensor.name for sensor in definition.sensors] == ["consume_p_0", "consume_p_1"]

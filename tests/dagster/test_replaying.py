@@ -10,11 +10,11 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Event, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
-from eventsql_orchestration.dagster.reexecution import ancestors, is_automatic_retry, repeats_success
+from eventsql_orchestration.consumer import EVERY_EVENT, EventFilter
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster.consumers.reexecution import ancestors, is_automatic_retry, repeats_success
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.model import EVERY_EVENT, EventFilter
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record, slow
 from tests.dagster.test_ranges import SUMS, sums, total
@@ -23,10 +23,13 @@ from tests.dagster.test_ranges import define as define_range
 TOPIC = Topic("rides")
 
 
-def define(function: Any = record, **options: Any) -> ConsumerDefinition:
-    return consumer_asset(topic=TOPIC, consumer="c", name="c", **{"max_wait": 0.0, "drain_seconds": 0.0, **options})(
-        function
-    )
+def define(
+    function: Any = record, *, batch: int = 1_000, retry_policy: dg.RetryPolicy | None = None, **limits: Any
+) -> ConsumerDefinition:
+    return consumer_asset(
+        topic=TOPIC, consumer="c", name="c", batch=batch, options=AssetOptions(retry_policy=retry_policy),
+        limits=RunLimits(**{"max_wait": 0.0, "drain_seconds": 0.0, **limits}),
+    )(function)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -427,7 +430,10 @@ def test_a_run_that_was_deleted_while_it_runs_keeps_its_range(bench: Workbench) 
 
 
 def test_a_sensor_that_was_renamed_waits_for_the_run_that_the_old_one_requested(bench: Workbench) -> None:
-    old, new = define(), consumer_asset(topic=TOPIC, consumer="c", name="renamed", max_wait=0.0)(record)
+    old, new = (
+        define(),
+        consumer_asset(topic=TOPIC, consumer="c", name="renamed", limits=RunLimits(max_wait=0.0))(record),
+    )
     ids = bench.publish("rides", 5)
     requested = request(bench, old)
     bench.requested(old, requested, dg.DagsterRunStatus.NOT_STARTED)
@@ -455,7 +461,11 @@ def test_a_tick_that_is_never_stored_loses_no_event(bench: Workbench) -> None:
 def test_run_keys_differ_by_partition_and_by_try_where_offsets_do_not(bench: Workbench) -> None:
     """A key of the offset alone would let Dagster swallow the second partition's run, and every second try."""
     partitioned = consumer_asset(
-        topic=Topic("twins", 2), consumer="p", partitioned=True, name="p", max_wait=0.0, drain_seconds=0.0
+        topic=Topic("twins", 2),
+        consumer="p",
+        partitioned=True,
+        name="p",
+        limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
     )(record)
     partitioned.register(bench.platform)
     bench.publish("twins", 1, partition=0)

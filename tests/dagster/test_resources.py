@@ -13,6 +13,7 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import (
     EventSQLIOManager,
     EventSQLResource,
+    RunLimits,
     TopicResource,
     consumer_asset,
     topic_key,
@@ -239,7 +240,7 @@ def test_a_consumer_that_publishes_through_its_connection_publishes_nothing_when
 ) -> None:
     failures = [ValueError("the first time")]
 
-    @consumer_asset(topic=Topic("rides"), consumer="answers", max_attempts=1, drain_seconds=0.0)
+    @consumer_asset(topic=Topic("rides"), consumer="answers", max_attempts=1, limits=RunLimits(drain_seconds=0.0))
     def answers(
         context: dg.AssetExecutionContext, events: Sequence[Event], connection: Connection, answered: TopicResource
     ) -> None:

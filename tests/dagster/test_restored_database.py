@@ -9,17 +9,19 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.database import Database
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
 TOPIC = Topic("rides")
 
-eager = consumer_asset(topic=TOPIC, consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0)(record)
-whole = consumer_asset(topic=TOPIC, consumer="eager", name="whole", max_wait=0.0, drain_seconds=0.0, sensor="consumer")(
+eager = consumer_asset(topic=TOPIC, consumer="eager", name="eager", limits=RunLimits(max_wait=0.0, drain_seconds=0.0))(
     record
 )
+whole = consumer_asset(
+    topic=TOPIC, consumer="eager", name="whole", sensor="consumer", limits=RunLimits(max_wait=0.0, drain_seconds=0.0)
+)(record)
 
 
 def request_of(answer: Any) -> dg.RunRequest:

@@ -9,10 +9,10 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
-from eventsql_orchestration.dagster.instance import instance_config
+from eventsql_orchestration.consuming.claims import Claim, Claims
+from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.log.claims import Claim, Claims
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 from tests.dagster.test_ranges import SUMS, sums, total
@@ -21,7 +21,11 @@ from tests.dagster.test_ranges import define as define_range
 RETRIES = dg.RetryPolicy(max_retries=2)
 
 steady = consumer_asset(
-    topic=Topic("rides", 2), consumer="steady", name="steady", max_wait=0.0, drain_seconds=0.0, retry_policy=RETRIES
+    topic=Topic("rides", 2),
+    consumer="steady",
+    name="steady",
+    limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
+    options=AssetOptions(retry_policy=RETRIES),
 )(record)
 
 
@@ -71,7 +75,11 @@ def test_an_event_that_fails_has_its_own_attempts_whatever_the_policy(bench: Wor
         raise ValueError("no")
 
     broken = consumer_asset(
-        topic=steady.topic, consumer="steady", name="steady", max_wait=0.0, drain_seconds=0.0, retry_policy=RETRIES
+        topic=steady.topic,
+        consumer="steady",
+        name="steady",
+        limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
+        options=AssetOptions(retry_policy=RETRIES),
     )(stumble)
     bench.publish("rides", 1)
     result = bench.run(broken, request(bench, broken))
@@ -87,7 +95,7 @@ def test_a_range_is_tried_again_where_the_database_was_away(bench: Workbench) ->
             raise DatabaseUnavailableError
         return total(context, claim, eventsql)
 
-    definition = define_range(unlucky, retry_policy=RETRIES)
+    definition = define_range(unlucky, options=AssetOptions(retry_policy=RETRIES))
     bench.publish("rides", 3)
     result = bench.run(definition, request(bench, definition))
     assert result.success
@@ -101,7 +109,7 @@ def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(bench: Wor
     def stumble(claim: Claim) -> None:
         raise RuntimeError("out of memory")
 
-    broken = define_range(stumble, retry_policy=RETRIES)
+    broken = define_range(stumble, options=AssetOptions(retry_policy=RETRIES))
     bench.publish("rides", 3)
     result = bench.run(broken, request(bench, broken))
     assert not result.success
@@ -144,7 +152,12 @@ def test_a_claim_that_is_lost_in_the_middle_fails_the_run_and_no_policy_tries_it
         connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_name = 'steady'")
 
     stolen = consumer_asset(
-        topic=steady.topic, consumer="steady", name="steady", max_wait=0.0, batch=2, retry_policy=RETRIES
+        topic=steady.topic,
+        consumer="steady",
+        name="steady",
+        batch=2,
+        limits=RunLimits(max_wait=0.0),
+        options=AssetOptions(retry_policy=RETRIES),
     )(steal)
     ids = bench.publish("rides", 4)
     result = bench.run(stolen, request(bench, stolen))
@@ -170,7 +183,7 @@ def test_a_tag_asks_dagster_to_run_it_again(shipped: Workbench, tags: dict[str, 
     def cut_off(claim: Claim) -> None:
         raise DatabaseUnavailableError
 
-    broken, mended = define_range(cut_off, tags=tags), define_range(total)
+    broken, mended = define_range(cut_off, options=AssetOptions(tags=tags)), define_range(total)
     shipped.publish("rides", 3)
     requested = request(shipped, broken)
     result = shipped.run(broken, requested)

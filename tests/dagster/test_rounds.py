@@ -1,4 +1,4 @@
-"""A round's accounting says what is missing, repeated or left over, and nothing of what is not."""
+"""The accounting of a round names events that are missing, repeated or left over, and no others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import dagster as dg
 import pytest
 
-from eventsql_orchestration.dagster.lineage import input_metadata
-from eventsql_orchestration.dagster.rounds import Counts, account, runs_of_topics
+from eventsql_orchestration.dagster.lineage.origin import input_metadata
+from eventsql_orchestration.dagster.local.round_report import Counts, RunCounts, account
 from eventsql_orchestration.dagster.tags import TOPIC_TAG
 
 KEY = ("orders", "ledger")
@@ -23,18 +23,9 @@ def counts(*, logged: int, buffered: int = 0, consumed: int | None = None, lag: 
     return taken
 
 
-def run(status: dg.DagsterRunStatus = dg.DagsterRunStatus.SUCCESS) -> dg.DagsterRun:
-    return dg.DagsterRun(job_name="consume_ledger", status=status, tags={TOPIC_TAG: "orders"})
-
-
 def test_an_exact_round_has_no_faults() -> None:
-    (entry,) = account(
-        counts(logged=10, buffered=5, consumed=8, lag=7),
-        counts(logged=35, consumed=35),
-        published=Counter(orders=20),
-        runs=[run(), run()],
-        runs_of=Counter(orders=2),
-    )
+    before, after = counts(logged=10, buffered=5, consumed=8, lag=7), counts(logged=35, consumed=35)
+    (entry,) = account(before, after, RunCounts(Counter(orders=20), Counter(orders=2)))
     assert (entry.published, entry.transferred, entry.consumed, entry.consumers) == (20, 25, 27, 1)
     assert (entry.runs, entry.lag, entry.faults) == (2, 0, ())
 
@@ -49,35 +40,21 @@ def test_an_exact_round_has_no_faults() -> None:
         (counts(logged=20, consumed=17, lag=3), "consumer ledger has not had 3 events"),
     ],
 )
-def test_what_is_wrong_is_named(after: Counts, fault: str) -> None:
-    (entry,) = account(
-        counts(logged=0, consumed=0), after, published=Counter(orders=20), runs=[run()], runs_of=Counter()
-    )
+def test_each_fault_is_named(after: Counts, fault: str) -> None:
+    (entry,) = account(counts(logged=0, consumed=0), after, RunCounts(Counter(orders=20)))
     assert fault in entry.faults
 
 
-def test_a_consumer_that_is_new_has_the_whole_topic_before_it() -> None:
-    (entry,) = account(
-        counts(logged=30, buffered=2),
-        counts(logged=36, consumed=36),
-        published=Counter(orders=4),
-        runs=[],
-        runs_of=Counter(),
-    )
-    assert entry.faults == ()
-    assert entry.consumed == 36
+def test_a_new_consumer_has_the_whole_topic_before_it() -> None:
+    before, after = counts(logged=30, buffered=2), counts(logged=36, consumed=36)
+    (entry,) = account(before, after, RunCounts(Counter(orders=4)))
+    assert (entry.faults, entry.consumed) == ((), 36)
 
 
-def test_a_run_that_failed_may_have_published_what_it_never_reported() -> None:
-    (entry,) = account(
-        counts(logged=0, consumed=0),
-        counts(logged=20, consumed=20),
-        published=Counter(orders=15),
-        runs=[run(dg.DagsterRunStatus.FAILURE)],
-        runs_of=Counter(),
-    )
-    assert entry.faults == ()
-    assert entry.published == 20
+def test_events_that_a_failed_run_did_not_report_are_no_fault() -> None:
+    before, after = counts(logged=0, consumed=0), counts(logged=20, consumed=20)
+    (entry,) = account(before, after, RunCounts(Counter(orders=15), failed=True))
+    assert (entry.faults, entry.published) == ((), 20)
 
 
 def test_a_run_counts_for_the_topic_it_was_requested_for_and_for_each_that_it_consumed() -> None:
@@ -88,11 +65,11 @@ def test_a_run_counts_for_the_topic_it_was_requested_for_and_for_each_that_it_co
     def shared() -> Iterator[dg.MaterializeResult[None]]:
         yield consumer("fares", "orders")
         yield consumer("bills", "payments")
-        # It looks at a topic that it does not consume.
+        # It reads a topic that it does not consume.
         yield dg.MaterializeResult(asset_key="report", metadata=input_metadata("refunds", []))
 
     with dg.DagsterInstance.ephemeral() as instance:
         took = dg.materialize([shared], instance=instance, tags={TOPIC_TAG: "orders"}).dagster_run
         found_nothing = dg.DagsterRun(job_name="shared", tags={TOPIC_TAG: "refunds"})
-        counted = runs_of_topics(instance, [took, found_nothing])
-    assert counted == Counter(orders=1, payments=1, refunds=1)
+        counted = RunCounts.take(instance, [took, found_nothing])
+    assert counted == RunCounts(runs=Counter(orders=1, payments=1, refunds=1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,22 +15,31 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import EventSQLResource, consumer_asset
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
+from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
+from eventsql_orchestration.dagster.consumers.tick import Budget, Tick
 from eventsql_orchestration.dagster.tags import FINISHED
-from eventsql_orchestration.dagster.watch import ADOPT_TIMEOUT
 from eventsql_orchestration.errors import RedefinitionError
-from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ORDERS, ledger, record
 
 TOPIC = Topic("rides")
 
 lazy = consumer_asset(
-    topic=TOPIC, consumer="lazy", name="lazy", min_events=10, max_events=50, max_wait=3600.0, drain_seconds=0.0
-)(record)
-eager = consumer_asset(topic=TOPIC, consumer="eager", name="eager", max_events=50, max_wait=0.0, drain_seconds=0.0)(
-    record
-)
+    topic=TOPIC, consumer="lazy", name="lazy",
+    limits=RunLimits(min_events=10, max_events=50, max_wait=3600.0, drain_seconds=0.0),
+)(record)  # fmt: skip
+EAGER = RunLimits(max_events=50, max_wait=0.0, drain_seconds=0.0)
+
+
+def defined(function: Any = record, **ticks: Any) -> ConsumerDefinition:
+    return consumer_asset(topic=TOPIC, consumer="eager", name="eager", limits=EAGER, ticks=TickOptions(**ticks))(
+        function
+    )
+
+
+eager = defined()
 
 
 @pytest.fixture(autouse=True)
@@ -133,31 +144,40 @@ def test_a_run_that_waits_keeps_its_claim_beyond_the_lease(bench: Workbench, sta
     assert state.lease_expires_at > datetime.now(UTC) + timedelta(seconds=30)
 
 
-def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+def later(bench: Workbench, seconds: float) -> Any:
+    """A tick of `eager`'s sensor, so many seconds from now."""
+    watch = PartitionWatch(TOPIC, eager.consumer, -1, "eager", EAGER, "consume_eager")
+    tick = Tick(
+        bench.platform.shards[0],
+        bench.instance,
+        logging.getLogger(),
+        Budget(math.inf, 1),
+        lambda: time.time() + seconds,
+    )
+    answer = watch.evaluate(tick)
+    return list(answer.run_requests or []) or (answer.skip_reason and answer.skip_reason.skip_message)
+
+
+def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench) -> None:
     ids = bench.publish("rides", 5)
     request = request_of(bench.tick(eager.sensors[0]))
     bench.requested(eager, request, dg.DagsterRunStatus.STARTING)
-    monkeypatch.setattr("eventsql_orchestration.dagster.watch.START_TIMEOUT", -1.0)
-
-    request_of(bench.tick(eager.sensors[0]))
+    assert isinstance(later(bench, 290.0), str)
+    request_of(later(bench, 310.0))
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
 
 
-def test_a_run_that_is_slow_to_take_its_claim_over_has_longer_after_each_that_came_too_late(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_slow_to_take_its_claim_over_has_longer_after_each_that_came_too_late(bench: Workbench) -> None:
     bench.publish("rides", 5)
-    monkeypatch.setattr("eventsql_orchestration.dagster.watch.since_change", lambda _: 1.5 * ADOPT_TIMEOUT)
     slow = request_of(bench.tick(eager.sensors[0]))
     bench.requested(eager, slow, dg.DagsterRunStatus.STARTED)
-    again = request_of(bench.tick(eager.sensors[0]))
+    again = request_of(later(bench, 90.0))
     assert not bench.run(eager, slow).success, "it finds its claim lost, and ends"
     assert bench.effects() == []
 
     run_id = bench.requested(eager, again, dg.DagsterRunStatus.STARTED)
-    assert bench.tick(eager.sensors[0]).startswith(f"run {run_id} of claim")
-    monkeypatch.setattr("eventsql_orchestration.dagster.watch.since_change", lambda _: 2.5 * ADOPT_TIMEOUT)
-    request_of(bench.tick(eager.sensors[0]))
+    assert later(bench, 90.0).startswith(f"run {run_id} of claim")
+    request_of(later(bench, 150.0))
 
 
 def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:
@@ -307,7 +327,9 @@ def test_a_schema_that_is_not_there_is_a_skip_reason_and_stays_so(bench: Workben
 
 
 def test_a_topic_with_more_partitions_than_are_watched_is_a_failure_that_stops_none_of_those(bench: Workbench) -> None:
-    narrow = consumer_asset(topic=Topic("wide", 2), consumer="c", partitioned=True, name="narrow", max_wait=0.0)(record)
+    narrow = consumer_asset(
+        topic=Topic("wide", 2), consumer="c", partitioned=True, name="narrow", limits=RunLimits(max_wait=0.0)
+    )(record)
     bench.platform.registry.register_topic(Topic("wide", 3)).register_consumer(Consumer("wide", "c", partitioned=True))
     bench.publish("wide", 1, partition=0)
     request_of(bench.tick(narrow.sensors[0]))
@@ -316,7 +338,9 @@ def test_a_topic_with_more_partitions_than_are_watched_is_a_failure_that_stops_n
 
 
 def test_a_partition_that_does_not_exist_is_skipped_and_the_reason_is_told(bench: Workbench) -> None:
-    wide = consumer_asset(topic=Topic("thin", 2), consumer="c", partitioned=True, name="wide", max_wait=0.0)(record)
+    wide = consumer_asset(
+        topic=Topic("thin", 2), consumer="c", partitioned=True, name="wide", limits=RunLimits(max_wait=0.0)
+    )(record)
     bench.platform.registry.register_topic(Topic("thin", 1)).register_consumer(Consumer("thin", "c", partitioned=True))
     assert bench.tick(wide.sensors[1]) == (
         "partition 1 does not exist: topic 'thin' has partitions 0 to 0 now, and consumer 'c' is defined for 2 of them"
@@ -352,25 +376,22 @@ def test_an_event_that_is_due_later_is_not_claimed_before(bench: Workbench) -> N
     def fail(events: Any, connection: Any) -> None:
         raise ValueError("no")
 
-    failing = consumer_asset(topic=TOPIC, consumer="eager", name="eager", max_wait=0.0, drain_seconds=0.0)(fail)
+    failing = defined(fail)
     bench.publish("rides", 1)
     assert not bench.run(failing, request_of(bench.tick(eager.sensors[0]))).success
     assert "is retried in" in bench.tick(eager.sensors[0])
 
 
-def test_a_tick_ends_when_the_database_does_not_answer_in_time(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tick_ends_when_the_database_does_not_answer_in_time(bench: Workbench) -> None:
     """`release` waits for the row's lock; a tick must not do so for ever."""
-    for module in ("sensors", "watch"):
-        monkeypatch.setattr(f"eventsql_orchestration.dagster.{module}.TICK_TIMEOUT", 0.5)
+    hurried = defined(statement_timeout=0.5)
     bench.publish("rides", 5)
     dead = request_of(bench.tick(eager.sensors[0]))
     bench.requested(eager, dead, dg.DagsterRunStatus.FAILURE)
     with bench.platform.database.transaction() as connection:
         connection.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'eager' FOR UPDATE")
         started = time.monotonic()
-        assert "in time" in bench.tick(eager.sensors[0])
+        assert "in time" in bench.tick(hurried.sensors[0])
         assert time.monotonic() - started < 5
     request_of(bench.tick(eager.sensors[0]))
 

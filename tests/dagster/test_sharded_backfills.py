@@ -13,33 +13,36 @@ from click.testing import CliRunner, Result
 
 from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.cli import main
-from eventsql_orchestration.dagster import build_backfill, consumer_asset
-from eventsql_orchestration.dagster.backfill_driver import BackfillDriver, Standing
-from eventsql_orchestration.dagster.launching import Ended, Launcher, Target
-from eventsql_orchestration.dagster.provenance import Tracer
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills, ShardedPlan
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import RunLimits, build_backfill, consumer_asset
+from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress
+from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended, Launcher
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.windows import Plan, ReplayRange
 from eventsql_orchestration.dagster.shards import shards_of
+from eventsql_orchestration.dagster.trace.tracer import Tracer
 from eventsql_orchestration.errors import PartitionLeasedError, RegistryError, ShardSetError, ValidationError
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.positions import AtOffset, Earliest, Latest
+from eventsql_orchestration.topics.offsets import AtOffset, Earliest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
 ORDERS = Topic("orders", 2)
 ONE, OTHER = "shard-1", "shard-2"
 
-ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", max_wait=0.0)(record)
+ledger = consumer_asset(
+    topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=RunLimits(max_wait=0.0)
+)(record)
 ledger_backfill = build_backfill(ledger)
-TARGET = Target("backfill_ledger", "ledger_backfill", ("ledger",), "orders/ledger")
+JOB = BackfillJob("backfill_ledger", "ledger_backfill", ("ledger",), "orders/ledger")
 
 
 @pytest.fixture
-def backfills(shards: dict[str, Workbench]) -> ShardedBackfills:
+def backfills(shards: dict[str, Workbench]) -> Backfills:
     platform = shards[ONE].eventsql.platform
     ledger.register(platform)
     for bench, count in zip(shards.values(), (3, 5), strict=True):
         bench.publish("orders", count, partition=0)
-    return ShardedBackfills(shards_of(platform))
+    return Backfills(shards_of(platform))
 
 
 @pytest.fixture
@@ -51,8 +54,8 @@ def location(shards: dict[str, Workbench]) -> dg.Definitions:
     )
 
 
-def everything(backfills: ShardedBackfills, **cut: Any) -> ShardedPlan:
-    return backfills.plan("orders", "ledger", start=Earliest(), end=Latest(), **cut)
+def everything(backfills: Backfills, **cut: Any) -> Plan:
+    return backfills.plan("orders", "ledger", ReplayRange(Earliest(), **cut))
 
 
 class InProcess(Launcher):
@@ -61,26 +64,26 @@ class InProcess(Launcher):
     outlives = False
 
     def __init__(self, location: dg.Definitions, instance: dg.DagsterInstance) -> None:
-        self.job = location.resolve_job_def(TARGET.job)
+        self.replays = location.resolve_job_def(JOB.name)
         self.instance = instance
         self.results: dict[str, Ended] = {}
 
-    def target(self, topic: str, consumer: str) -> Target:
-        return TARGET
+    def job(self, topic: str, consumer: str) -> BackfillJob:
+        return JOB
 
     def require_running(self) -> None: ...
 
-    def prepare(self, target: Target, keys: Any) -> None:
-        self.instance.add_dynamic_partitions(target.partitions, list(keys))
+    def prepare(self, job: BackfillJob, keys: Any) -> None:
+        self.instance.add_dynamic_partitions(job.partitions, list(keys))
 
-    def was_run(self, target: Target, backfill_id: str) -> bool:
+    def was_run(self, job: BackfillJob, backfill_id: str) -> bool:
         return False
 
-    def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:
+    def under_way(self, job: BackfillJob, backfill_id: str) -> dict[str, str]:
         return {}
 
-    def launch(self, target: Target, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
-        result = self.job.execute_in_process(instance=self.instance, partition_key=key, raise_on_error=False)
+    def launch(self, job: BackfillJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+        result = self.replays.execute_in_process(instance=self.instance, partition_key=key, raise_on_error=False)
         self.results[result.run_id] = Ended(result.success, "it failed")
         return result.run_id
 
@@ -91,7 +94,7 @@ class InProcess(Launcher):
 
 
 def test_each_shard_is_replayed_by_runs_of_its_own_and_live_offsets_stay(
-    shards: dict[str, Workbench], backfills: ShardedBackfills, location: dg.Definitions
+    shards: dict[str, Workbench], backfills: Backfills, location: dg.Definitions
 ) -> None:
     plan = everything(backfills, window_events=3)
     assert [(run.window.shard, run.events) for run in plan.runs] == [(ONE, 3), (OTHER, 3), (OTHER, 2)]
@@ -99,12 +102,12 @@ def test_each_shard_is_replayed_by_runs_of_its_own_and_live_offsets_stay(
     instance = shards[ONE].instance
     done: list[int] = []
 
-    def note(standing: Standing) -> None:
+    def note(standing: DriverProgress) -> None:
         done.append(standing.done_events)
 
     outcome = BackfillDriver(
         backfills, backfills.register(plan, "may"), plan.runs,
-        launcher=InProcess(location, instance), target=TARGET, parallel=1,
+        launcher=InProcess(location, instance), job=JOB, parallel=1,
     ).run(note)  # fmt: skip
     assert (outcome.done, done[-1]) == (True, 8)
     assert backfills.find("orders", "may") is None
@@ -115,18 +118,18 @@ def test_each_shard_is_replayed_by_runs_of_its_own_and_live_offsets_stay(
     assert sorted(tagged) == [ONE, OTHER, OTHER]
 
 
-def test_what_is_done_on_one_shard_does_not_end_it_on_another(
-    shards: dict[str, Workbench], backfills: ShardedBackfills, location: dg.Definitions
+def test_a_backfill_ends_on_each_shard_by_itself(
+    shards: dict[str, Workbench], backfills: Backfills, location: dg.Definitions
 ) -> None:
     plan = everything(backfills)
     found = backfills.register(plan, "may")
     instance = shards[ONE].instance
     keys = [run.key("may") for run in plan.runs]
     instance.add_dynamic_partitions("ledger_backfill", keys)
-    assert location.resolve_job_def(TARGET.job).execute_in_process(instance=instance, partition_key=keys[0]).success
+    assert location.resolve_job_def(JOB.name).execute_in_process(instance=instance, partition_key=keys[0]).success
     assert shards[OTHER].effects() == []
     left = backfills.get("orders", "may")
-    assert set(left.of) == {OTHER}
+    assert set(left.by_shard()) == {OTHER}
     assert backfills.registered() == [left]
     assert found.created_at <= left.created_at
     backfills.delete(left)
@@ -134,8 +137,8 @@ def test_what_is_done_on_one_shard_does_not_end_it_on_another(
         backfills.get("orders", "may")
 
 
-def test_what_one_shard_refuses_is_registered_on_none(
-    shards: dict[str, Workbench], backfills: ShardedBackfills
+def test_a_backfill_that_one_shard_refuses_is_registered_on_none(
+    shards: dict[str, Workbench], backfills: Backfills
 ) -> None:
     plan = everything(backfills)
     shards[OTHER].platform.registry.unregister_consumer("orders", "ledger")
@@ -144,23 +147,19 @@ def test_what_one_shard_refuses_is_registered_on_none(
     assert backfills.registered() == []
 
 
-def test_offsets_and_a_consumer_left_behind_are_of_one_shard(
-    shards: dict[str, Workbench], backfills: ShardedBackfills
-) -> None:
+def test_offsets_and_into_need_a_single_shard(shards: dict[str, Workbench], backfills: Backfills) -> None:
     with pytest.raises(ValidationError, match="--shard"):
-        backfills.plan("orders", "ledger", start=AtOffset(1), end=Latest())
+        backfills.plan("orders", "ledger", ReplayRange(AtOffset(1)))
     with pytest.raises(ValidationError, match="would not be on all shards"):
         backfills.check_into("copy")
     with pytest.raises(ValidationError, match="would not be on all shards"):
         backfills.register(everything(backfills), "may", into="copy")
-    alone = ShardedBackfills([shards[OTHER].platform])
-    plan = alone.plan("orders", "ledger", start=AtOffset(1), end=Latest())
+    alone = Backfills([shards[OTHER].eventsql.shard(OTHER)])
+    plan = alone.plan("orders", "ledger", ReplayRange(AtOffset(1)))
     assert [run.window.shard for run in plan.runs] == [OTHER]
 
 
-def test_a_range_that_is_taken_over_moves_the_offsets_of_each_shard(
-    shards: dict[str, Workbench], backfills: ShardedBackfills
-) -> None:
+def test_a_take_over_moves_the_offsets_of_each_shard(shards: dict[str, Workbench], backfills: Backfills) -> None:
     found = backfills.register(everything(backfills), "may")
     claim = shards[OTHER].platform.claims.claim("orders", "ledger", 0, owner="somebody", max_wait=0.0)
     moved = []
@@ -173,8 +172,8 @@ def test_a_range_that_is_taken_over_moves_the_offsets_of_each_shard(
     assert shards[OTHER].offset(ledger, 0) > 0
 
 
-def test_the_plan_from_the_ui_is_for_all_shards_and_leaves_nothing_where_it_is_refused(
-    shards: dict[str, Workbench], backfills: ShardedBackfills, location: dg.Definitions
+def test_a_plan_from_the_ui_is_for_all_shards_and_leaves_nothing_if_refused(
+    shards: dict[str, Workbench], backfills: Backfills, location: dg.Definitions
 ) -> None:
     job, instance = location.resolve_job_def("plan_ledger_backfill"), shards[ONE].instance
 
@@ -207,8 +206,8 @@ def run(shards: dict[str, Workbench], monkeypatch: pytest.MonkeyPatch, tmp_path:
     return invoke
 
 
-def test_the_program_plans_for_all_shards_or_for_the_one_that_is_named(
-    run: Callable[..., Result], backfills: ShardedBackfills
+def test_the_command_plans_for_all_shards_or_for_the_named_one(
+    run: Callable[..., Result], backfills: Backfills
 ) -> None:
     module = ("-m", "tests.dagster.backfill_location", "--json")
     result = run("backfill", "orders", "ledger", "--from", "earliest", *module)
@@ -230,8 +229,8 @@ def test_the_program_plans_for_all_shards_or_for_the_one_that_is_named(
 # Traces
 
 
-def test_an_event_is_followed_to_the_claim_of_its_run_on_whatever_shard_that_was(
-    shards: dict[str, Workbench], run: Callable[..., Result], backfills: ShardedBackfills
+def test_an_event_is_traced_to_the_claim_of_its_run_on_another_shard(
+    shards: dict[str, Workbench], run: Callable[..., Result], backfills: Backfills
 ) -> None:
     platform, here = shards[ONE].eventsql.platform, shards[OTHER]
     platform.registry.register_topic(Topic("echoes"))

@@ -11,15 +11,17 @@ import pytest
 from eventsql_orchestration import Retention, Topic
 from eventsql_orchestration.dagster import (
     EventSQLResource,
+    HistoryRetention,
+    RunLimits,
     build_backfill,
     build_housekeeping_schedule,
     consumer_asset,
 )
-from eventsql_orchestration.dagster.backfill_history import delete_windows
-from eventsql_orchestration.dagster.backfills import Backfills
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.housekeeping.prune import delete_windows
 from eventsql_orchestration.dagster.shards import ShardsLeftOutError, on_each
 from eventsql_orchestration.errors import DatabaseError, ShardUnavailableError
-from eventsql_orchestration.log import segments
+from eventsql_orchestration.topics import segments
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 from tests.dagster.test_shards import NOWHERE, ONE, OTHER, tick
@@ -27,7 +29,9 @@ from tests.dagster.test_shards import NOWHERE, ONE, OTHER, tick
 ORDERS = Topic("orders", 2, retention=Retention(events=2))
 BY_SHARD = {"drop_old_segments", "delete_old_claims", "delete_old_publications", "delete_old_windows"}
 
-ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", max_wait=0.0)(record)
+ledger = consumer_asset(
+    topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=RunLimits(max_wait=0.0)
+)(record)
 replayed = build_backfill(ledger)
 
 
@@ -44,7 +48,7 @@ def keep_house(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> dg.E
     location = dg.Definitions(
         assets=[ledger.asset, replayed.asset],
         jobs=[ledger.job, *replayed.jobs],
-        schedules=[build_housekeeping_schedule(keep_claim_hours=0.0)],
+        schedules=[build_housekeeping_schedule(HistoryRetention(claim_hours=0.0))],
         resources={"eventsql": eventsql},
     )
     return location.resolve_job_def("housekeeping").execute_in_process(instance=instance, raise_on_error=False)
@@ -59,7 +63,7 @@ def steps(result: dg.ExecuteInProcessResult, kind: dg.DagsterEventType) -> set[s
     return {event.step_key for event in result.all_events if event.event_type == kind}
 
 
-def test_a_shard_that_is_down_keeps_what_is_old_and_the_others_do_not(
+def test_housekeeping_clears_the_other_shards_while_one_is_down(
     eventsql: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:
     instance = shards[ONE].instance
@@ -88,7 +92,7 @@ def test_a_shard_that_is_down_keeps_what_is_old_and_the_others_do_not(
     assert left() == {ONE: (0, False), OTHER: (0, False)}
 
 
-def test_the_windows_of_a_backfill_that_may_be_registered_on_a_shard_that_is_down_stay(
+def test_windows_stay_while_their_backfill_may_be_registered_on_a_shard_that_is_down(
     eventsql: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:
     instance, name = shards[ONE].instance, str(replayed.partitions.name)
@@ -97,7 +101,7 @@ def test_the_windows_of_a_backfill_that_may_be_registered_on_a_shard_that_is_dow
 
     def delete(resource: EventSQLResource) -> dict[str, int]:
         return delete_windows(
-            on_each(resource.shards, lambda shard: Backfills(shard).registered()), instance, replayed.asset.specs
+            on_each(resource.shards, lambda shard: Backfills([shard]).registered()), instance, replayed.asset.specs
         )
 
     down = without_the_other(shards)
@@ -107,14 +111,14 @@ def test_the_windows_of_a_backfill_that_may_be_registered_on_a_shard_that_is_dow
     assert delete(eventsql) == {name: 2}
 
 
-def test_a_failure_of_one_shard_is_told_after_the_others_and_that_of_the_only_database_at_once(
+def test_a_failing_shard_is_reported_after_the_others_and_a_single_database_at_once(
     eventsql: EventSQLResource, platform: Any
 ) -> None:
     visited: list[str | None] = []
 
     def fail(shard: Any) -> None:
-        visited.append(shard.shard)
-        if shard.shard != OTHER:
+        visited.append(shard.name)
+        if shard.name != OTHER:
             raise DatabaseError("its disk is full")
 
     found = on_each(eventsql.shards, fail)
@@ -123,10 +127,10 @@ def test_a_failure_of_one_shard_is_told_after_the_others_and_that_of_the_only_da
     with pytest.raises(ShardsLeftOutError, match=r"failed on shard-1 \(its disk is full\); every other shard is done"):
         found.require_all(dg.get_dagster_logger())
     with pytest.raises(DatabaseError, match="disk is full"):
-        on_each([platform], fail)
+        on_each(platform.shards, fail)
 
 
-def test_nothing_is_told_of_shards_where_none_can_be_reached(shards: dict[str, Workbench]) -> None:
+def test_all_ops_over_shards_fail_if_no_shard_can_be_reached(shards: dict[str, Workbench]) -> None:
     result = keep_house(shards[ONE].instance, EventSQLResource(dsn=f"{NOWHERE} {NOWHERE}2"))
     assert steps(result, dg.DagsterEventType.STEP_FAILURE) == BY_SHARD
     errors: Sequence[str] = [

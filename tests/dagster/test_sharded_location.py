@@ -10,10 +10,15 @@ import dagster as dg
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
-from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Event, EventSQL, Publication, Shard, Topic
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.dagster import (
+    AssetOptions,
     EventSQLIOManager,
     EventSQLResource,
+    RangeLimits,
+    RunLimits,
     TopicResource,
     build_delivered_check,
     build_lag_check,
@@ -25,17 +30,15 @@ from eventsql_orchestration.dagster import (
     topic_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.lag_sensor import observe_lag
-from eventsql_orchestration.dagster.lineage import SHARD
-from eventsql_orchestration.dagster.metadata import PUBLISHED_EVENTS, PUBLISHED_RANGES, PUBLISHED_TOPIC
+from eventsql_orchestration.dagster.lineage.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_RANGES, PUBLISHED_TOPIC
+from eventsql_orchestration.dagster.lineage.origin import SHARD
+from eventsql_orchestration.dagster.monitoring.lag_sensor import observe_lag
 from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError, ShardSetError, WrongShardError
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.dead_letters import LetterFilter
-from eventsql_orchestration.sharded.addition import ShardAddition
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.shards.add_shard import ShardAddition
 from tests.dagster.conftest import EFFECTS, Workbench
 from tests.dagster.location import record
 from tests.dagster.test_shards import NOWHERE, ONE, ORDERS, OTHER, ledger
@@ -150,7 +153,9 @@ def test_what_was_given_up_on_a_shard_is_named_with_it_and_stays_red_while_that_
     def refuse(events: Sequence[Event], connection: Connection) -> None:
         raise ValueError("not a number")
 
-    picky = consumer_asset(topic=ORDERS, consumer="picky", name="picky", max_attempts=1, max_wait=0.0)(refuse)
+    picky = consumer_asset(
+        topic=ORDERS, consumer="picky", name="picky", max_attempts=1, limits=RunLimits(max_wait=0.0)
+    )(refuse)
     platform.registry.register_topic(LETTERS)
     picky.register(platform)
     checks = [build_delivered_check(picky)]
@@ -199,7 +204,7 @@ def test_the_transfer_moves_events_on_each_shard_and_does_not_wait_for_one_that_
             shard.publisher.publish_all(Publication("orders", b"", partition=0) for _ in range(3))
 
     def waiting() -> dict[str | None, int]:
-        return {shard.shard: sum(shard.buffered().values()) for shard in platform.shards}
+        return {shard.name: sum(shard.buffered().values()) for shard in platform.shards}
 
     publish()
     result = transfer(shards, shards[ONE].eventsql.dsn)
@@ -225,8 +230,8 @@ def test_the_transfer_moves_events_on_each_shard_and_does_not_wait_for_one_that_
 def test_registering_makes_topics_and_consumers_on_all_shards_and_prepares_each(shards: dict[str, Workbench]) -> None:
     prepared: list[tuple[str | None, str]] = []
 
-    def prepare(platform: EventSQL) -> None:
-        prepared.append((platform.shard, str(platform.database)))
+    def prepare(shard: Shard) -> None:
+        prepared.append((shard.name, str(shard.database)))
 
     job = build_register_job([ledger], topics=[ORDERS], prepare=prepare)
     assert job.execute_in_process(resources={"eventsql": shards[ONE].eventsql}).success
@@ -242,7 +247,7 @@ def test_a_shard_that_is_added_is_consumed_once_the_others_are_consumed_up_to_th
     bench, added = shards[ONE], "shard-3"
     ids = {name: each.publish("orders", 2, partition=0) for name, each in shards.items()}
     with database_of(server) as dsn, EventSQL(dsn, transfer=False) as alone:
-        ShardAddition(platform.shards, alone).execute()
+        ShardAddition(platform.shards, alone.shards[0]).execute()
         over = EventSQLResource(dsn=f"{bench.eventsql.dsn} {dsn}")
         with alone.database.connection() as connection:
             connection.execute(EFFECTS)
@@ -275,7 +280,12 @@ def test_what_runs_of_two_shards_publish_with_claims_of_one_number_is_published_
         return publish_events(context, rows, eventsql=eventsql, topic="sums", claim=claim)
 
     counter = range_asset(
-        topic=ORDERS, consumer="counter", name="counter", kinds=(), publishes="sums", max_wait=0.0, drain_seconds=0.0
+        topic=ORDERS,
+        consumer="counter",
+        name="counter",
+        publishes="sums",
+        limits=RangeLimits(max_wait=0.0, drain_seconds=0.0),
+        options=AssetOptions(kinds=()),
     )(count)
     counter.register(platform)
     for number, bench in enumerate(shards.values(), start=1):

@@ -10,33 +10,32 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
+    AssetOptions,
     ConsumerDefinition,
     EventSQLResource,
+    RunLimits,
+    TickOptions,
     consumer_asset,
     range_asset,
     share_runs,
-    ticks,
 )
-from eventsql_orchestration.dagster.lineage import SHARD, Origin, claim_of, shard_of
-from eventsql_orchestration.dagster.runs import StoredRuns
-from eventsql_orchestration.errors import (
-    ConfigurationError,
-    DatabaseError,
-    DatabaseUnavailableError,
-    ShardSetError,
-)
-from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.dagster.lineage.origin import SHARD, Origin, claim_of, shard_of
+from eventsql_orchestration.dagster.trace.runs import StoredRuns
+from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseUnavailableError, ShardSetError
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
 ORDERS = Topic("orders", 2)
 NOWHERE = "postgresql://nobody@127.0.0.1:1/nowhere"
 ONE, OTHER = "shard-1", "shard-2"
-LIMITS: dict[str, Any] = {"max_wait": 0.0, "drain_seconds": 0.0}
+LIMITS = RunLimits(max_wait=0.0, drain_seconds=0.0)
 
-ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", **LIMITS)(record)
-wide = consumer_asset(topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", **LIMITS)(record)
+ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=LIMITS)(record)
+wide = consumer_asset(topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", limits=LIMITS)(
+    record
+)
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def shards_of(requests: Sequence[dg.RunRequest]) -> list[tuple[str, int]]:
 
 
 def test_a_shard_is_had_by_its_name_and_the_platform_is_over_all(eventsql: EventSQLResource) -> None:
-    assert [shard.shard for shard in eventsql.shards] == [ONE, OTHER]
+    assert [shard.name for shard in eventsql.shards] == [ONE, OTHER]
     assert eventsql.shard(OTHER) is eventsql.platform.shards[1]
     with pytest.raises(ShardSetError, match="no shard 'shard-9': the shards are shard-1, shard-2"):
         eventsql.shard("shard-9")
@@ -78,7 +77,7 @@ def test_a_shard_is_had_by_its_name_and_the_platform_is_over_all(eventsql: Event
 def test_a_shard_that_cannot_be_told_because_others_are_down_is_not_taken_for_another(
     with_one_down: EventSQLResource,
 ) -> None:
-    assert with_one_down.shard(OTHER).shard == OTHER, "the only one that is missing"
+    assert with_one_down.shard(OTHER).name == OTHER, "the only one that is missing"
     with pytest.raises(DatabaseUnavailableError):
         with_one_down.shard(OTHER).registry.topics()
     with_one_down.platform.close()
@@ -94,8 +93,8 @@ def test_spark_is_given_the_urls_of_all_shards_or_of_one(eventsql: EventSQLResou
 
 def test_one_database_has_no_name_and_no_other_database(dsn: str) -> None:
     resource = EventSQLResource(dsn=dsn)
-    assert resource.shards == (resource.platform,)
-    assert resource.shard(None) is resource.platform
+    assert resource.shards == resource.platform.shards
+    assert resource.shard(None) is resource.platform.shards[0]
     with pytest.raises(ShardSetError, match="names one database"):
         resource.shard(ONE)
     resource.platform.close()
@@ -117,7 +116,7 @@ def test_the_urls_may_come_from_the_environment_and_statements_of_ticks_are_boun
     def use(eventsql: EventSQLResource) -> None:
         with eventsql.bounded(0.2) as platform:
             for shard in platform.open().shards:
-                named.append(shard.shard)
+                named.append(shard.name)
                 with pytest.raises(DatabaseError), shard.database.errors(), shard.database.connection() as connection:
                     connection.execute("SELECT pg_sleep(20)")
 
@@ -213,18 +212,18 @@ def test_the_failures_of_a_shard_are_its_own(eventsql: EventSQLResource, shards:
 
 
 def test_the_one_sensor_of_a_consumer_looks_at_all_partitions_of_all_shards(
-    eventsql: EventSQLResource, shards: dict[str, Workbench], monkeypatch: pytest.MonkeyPatch
+    eventsql: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:
     def publish() -> None:
         for bench in shards.values():
             for partition in (0, 1):
                 bench.publish("orders", 1, partition=partition)
 
-    def evaluate(cursor: str | None) -> tuple[list[tuple[str, int]], str | None]:
+    def evaluate(cursor: str | None, definition: ConsumerDefinition = wide) -> tuple[list[tuple[str, int]], str | None]:
         with dg.build_sensor_context(
             instance=shards[ONE].instance, cursor=cursor, resources={"eventsql": EventSQLResource(dsn=eventsql.dsn)}
         ) as context:
-            answer = wide.sensors[0].evaluate_tick(context)
+            answer = definition.sensors[0].evaluate_tick(context)
         for request in answer.run_requests or []:
             assert shards[ONE].run(wide, request).success
         return shards_of(answer.run_requests or []), answer.cursor
@@ -234,12 +233,15 @@ def test_the_one_sensor_of_a_consumer_looks_at_all_partitions_of_all_shards(
     assert evaluate(None) == (everything, None)
 
     # None starves where a tick does not get to all of them.
-    monkeypatch.setattr(ticks, "MAX_REQUESTS", 3)
+    few = consumer_asset(
+        topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", limits=LIMITS,
+        ticks=TickOptions(max_requests=3),
+    )(record)  # fmt: skip
     served: list[tuple[str, int]] = []
     cursor: str | None = "1"
     for _ in range(3):
         publish()
-        requested, cursor = evaluate(cursor)
+        requested, cursor = evaluate(cursor, few)
         served += requested
     assert served[:3] == [(ONE, 0), (ONE, 1), (OTHER, 0)]
     assert set(served[3:]) == set(everything)
@@ -307,7 +309,7 @@ def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
     both = share_runs(
         "consume_together",
         [
-            consumer_asset(topic=ORDERS, consumer=name, name=name, partitioned=True, **LIMITS)(record)
+            consumer_asset(topic=ORDERS, consumer=name, name=name, partitioned=True, limits=LIMITS)(record)
             for name in ("first", "second")
         ],
     )
@@ -349,7 +351,9 @@ def test_a_range_asset_is_given_a_claim_that_names_its_shard_and_commits_it_ther
             record(shard.reader.read("orders", after=claim.position, upto=claim.range.upto), connection)
             shard.claims.commit(connection, claim)
 
-    whole = range_asset(topic=ORDERS, consumer="whole", name="whole", kinds=(), **LIMITS)(commit)
+    whole = range_asset(topic=ORDERS, consumer="whole", name="whole", limits=LIMITS, options=AssetOptions(kinds=()))(
+        commit
+    )
     whole.register(eventsql.platform)
     ids = {name: bench.publish("orders", 2) for name, bench in shards.items()}
     for request in tick(shards[ONE], whole.sensors[0]):

@@ -9,20 +9,23 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
+    AssetOptions,
     ConsumerDefinition,
     EventSQLResource,
+    RangeLimits,
+    RunLimits,
     build_backfill,
     consumer_asset,
     publish_events,
     range_asset,
     share_runs,
 )
-from eventsql_orchestration.dagster.provenance import Tracer
 from eventsql_orchestration.dagster.tags import SHARED_TAG
+from eventsql_orchestration.dagster.trace.tracer import Tracer
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.claims import Claim
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
@@ -38,14 +41,16 @@ def failing(events: Sequence[Event], connection: Connection) -> None:
 
 
 def define(
-    first: Callable[..., Any] = recording, second: Callable[..., Any] = recording, **options: Any
+    first: Callable[..., Any] = recording, second: Callable[..., Any] = recording
 ) -> tuple[ConsumerDefinition, ...]:
-    limits: dict[str, Any] = {"max_wait": 0.0, **options}
+    limits = RunLimits(max_wait=0.0)
     return share_runs(
         "consume_together",
         [
-            consumer_asset(topic=RIDES, consumer="first", name="first", tags={"team": "rides"}, **limits)(first),
-            consumer_asset(topic=TRIPS, consumer="second", name="second", partitioned=True, **limits)(second),
+            consumer_asset(
+                topic=RIDES, consumer="first", name="first", limits=limits, options=AssetOptions(tags={"team": "rides"})
+            )(first),
+            consumer_asset(topic=TRIPS, consumer="second", name="second", partitioned=True, limits=limits)(second),
         ],
     )
 
@@ -240,9 +245,14 @@ def test_an_event_of_a_shared_run_is_followed_to_the_range_of_its_own_asset(benc
     definitions = share_runs(
         "consume_together",
         [
-            range_asset(topic=topic, consumer=f"c_{name}", publishes=name, name=name, kinds=(), max_wait=0.0)(
-                publishing(name)
-            )
+            range_asset(
+                topic=topic,
+                consumer=f"c_{name}",
+                publishes=name,
+                name=name,
+                limits=RangeLimits(max_wait=0.0),
+                options=AssetOptions(kinds=()),
+            )(publishing(name))
             for topic, name in ((RIDES, "fares"), (TRIPS, "tolls"))
         ],
     )

@@ -11,7 +11,7 @@ import pytest
 from dagster_pyspark import LazyPySparkResource
 from pyspark.sql import SparkSession
 
-from eventsql_orchestration.dagster.progress import (
+from eventsql_orchestration.dagster.io.spark_progress import (
     SPARK_FAILED_TASKS,
     SPARK_JOBS,
     SPARK_ROWS,

@@ -29,7 +29,7 @@ LIMIT = 120.0
 
 
 def job(dsn: str, *, limit_seconds: float = LIMIT, schema: str = "eventsql") -> dg.JobDefinition:
-    schedule = build_transfer_schedule(limit_seconds=limit_seconds, polling_delay=0.05)
+    schedule = build_transfer_schedule(limit_seconds=limit_seconds, polling_delay=0.05, look_around=0.05)
     resource = EventSQLResource(dsn=dsn, db_schema=schema)
     return dg.Definitions(schedules=[schedule], resources={"eventsql": resource}).resolve_job_def("transfer")
 
@@ -49,7 +49,7 @@ def relieve(instance: dg.DagsterInstance, dsn: str, run_id: str) -> None:
 
 @pytest.fixture(autouse=True)
 def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each run has begun to look for a newer one, which it does more often than in use."""
+    """How often each run has begun to look for a newer run."""
     counted: Counter[str] = Counter()
     look = transfer._newer_run
 
@@ -58,7 +58,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return look(context, label)
 
     monkeypatch.setattr(transfer, "_newer_run", counting)
-    monkeypatch.setattr(transfer, "LOOK_AROUND", 0.05)
     return counted
 
 
@@ -209,6 +208,6 @@ def test_a_transfer_that_breaks_fails_its_run(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("the transfer is broken")
 
-    monkeypatch.setattr("eventsql_orchestration.log.transfer.Transfer.run", broken)
+    monkeypatch.setattr("eventsql_orchestration.publishing.transfer.Transfer.run", broken)
     result = run(shared_instance, dsn, limit_seconds=LIMIT)
     assert not result.success

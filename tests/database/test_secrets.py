@@ -23,9 +23,9 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError
 from eventsql_orchestration.settings import Settings
-from eventsql_orchestration.spark.copying import CopyConnection
+from eventsql_orchestration.spark.adbc import CopyConnection
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.staging import Place, stage
+from eventsql_orchestration.spark.staging import WriteTarget, stage
 
 SIGN = "s3cretS3CRET"
 """A part of each secret, which nothing else says."""
@@ -119,7 +119,7 @@ def uses_of(url: str) -> list[Callable[[], object]]:
             repr(source)
             + said_by(lambda: CopyConnection(source.dsn))
             + said_by(
-                lambda: stage([Place(source, None)], ())  # type: ignore[arg-type]  # nothing is encoded
+                lambda: stage([WriteTarget(source, None)], ())  # type: ignore[arg-type]  # nothing is encoded
             )
         )
 

@@ -20,14 +20,14 @@ import sqlalchemy
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLResource
-from eventsql_orchestration.dagster.instance import storage_url
+from eventsql_orchestration.dagster.local.instance import storage_url
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, programs
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
-from eventsql_orchestration.spark.copying import CopyConnection
+from eventsql_orchestration.spark.adbc import CopyConnection
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.staging import Place, _Staging
+from eventsql_orchestration.spark.staging import WriteTarget, _Staging
 from tests.conftest import own_server
 
 CLIENT = "certified"
@@ -229,7 +229,7 @@ def test_sparks_tasks_read_and_write_with_them(tls: Tls) -> None:
     with Database(tls.url(tls.verified)) as database:
         database.ensure_schema()
         # Never read where nothing is staged.
-        staging = _Staging(Place(source, None), uuid.uuid4())  # type: ignore[arg-type]
+        staging = _Staging(WriteTarget(source, None), uuid.uuid4())  # type: ignore[arg-type]
         with closing(staging), CopyConnection(source.dsn) as connection:
             query = "SELECT 1 FROM pg_stat_ssl WHERE pid = pg_backend_pid() AND ssl"
             assert sum(batch.num_rows for batch in connection.batches(query)) == 1

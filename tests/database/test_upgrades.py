@@ -204,6 +204,40 @@ def test_a_claim_of_a_run_that_goes_on_is_still_its_own(old: str) -> None:
         assert platform.registry.consumer("split", "indexer")[2].last_event_id == EVENTS
 
 
+BY_HAND = """
+CREATE ROLE {login} LOGIN PASSWORD 'secret';
+GRANT USAGE ON SCHEMA eventsql TO {login};
+GRANT SELECT ON eventsql.schema_version, eventsql.topic, eventsql.shard, eventsql.shard_layout TO {login};
+GRANT SELECT, DELETE ON eventsql.event_buffer, eventsql.spark_staged_event TO {login};
+GRANT SELECT ON SEQUENCE eventsql.event_buffer_eql_id_seq TO {login};
+GRANT SELECT, UPDATE ON eventsql.event_buffer_lock TO {login};
+GRANT SELECT, INSERT ON eventsql.plain_event TO {login};
+GRANT USAGE, SELECT ON SEQUENCE eventsql.plain_event_eql_id_seq TO {login};
+GRANT UPDATE (eql_layout) ON eventsql.topic TO {login};
+GRANT INSERT ON eventsql.event_buffer TO {login};
+GRANT USAGE ON SEQUENCE eventsql.event_buffer_eql_id_seq TO {login};
+"""
+
+
+def test_a_login_that_transfers_by_rights_from_before_roles_goes_on(old: str) -> None:
+    for revision in REVISIONS[1 : REVISIONS.index("0012")]:
+        upgrade(old, revision)
+    login = f"by_hand_{uuid.uuid4().hex[:8]}"
+    with psycopg.connect(old, autocommit=True) as connection:
+        connection.execute(BY_HAND.format(login=login).encode())
+        try:
+            for revision in REVISIONS[REVISIONS.index("0012") :]:
+                upgrade(old, revision)
+            theirs = psycopg.conninfo.conninfo_to_dict(old)
+            url = f"postgresql://{login}:secret@{theirs['host']}:{theirs['port']}/{theirs['dbname']}"
+            with EventSQL(url, transfer=False) as platform:
+                with psycopg.connect(url) as outbox:
+                    platform.publisher.publish(Publication("plain", b"new"), connection=outbox)
+                assert platform.transfer.run_once() == {"plain": BUFFERED + 1}
+        finally:
+            connection.execute(f"DROP OWNED BY {login}; DROP ROLE {login}".encode())
+
+
 java = test_adoption.java
 
 

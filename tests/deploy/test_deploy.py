@@ -17,7 +17,7 @@ import psycopg
 import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
-from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, instance_config
+from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_config
 from eventsql_orchestration.database.urls import parse_dsn
 from tests.conftest import is_setting
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
-from eventsql_orchestration.dagster.instance import instance_config
+from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -11,12 +11,12 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.topic_output import description
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import tables
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.guards import stranded
-from eventsql_orchestration.log.leftovers import Lacking, Leftovers
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.leftovers import Lacking, Leftovers
+from eventsql_orchestration.topics.legacy_writer_trigger import stranded
 from tests.java.sides import Side, Written
 
 Until: TypeAlias = Callable[[Callable[[], object]], None]
@@ -92,7 +92,7 @@ def test_a_consumer_of_a_topic_that_java_registers_anew_sees_every_event(
     until(lambda: platform.reader.count("orders") == len(KEYS))
     assert len(platform.registry.consumer("orders", "sums")) == 6
     assert sorted(event.key or "" for event in consumed(platform, "sums")) == sorted(KEYS)
-    assert [layout for _, layout in description(platform, "orders").layouts] == []
+    assert description(platform, "orders").layouts == []
 
 
 def test_a_topic_that_java_redefines_while_it_is_empty_loses_its_layouts(
@@ -117,7 +117,7 @@ def test_a_segment_that_was_detached_in_a_former_life_is_dropped(java: Side, pla
     table = segments.segment_name("orders", 0)
     with psycopg.connect(platform.database.dsn, autocommit=True) as connection:
         # As retention leaves it that is killed before it drops the table.
-        connection.execute(f"COMMENT ON TABLE eventsql.{table} IS '{segments.DROPPED}'")
+        connection.execute(f"COMMENT ON TABLE eventsql.{table} IS '{tables.DROPPED}'")
         connection.execute(f"ALTER TABLE eventsql.orders_event DETACH PARTITION eventsql.{table}")
         java.unregister_topic("orders")
         assert connection.execute("SELECT to_regclass(%s)", [f"eventsql.{table}"]).fetchone() != (None,)

@@ -12,12 +12,12 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClaimLostError, InvalidNameError, RedefinitionError
-from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.guards import Order, order, stranded
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.legacy_writer_trigger import Order, order, stranded
 from tests.java.conftest import Open
 from tests.java.sides import JavaError, Side, Written
 

@@ -27,12 +27,12 @@ from multiprocessing.connection import Connection as Wire
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Shard, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError
-from eventsql_orchestration.log.layouts import Layout
-from eventsql_orchestration.log.partitioner import partition_of_key
-from tests.log import worker
+from eventsql_orchestration.topics.layouts import Layout
+from eventsql_orchestration.topics.partitioner import partition_of_key
+from tests import worker
 
 TOPIC: Final = "orders"
 
@@ -200,7 +200,7 @@ class Cast:
         self._home = home
         self._roles = roles
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["eventsql_orchestration.platform", roles.__module__])
+        self._context.set_forkserver_preload(["eventsql_orchestration.shards.shard", roles.__module__])
         self._playing = {player.name: self._start(player) for player in players}
 
     def _start(self, player: Player) -> _Playing:
@@ -393,7 +393,7 @@ def check(platform: EventSQL, publishers: Iterable[Publisher], followed: Path) -
         yield f"the buffer is not empty: {buffered}"
 
 
-def log_of(platform: EventSQL, log: dict[int, array[int]], strays: list[str]) -> Iterator[Row]:
+def log_of(platform: EventSQL | Shard, log: dict[int, array[int]], strays: list[str]) -> Iterator[Row]:
     """The rows of one database's log; their offsets are put into `log`, by partition and all together.
 
     Those that lie in another partition than their key's are named in `strays`.
@@ -417,7 +417,7 @@ def _check_consumer(
     yield from check_offsets(platform, consumer, log)
 
 
-def check_offsets(platform: EventSQL, consumer: str, log: Mapping[int, array[int]]) -> Iterator[str]:
+def check_offsets(platform: EventSQL | Shard, consumer: str, log: Mapping[int, array[int]]) -> Iterator[str]:
     """What of one database's log has no effect there, or more than one, or is not counted as consumed."""
     states = {state.partition: state for state in platform.registry.consumer(TOPIC, consumer)}
     whole = NOT_PARTITIONED in states
@@ -478,13 +478,13 @@ def difference(where: str, seen: array[int], log: array[int]) -> Iterator[str]:
             return
 
 
-def _log(platform: EventSQL) -> Iterator[Row]:
+def _log(platform: EventSQL | Shard) -> Iterator[Row]:
     for events in platform.reader.stream(TOPIC, batch=20_000):
         for event in events:
             yield event.key or "", int(event.value), event.partition, event.id
 
 
-def _effects(platform: EventSQL, consumer: str) -> Iterator[Row]:
+def _effects(platform: EventSQL | Shard, consumer: str) -> Iterator[Row]:
     with platform.database.transaction() as connection, connection.cursor("effects") as cursor:
         cursor.itersize = 20_000
         cursor.execute(

@@ -27,16 +27,17 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.log import publisher, segments, writer
-from eventsql_orchestration.log.dead_letters import LetterFilter
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
-from eventsql_orchestration.log.transfer import Transfer
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention
+from eventsql_orchestration.publishing import log_writer, low_water, publisher
+from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
 
 if TYPE_CHECKING:
-    from tests.log.conftest import Said
+    from tests.fixtures import Said
 
 SEGMENT: Final = segments.SEGMENT_EVENTS
 FILLED: Final = 4
@@ -466,13 +467,13 @@ def test_the_look_for_partitions_with_events_is_a_step_for_each_and_each_segment
 ) -> None:
     count = len(names_of(platform))
     with watch.watching():
-        ready = platform.consumers._ready("orders", place, dict.fromkeys(range(10), least), partitioned=True)
+        ready = platform.shards[0].consumers._ready("orders", place, dict.fromkeys(range(10), least), partitioned=True)
     for plan in watch.of("ready"):
         check(plan, within(platform, WHERE[place], 2**63), rows=10 * least, steps=10 * count + 10)
     ordinary = set(range(8)) | ({RARE} if least == 1 else set())
     assert set(ready) == (set() if place == "last" else ordinary)
     with watch.watching():
-        platform.consumers._ready("orders", f"{place}_whole", {NOT_PARTITIONED: least}, partitioned=False)
+        platform.shards[0].consumers._ready("orders", f"{place}_whole", {NOT_PARTITIONED: least}, partitioned=False)
     for plan in watch.of("ready_topic"):
         check(plan, within(platform, WHERE[place], 2**63), rows=least, steps=count + 1)
 
@@ -493,7 +494,7 @@ def test_a_position_is_found_in_steps(platform: EventSQL, watch: Watch, consumer
     with watch.watching(), pytest.MonkeyPatch.context() as patched:
         # What lies between two places is counted, which takes as long as there is.
         patched.setattr(platform.reader, "count", lambda *_, **__: 0)
-        patched.setattr(platform.seeker._reader, "count", lambda *_, **__: 0)
+        patched.setattr(platform.shards[0].seeker._reader, "count", lambda *_, **__: 0)
         platform.seeker.plan("orders", consumer, position)
     count = len(names_of(platform))
     plans = [plan for plan in watch.plans if plan.scans("_segment_")]
@@ -580,7 +581,7 @@ def buffered(server: EmbeddedPostgres, watch: Watch, request: pytest.FixtureRequ
     name = f"buffer_{request.param}".lower()
     with EventSQL(server.create_database(name), transfer=False) as platform, pytest.MonkeyPatch.context() as patch:
         # What is decided is known to the last batch, so that the pages read are those of the batch.
-        patch.setattr(writer, "OBSERVE_SECONDS", -1.0)
+        patch.setattr(low_water, "OBSERVE_SECONDS", -1.0)
         for topic in (Topic("flood"), Topic("orders", 10), Topic("rare")):
             platform.registry.register_topic(topic)
         with platform.database.connection() as connection:
@@ -665,7 +666,7 @@ def test_a_publisher_finds_its_topic_and_what_lies_in_its_buffer(buffered: Event
         assert plan.buffers <= 60, str(plan)
     # A flood is looked at as far as the first event that is too many to move.
     for plan in watch.of("append_state"):
-        check_buffer(plan, rows=writer.MOST_BUFFERED + 1, blocks=2 * writer.MOST_BUFFERED + 100)
+        check_buffer(plan, rows=log_writer.MOST_BUFFERED + 1, blocks=2 * log_writer.MOST_BUFFERED + 100)
     rare = [plan for plan in watch.of("append_state") if plan.parameters["topic"] == "rare"]
     for plan in rare:
         check_buffer(plan, rows=10, blocks=60)

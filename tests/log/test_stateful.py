@@ -24,14 +24,17 @@ from hypothesis.stateful import (
 )
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.consuming import failures
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import ClaimLostError, PartitionLeasedError, RedefinitionError, ValidationError
-from eventsql_orchestration.log import consumption, segments, writer
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.partitioner import default_partition
-from eventsql_orchestration.log.positions import AtOffset, Earliest, Latest, Position, ShiftBy
-from eventsql_orchestration.log.publisher import STRAIGHT_LEAST
-from eventsql_orchestration.log.transfer import Transfer
-from eventsql_orchestration.model import EventFilter, Retention
+from eventsql_orchestration.model import Retention
+from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing.publisher import STRAIGHT_LEAST
+from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, Position, ShiftBy
+from eventsql_orchestration.topics.partitioner import default_partition
 
 if TYPE_CHECKING:
     from eventsql_orchestration.database import Connection
@@ -428,15 +431,13 @@ class LogMachine(RuleBasedStateMachine):
         consumer = Consumer(topic.name, name, partitioned=partitioned)
         options = {"max_attempts": MAX_ATTEMPTS, "start": start, "filter": only and EventFilter(keys=only)}
         if existing is not None and (NOT_PARTITIONED not in existing.partitions) != partitioned:
-            if any(state.consumed for state in existing.partitions.values()):
-                with pytest.raises(RedefinitionError):
-                    self.platform.registry.register_consumer(consumer, **options)
-                return
-            self._forget(existing)
-            existing = None
+            with pytest.raises(RedefinitionError):
+                self.platform.registry.register_consumer(consumer, **options)
+            return
         self.platform.registry.register_consumer(consumer, **options)
         if existing is not None:
-            existing.keys = only
+            # A filter that is not declared stays.
+            existing.keys = only or existing.keys
             return
         match start:
             case "earliest":
@@ -809,13 +810,13 @@ def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
-    monkeypatch.setattr(writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
     # One transaction appends fewer events than two segments hold.
-    monkeypatch.setattr(writer, "MOST_BUFFERED", 60)
+    monkeypatch.setattr(log_writer, "MOST_BUFFERED", 60)
     transfer = Transfer(platform.database, batch=50)
     monkeypatch.setattr(platform, "transfer", transfer)
     # A failed event is due again at once.
-    monkeypatch.setattr(consumption, "FIRST_BACKOFF", 0.0)
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.0)
     with platform.database.connection() as connection:
         connection.execute("CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, value int)")
 

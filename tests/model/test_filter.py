@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eventsql_orchestration import Event
+from eventsql_orchestration.consumer import MAX_FILTER_KEYS, EventFilter
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.model import MAX_FILTER_KEYS, EventFilter
 
 NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, OffsetRange, Topic
-from eventsql_orchestration.errors import (
-    EventSQLError,
-    InvalidNameError,
-    PartitionOutOfRangeError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import EventSQLError, InvalidNameError, PartitionOutOfRangeError, ValidationError
 from eventsql_orchestration.model import check_partition, check_schema_name
 
 

@@ -11,7 +11,7 @@ import pytest
 from eventsql_orchestration import Event, Publication
 from eventsql_orchestration.errors import InvalidNameError, InvalidPublicationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
-from eventsql_orchestration.rules import MAX_VALUE_BYTES
+from eventsql_orchestration.validation import MAX_VALUE_BYTES
 
 
 def event(**changes: Any) -> Event:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.rules import DEFAULT_SCHEMA
 from eventsql_orchestration.settings import Settings
+from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 
 @pytest.fixture(autouse=True)

@@ -16,18 +16,18 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.database import Connection, Database, is_pooled
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import ClaimLostError, ConfigurationError, DatabaseUnavailableError
-from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.leased import Lease
-from eventsql_orchestration.log.positions import AtOffset
-from eventsql_orchestration.log.writer import LogWriter
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.publishing.log_writer import LogWriter
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Change, Store
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.offsets import AtOffset
 from eventsql_orchestration.views import Logs, Rollups, Timelines
 from tests.poolers.pgbouncer import running
 
@@ -237,7 +237,7 @@ def test_no_mark_is_kept_of_a_server_that_could_be_another(pooled: EventSQL) -> 
     for turn in range(3):
         pooled.publisher.publish_all(orders(20, 20 * turn))
         pooled.transfer.run_once()
-    writer: LogWriter = pooled.transfer._writer
+    writer: LogWriter = pooled.shards[0].transfer._writer
     assert set(writer._low_water.marks.values()) <= {0}
     assert pooled.reader.count("orders") == 60
 

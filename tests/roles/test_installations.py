@@ -109,19 +109,29 @@ def test_hot_statements_of_a_role_of_one_topic_go_by_an_index(owner: EventSQL, l
             assert "Seq Scan" not in text, f"{statement.as_string()}\n{text}"
 
 
+def test_a_transfer_moves_events_of_a_topic_that_lost_partitions_where_public_may_execute_nothing(
+    owner: EventSQL, as_: As
+) -> None:
+    with owner.database.connection() as connection:
+        connection.execute("REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA eventsql FROM PUBLIC")
+    owner.repartitioner.repartition("orders", 1)
+    owner.publisher.publish(Publication("orders", b"v", key="1"))
+    assert as_("transfer").transfer.run_once() == {"orders": 1}
+
+
 def test_a_stager_publishes_blocks(owner: EventSQL, login: Login) -> None:
     pytest.importorskip("pyarrow")
     import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 
+    from eventsql_orchestration.spark.commit_protocol import Publications
     from eventsql_orchestration.spark.options import Source
-    from eventsql_orchestration.spark.publication import Publications
     from eventsql_orchestration.spark.staging import stage
 
     rows = pa.RecordBatch.from_pydict({"value": [b"v"] * 3000, "key": [str(number) for number in range(3000)]})
 
     def publish(dsn: str) -> None:
         with Publications(Source.of([dsn], "eventsql")) as publications:
-            publications.publish("w", 1, [stage(publications.places("orders", {}), [rows])])
+            publications.publish("w", 1, [stage(publications.write_targets("orders", {}), [rows])])
 
     with pytest.raises(PermissionDeniedError):
         publish(login("publisher"))

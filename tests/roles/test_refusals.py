@@ -10,13 +10,9 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import (
-    ConsumerNotFoundError,
-    EventSQLError,
-    PermissionDeniedError,
-)
-from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, PermissionDeniedError
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login

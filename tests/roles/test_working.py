@@ -10,13 +10,13 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
-from eventsql_orchestration.log import segments
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.leftovers import Leftovers
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.leftovers import Leftovers
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login

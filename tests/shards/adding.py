@@ -8,8 +8,8 @@ import signal
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.sharded.addition import ShardAddition
+from eventsql_orchestration import Shard
+from eventsql_orchestration.shards.add_shard import ShardAddition
 
 KEYS = [f"key {number}" for number in range(24)]
 
@@ -30,7 +30,7 @@ def add_shard(old: list[str], new: str, dies_after: str | None = None) -> None:
         if dies_after is not None and dies_after in step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    platforms = [EventSQL(dsn, transfer=False) for dsn in (*old, new)]
-    ShardAddition(platforms[:-1], platforms[-1], on_step=on_step).execute()
-    for platform in platforms:
-        platform.close()
+    shards = [Shard(dsn, transfer=False) for dsn in (*old, new)]
+    ShardAddition(shards[:-1], shards[-1], on_step=on_step).execute()
+    for shard in shards:
+        shard.close()

@@ -12,14 +12,13 @@ import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.sharded import ShardedEventSQL
 from tests.conftest import copy_database
-from tests.log.conftest import Spawn, Until, Worker, until
+from tests.fixtures import Spawn, Until, Worker, until
 
 __all__ = ["Databases", "Open", "Spawn", "Until", "Worker", "until"]
 
 Databases: TypeAlias = Callable[[int], list[str]]
-Open: TypeAlias = Callable[..., ShardedEventSQL]
+Open: TypeAlias = Callable[..., EventSQL]
 
 
 @contextmanager
@@ -46,9 +45,7 @@ def opened() -> Iterator[Open]:
     """Opens platforms on several databases, in which events move only when the test transfers them."""
     with ExitStack() as stack:
 
-        def open_platform(*dsns: str, transfer: bool = False, **options: object) -> ShardedEventSQL:
-            platform = stack.enter_context(EventSQL(*dsns, transfer=transfer, **options))  # type: ignore[arg-type]
-            assert isinstance(platform, ShardedEventSQL)
-            return platform
+        def open_platform(*dsns: str, transfer: bool = False, **options: object) -> EventSQL:
+            return stack.enter_context(EventSQL(*dsns, transfer=transfer, **options))  # type: ignore[arg-type]
 
         yield open_platform

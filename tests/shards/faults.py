@@ -27,12 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration import Consumer, EventSQL, Shard, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, ShardError
-from eventsql_orchestration.sharded import ShardedEventSQL
 from eventsql_orchestration.sharding import shard_of_key
-from tests.log import worker
+from tests import worker
 from tests.log.faults import (
     CONSUMERS,
     MOST_PARTITIONS,
@@ -93,7 +92,6 @@ class ShardedRun:
         dsns = [self._create() for _ in range(FIRST)]
         self._name(dsns)
         opened = EventSQL(*dsns, transfer=False)
-        assert isinstance(opened, ShardedEventSQL)
         with opened as platform:
             self._prepare(platform)
             running = Cast(cast(self._settings, self._home), str(self._urls), self._home, playing.play)
@@ -133,7 +131,7 @@ class ShardedRun:
         new.write_text("\n".join(dsns))
         new.rename(self._urls)
 
-    def _prepare(self, platform: ShardedEventSQL) -> None:
+    def _prepare(self, platform: EventSQL) -> None:
         platform.registry.register_topic(Topic(TOPIC, self._settings.partitions))
         for role, consumer in CONSUMERS.items():
             platform.registry.register_consumer(Consumer(TOPIC, consumer, partitioned=role != "consume_claims"))
@@ -144,7 +142,7 @@ class ShardedRun:
         self._progress.create([(publisher.events, publisher.keys) for publisher in self._publishers])
         self._started = time.monotonic()
 
-    def _break(self, running: Cast, platform: ShardedEventSQL) -> None:
+    def _break(self, running: Cast, platform: EventSQL) -> None:
         names = {player.name: player.kind for player in running.players.values()}
         for fault in faults(self._settings, names):
             playing.set_limit(self._home / "progress", fault.at / self._settings.events + AHEAD)
@@ -162,7 +160,7 @@ class ShardedRun:
                 self.figures.kills[names[fault.name]] += 1
         playing.set_limit(self._home / "progress", 1.0)
 
-    def _repartition(self, running: Cast, platform: ShardedEventSQL) -> None:
+    def _repartition(self, running: Cast, platform: EventSQL) -> None:
         partitions = self._drawn.randint(1, MOST_PARTITIONS)
 
         def repartitioned() -> bool:
@@ -175,7 +173,7 @@ class ShardedRun:
 
         self._until(running, repartitioned)
 
-    def _add_shard(self, running: Cast, platform: ShardedEventSQL) -> None:
+    def _add_shard(self, running: Cast, platform: EventSQL) -> None:
         old, new = self._urls.read_text().split(), self._create()
         early, dies_after = self._drawn.random() < 0.5, self._drawn.randint(1, STEPS)
         self._operate(running, old, new, dies_after if dies_after % 2 else None, only_prepare=True)
@@ -212,7 +210,7 @@ class ShardedRun:
     def _acknowledged(self) -> int:
         return sum(acknowledged for _, _, acknowledged, _ in self._progress.all())
 
-    def _consumed(self, platform: ShardedEventSQL) -> bool:
+    def _consumed(self, platform: EventSQL) -> bool:
         """Whether all that there is was consumed and seen: events that are lost are not waited for."""
         time.sleep(0.1)
         try:
@@ -226,16 +224,16 @@ class ShardedRun:
             return False
 
 
-def _followed(home: Path, shard: EventSQL) -> int:
-    path = home / f"followed-{shard.shard}"
+def _followed(home: Path, shard: Shard) -> int:
+    path = home / f"followed-{shard.name}"
     return path.stat().st_size // 8 if path.exists() else 0
 
 
-def _where_it_stands(platform: ShardedEventSQL) -> Iterator[str]:
+def _where_it_stands(platform: EventSQL) -> Iterator[str]:
     try:
         yield f"held back: {platform.held_back()}; the buffers: {platform.buffered()}"
         for shard in platform.shards:
-            yield f"{shard.shard} has {shard.reader.count(TOPIC):,} events"
+            yield f"{shard.name} has {shard.reader.count(TOPIC):,} events"
         for lag in platform.lag(TOPIC):
             if lag.events:
                 where = f"{lag.consumer}[{lag.partition}] on {lag.shard} is at {lag.last_event_id}"
@@ -247,12 +245,12 @@ def _where_it_stands(platform: ShardedEventSQL) -> Iterator[str]:
 # The verdict
 
 
-def check(platform: ShardedEventSQL, expected: Mapping[str, int], home: Path) -> Iterator[str]:
+def check(platform: EventSQL, expected: Mapping[str, int], home: Path) -> Iterator[str]:
     """What is wrong with the logs, with what was seen of them while they were written, and with the effects."""
     generations = _generations(platform)
     of_keys: dict[str, list[tuple[int, list[int]]]] = {key: [] for key in expected}
-    for shard in sorted(platform.shards, key=lambda each: _joined(generations, each.shard or "")):
-        name = shard.shard or ""
+    for shard in sorted(platform.shards, key=lambda each: _joined(generations, each.name or "")):
+        name = shard.name or ""
         rows: dict[str, list[int]] = {}
         log: dict[int, array[int]] = {}
         strays: list[str] = []
@@ -275,7 +273,7 @@ def check(platform: ShardedEventSQL, expected: Mapping[str, int], home: Path) ->
     yield from (f"still held back: {each}" for each in platform.held_back())
 
 
-def _moved(platform: ShardedEventSQL) -> int:
+def _moved(platform: EventSQL) -> int:
     """How many keys have events on more than one shard."""
     keys: Counter[str] = Counter()
     for shard in platform.shards:
@@ -285,7 +283,7 @@ def _moved(platform: ShardedEventSQL) -> int:
     return sum(count > 1 for count in keys.values())
 
 
-def _generations(platform: ShardedEventSQL) -> list[frozenset[str]]:
+def _generations(platform: EventSQL) -> list[frozenset[str]]:
     with platform.shards[0].database.connection() as connection:
         rows = connection.execute("SELECT eql_shards FROM eventsql.shard_layout ORDER BY eql_generation").fetchall()
     return [frozenset(names) for (names,) in rows]
@@ -304,7 +302,7 @@ def wrong_keys(of_keys: Mapping[str, list[tuple[int, list[int]]]], expected: Map
             yield f"the logs: {key} has {len(numbers)} of {expected.get(key)} events, or out of order: {lie}"
 
 
-def _check_notes(shard: EventSQL, rows: Mapping[str, list[int]]) -> Iterator[str]:
+def _check_notes(shard: Shard, rows: Mapping[str, list[int]]) -> Iterator[str]:
     """What the outbox noted with its events is there exactly where they are."""
     with shard.database.connection() as connection:
         noted = connection.execute(
@@ -313,19 +311,19 @@ def _check_notes(shard: EventSQL, rows: Mapping[str, list[int]]) -> Iterator[str
         ).fetchall()
     found = {key: numbers for key, numbers in rows.items() if key.startswith("outbox")}
     if dict(noted) != found:
-        yield f"{shard.shard}: the outbox noted other events than it published"
+        yield f"{shard.name}: the outbox noted other events than it published"
 
 
 Effect: TypeAlias = tuple[float, int, Row]
 
 
-def effects(shards: Sequence[EventSQL], consumer: str) -> Iterator[Row]:
+def effects(shards: Sequence[Shard], consumer: str) -> Iterator[Row]:
     """The effects of all shards in the order in which they came: one machine, one clock."""
     merged = heapq.merge(*(_effects(place, shard, consumer) for place, shard in enumerate(shards)))
     return (row for _, _, row in merged)
 
 
-def _effects(place: int, shard: EventSQL, consumer: str) -> Iterator[Effect]:
+def _effects(place: int, shard: Shard, consumer: str) -> Iterator[Effect]:
     with shard.database.transaction() as connection, connection.cursor("effects") as cursor:
         cursor.itersize = 20_000
         cursor.execute(

@@ -17,16 +17,15 @@ from urllib.parse import quote
 
 import psycopg
 
-from eventsql_orchestration import Event, EventSQL, Publication
+from eventsql_orchestration import Event, EventSQL, Publication, Shard
+from eventsql_orchestration.consuming import worker_pool
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError, ShardError
-from eventsql_orchestration.log import running
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.leased import Lease
-from eventsql_orchestration.sharded import ShardedEventSQL
-from eventsql_orchestration.sharded.addition import ShardAddition
-from tests.log import worker
-from tests.log.worker import NumberedPublisher, Progress, record
+from eventsql_orchestration.shards.add_shard import ShardAddition
+from tests import worker
+from tests.worker import NumberedPublisher, Progress, record
 
 
 def limit_of(progress: Path) -> Path:
@@ -51,11 +50,10 @@ class Shards:
         self._known: list[str] = []
         self.platform = self._opened(transfer=transfer)
 
-    def _opened(self, *, transfer: bool) -> ShardedEventSQL:
+    def _opened(self, *, transfer: bool) -> EventSQL:
         while True:
             self._known = self._named()
             platform = EventSQL(*map(self._dsn, self._known), transfer=transfer)
-            assert isinstance(platform, ShardedEventSQL)
             try:
                 return platform.open()
             except (DatabaseError, ShardError):
@@ -76,7 +74,7 @@ class Shards:
                 self.platform.add_url(self._dsn(url))
                 self._known.append(url)
 
-    def until_told(self, work: Callable[[ShardedEventSQL], bool]) -> None:
+    def until_told(self, work: Callable[[EventSQL], bool]) -> None:
         """Go on with the work through restarts of servers and additions, until told to end or nothing is left to do."""
         told = threading.Event()
 
@@ -114,7 +112,7 @@ class ShardedNumberedPublisher(NumberedPublisher):
     def _publish_in_transaction(
         self, platform: EventSQL, drawn: random.Random, publications: list[Publication], upto: int, *, commits: bool
     ) -> None:
-        of_shards: dict[EventSQL, list[Publication]] = {}
+        of_shards: dict[Shard, list[Publication]] = {}
         for publication in publications:
             assert publication.key is not None
             of_shards.setdefault(platform.shard_of(publication.key), []).append(publication)
@@ -165,9 +163,9 @@ def transfer(urls: str, _batch: str) -> None:
     """Move events on all shards until told to end."""
     stop = threading.Event()
 
-    def work(platform: ShardedEventSQL) -> bool:
+    def work(platform: EventSQL) -> bool:
         thread = threading.Thread(
-            target=platform.transfer_until, args=(stop,), kwargs={"polling_delay": 0.02}, daemon=True
+            target=platform.transfer.run, args=(stop,), kwargs={"polling_delay": 0.02}, daemon=True
         )
         thread.start()
         _attend(shards)
@@ -196,7 +194,7 @@ def _attend(shards: Shards) -> None:
             continue
 
 
-def _through_restarts(start: Callable[[ShardedEventSQL], bool], platform: ShardedEventSQL) -> None:
+def _through_restarts(start: Callable[[EventSQL], bool], platform: EventSQL) -> None:
     while True:
         try:
             if not start(platform):
@@ -207,9 +205,9 @@ def _through_restarts(start: Callable[[ShardedEventSQL], bool], platform: Sharde
 
 def consume(urls: str, consumer: str, most: str) -> None:
     """Consume with the threads of `start_batch`, until told to end."""
-    running.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
+    worker_pool.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
 
-    def start(platform: ShardedEventSQL) -> bool:
+    def start(platform: EventSQL) -> bool:
         platform.consumers.start_batch(
             "orders",
             consumer,
@@ -227,13 +225,13 @@ def consume(urls: str, consumer: str, most: str) -> None:
 
 def consume_leased(urls: str, consumer: str, most: str) -> None:
     """The same under leases."""
-    running.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
+    worker_pool.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
         with lease.transaction() as connection:
             record(events, connection, consumer)
 
-    def start(platform: ShardedEventSQL) -> bool:
+    def start(platform: EventSQL) -> bool:
         platform.consumers.start_leased("orders", consumer, handle, lease=1.0, max_events=int(most), polling_delay=0.02)
         _attend(shards)
         return False
@@ -250,7 +248,7 @@ def consume_claims(urls: str, consumer: str, most: str) -> None:
     def effects(events: Sequence[Event], connection: Connection) -> None:
         record(events, connection, consumer)
 
-    def work(platform: ShardedEventSQL) -> bool:
+    def work(platform: EventSQL) -> bool:
         found = False
         for shard in platform.shards:
             for state in shard.registry.consumer("orders", consumer):
@@ -273,13 +271,13 @@ def follow(urls: str, home: str) -> None:
     files: dict[str, int] = {}
     last: dict[str, int] = {}
 
-    def work(platform: ShardedEventSQL) -> bool:
+    def work(platform: EventSQL) -> bool:
         found = False
         for shard in platform.shards:
-            if shard.shard is None:
+            if shard.name is None:
                 # It is down, and nobody knows yet which one it is.
                 continue
-            name = shard.shard
+            name = shard.name
             if name not in files:
                 files[name], last[name] = _reopened(Path(home) / f"followed-{name}")
             ids = array("q", (event.id for event in shard.reader.read("orders", after=last[name], limit=2_000)))
@@ -311,12 +309,12 @@ def add(old: list[str], new: str, dies_after: int | None, only_prepare: bool) ->
         if steps == dies_after:
             os.kill(os.getpid(), 9)
 
-    platforms = [EventSQL(dsn, transfer=False) for dsn in (*old, new)]
+    shards = [Shard(dsn, transfer=False) for dsn in (*old, new)]
     try:
-        ShardAddition(platforms[:-1], platforms[-1], on_step=on_step).execute(only_prepare=only_prepare)
+        ShardAddition(shards[:-1], shards[-1], on_step=on_step).execute(only_prepare=only_prepare)
     finally:
-        for platform in platforms:
-            platform.close()
+        for shard in shards:
+            shard.close()
 
 
 def make_tables(dsn: str) -> None:

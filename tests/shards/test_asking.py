@@ -12,8 +12,8 @@ from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import DatabaseBusyError, ShardUnavailableError
-from eventsql_orchestration.sharded import ShardedEventSQL, asking
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.shards import health
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until
 
@@ -67,12 +67,12 @@ def dsns(databases: Databases) -> list[str]:
     dsns = databases(3)
     with EventSQL(*dsns, transfer=False) as platform:
         platform.registry.register_topic(Topic("orders"))
-        named = {str(shard.shard): shard.database.dsn for shard in platform.shards}
+        named = {str(shard.name): shard.database.dsn for shard in platform.shards}
     return [named[name] for name in NAMES]
 
 
-def states(platform: ShardedEventSQL) -> list[str]:
-    return [each.state for each in platform.standing()]
+def states(platform: EventSQL) -> list[str]:
+    return [each.state for each in platform.status()]
 
 
 def test_shards_that_do_not_answer_are_asked_side_by_side(
@@ -94,7 +94,7 @@ def test_shards_that_do_not_answer_are_asked_side_by_side(
 def test_a_shard_that_does_not_answer_in_time_is_down_and_the_others_go_on(
     dsns: list[str], silent: list[Silent], opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "ANSWER_SECONDS", 4.0)
+    monkeypatch.setattr(health, "ANSWER_SECONDS", 4.0)
     platform = opened(*dsns[:2], silent[0].url)
     platform.open()
     assert silent[0].asked()
@@ -110,15 +110,15 @@ def test_a_shard_that_this_process_has_no_connection_left_for_is_not_down(
 ) -> None:
     platform = opened(*dsns)
     platform.open()
-    monkeypatch.setattr(asking, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(health, "ANSWER_SECONDS", 1.0)
     database = platform.shards[0].database
     with ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(database.connection())
         with pytest.raises(DatabaseBusyError, match="was not asked for 1 seconds, because every connection of this"):
-            platform._members.refresh()
-        assert platform._members.named("shard-1").down is None
-    platform._members.refresh()
+            platform._cluster.refresh()
+        assert platform._cluster.named("shard-1").down is None
+    platform._cluster.refresh()
     assert states(platform) == ["takes events"] * 3
 
 
@@ -126,11 +126,11 @@ def test_a_shard_is_asked_at_each_host_of_its_url(
     dsns: list[str], silent: list[Silent], opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Shorter than the first host is waited for.
-    monkeypatch.setattr(asking, "ANSWER_SECONDS", 1.9)
+    monkeypatch.setattr(health, "ANSWER_SECONDS", 1.9)
     own, other = conninfo_to_dict(dsns[2]), conninfo_to_dict(silent[0].url)
     hosts = f"host={other['host']},{own['host']}&port={other['port']},{own['port']}&connect_timeout=2"
     platform = opened(*dsns[:2], f"postgresql://{own['user']}:{own.get('password', '')}@/{own['dbname']}?{hosts}")
     platform.open()
     assert silent[0].asked()
-    assert [member.down for member in platform._members.all()] == [None] * 3
-    assert asking._bound(platform._members.named("shard-1").platform.database) == 1.9
+    assert [member.down for member in platform._cluster.all()] == [None] * 3
+    assert health._bound(platform._cluster.named("shard-1").database) == 1.9

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetError, ShardUnavailableError
-from eventsql_orchestration.log.lag import LagCause
-from eventsql_orchestration.sharded import ShardedEventSQL
 from eventsql_orchestration.sharding import shard_of_key
 from tests.conftest import own_server
 from tests.shards.adding import KEYS
@@ -74,7 +73,7 @@ def test_keys_of_the_shard_that_is_down_fail_and_all_others_go_on(
     assert {lag.cause for (shard, _), lag in lags.items() if shard == "shard-2"} == {LagCause.UNREACHABLE}
     assert {lag.cause for (shard, _), lag in lags.items() if shard == "shard-1"} == {LagCause.NONE}
     second.start()
-    until(lambda: platform.standing()[1].state == "takes events")
+    until(lambda: platform.status()[1].state == "takes events")
     platform.publisher.publish(publication(LOST[1]))
     until(lambda: LOST[1] in handled)
 
@@ -87,7 +86,7 @@ def test_keys_wait_for_their_shard_where_the_platform_was_told_so(
     second.stop()
     waiting = threading.Thread(target=platform.publisher.publish, args=(publication(LOST[0], 2),))
     waiting.start()
-    until(lambda: platform.standing()[1].state == "down")
+    until(lambda: platform.status()[1].state == "down")
     platform.publisher.publish(publication(LEFT[0], 3))
     assert waiting.is_alive()
     second.start()
@@ -111,8 +110,7 @@ def test_a_platform_opens_with_a_shard_that_is_down_and_takes_it_up_when_it_is_t
         before.transfer.run_once()
     second.stop()
     platform = opened(*dsns).open()
-    assert isinstance(platform, ShardedEventSQL)
-    assert [each.state for each in platform.standing()] == ["takes events", "down"]
+    assert [each.state for each in platform.status()] == ["takes events", "down"]
     handled: list[str | None] = []
     platform.consumers.start("orders", "mailer", lambda event, _: handled.append(event.key), polling_delay=0.05)
     until(lambda: handled == [LEFT[0]])

@@ -18,17 +18,16 @@ from eventsql_orchestration.errors import (
     ShardSetError,
     WrongShardError,
 )
-from eventsql_orchestration.sharded import ShardedEventSQL
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.publication import Publications
 from tests.shards.conftest import Databases, Open
 
 KEYS = [f"key {number}" for number in range(30)]
 
 
 @pytest.fixture
-def platform(databases: Databases, opened: Open) -> ShardedEventSQL:
+def platform(databases: Databases, opened: Open) -> EventSQL:
     platform = opened(*databases(2)).open()
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("whole"))
     return platform
@@ -43,7 +42,7 @@ def read(platform: EventSQL) -> dict[str, list[tuple[str | None, int]]]:
     """Key and number of each event, by shard, in the order of the logs."""
     platform.transfer.run_once()
     return {
-        str(shard.shard): [(event.key, int(event.value)) for event in shard.reader.read("orders")]
+        str(shard.name): [(event.key, int(event.value)) for event in shard.reader.read("orders")]
         for shard in platform.shards
     }
 
@@ -58,7 +57,7 @@ def check_in_order(found: dict[str, list[tuple[str | None, int]]], number: int) 
 
 
 @pytest.mark.parametrize("batch", [1, 40, 400])
-def test_events_go_to_the_shards_of_their_keys_in_order(platform: ShardedEventSQL, batch: int) -> None:
+def test_events_go_to_the_shards_of_their_keys_in_order(platform: EventSQL, batch: int) -> None:
     for start in range(0, 800, batch):
         if batch == 1:
             platform.publisher.publish(next(events(1, start=start)))
@@ -67,12 +66,12 @@ def test_events_go_to_the_shards_of_their_keys_in_order(platform: ShardedEventSQ
     check_in_order(read(platform), 800)
 
 
-def test_a_batch_that_is_longer_than_memory_is_read_as_it_is_written(platform: ShardedEventSQL) -> None:
+def test_a_batch_that_is_longer_than_memory_is_read_as_it_is_written(platform: EventSQL) -> None:
     assert platform.publisher.publish_all(events(25_000)) == 25_000
     check_in_order(read(platform), 25_000)
 
 
-def test_events_without_a_key_take_turns_over_shards_and_stay_one_commit(platform: ShardedEventSQL) -> None:
+def test_events_without_a_key_take_turns_over_shards_and_stay_one_commit(platform: EventSQL) -> None:
     for publication in events(4, keyed=False):
         platform.publisher.publish(publication)
     assert {name: len(found) for name, found in read(platform).items()} == {"shard-1": 2, "shard-2": 2}
@@ -81,7 +80,7 @@ def test_events_without_a_key_take_turns_over_shards_and_stay_one_commit(platfor
 
 
 @pytest.mark.parametrize("number", [10, 30_000])
-def test_when_the_iterator_raises_nothing_is_published(platform: ShardedEventSQL, number: int) -> None:
+def test_when_the_iterator_raises_nothing_is_published(platform: EventSQL, number: int) -> None:
     def broken() -> Iterator[Publication]:
         yield from events(number)
         raise InvalidPublicationError("no more")
@@ -91,7 +90,7 @@ def test_when_the_iterator_raises_nothing_is_published(platform: ShardedEventSQL
     assert read(platform) == {"shard-1": [], "shard-2": []}
 
 
-def test_an_event_that_cannot_be_published_is_found_before_any_shard_commits(platform: ShardedEventSQL) -> None:
+def test_an_event_that_cannot_be_published_is_found_before_any_shard_commits(platform: EventSQL) -> None:
     wrong = Publication("orders", b"", key=KEYS[0], partition=9)
     with pytest.raises(PartitionOutOfRangeError):
         platform.publisher.publish_all([*events(60), wrong])
@@ -100,7 +99,7 @@ def test_an_event_that_cannot_be_published_is_found_before_any_shard_commits(pla
 
 @pytest.mark.parametrize("number", [60, 30_000])
 def test_a_shard_that_fails_where_another_commits_is_named_with_what_is_published(
-    platform: ShardedEventSQL, number: int
+    platform: EventSQL, number: int
 ) -> None:
     broken = platform.shards[1]
     with broken.database.connection() as connection:
@@ -124,15 +123,15 @@ def test_a_shard_that_fails_where_another_commits_is_named_with_what_is_publishe
     assert {shard_of_key(key, ["shard-1", "shard-2"]) for key in found} == {"shard-1"}
 
 
-def read_first(platform: ShardedEventSQL) -> list[str]:
+def read_first(platform: EventSQL) -> list[str]:
     platform.shards[0].transfer.run_once()
     return [str(event.key) for event in platform.shards[0].reader.read("orders")]
 
 
-def test_an_outbox_takes_the_keys_of_its_shard_alone(platform: ShardedEventSQL) -> None:
+def test_an_outbox_takes_the_keys_of_its_shard_alone(platform: EventSQL) -> None:
     key = next(key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "shard-2")
     right = platform.shard_of(key)
-    assert right.shard == "shard-2"
+    assert right.name == "shard-2"
     (wrong,) = (shard for shard in platform.shards if shard is not right)
     mine, keyless = Publication("orders", b"1", key=key), Publication("orders", b"2")
     with right.database.transaction() as connection:
@@ -149,7 +148,7 @@ def test_an_outbox_takes_the_keys_of_its_shard_alone(platform: ShardedEventSQL) 
     assert read(platform) == {"shard-1": [], "shard-2": [(key, 1), (None, 2)]}
 
 
-def test_a_connection_to_no_shard_takes_nothing(platform: ShardedEventSQL, dsn: str, server: EmbeddedPostgres) -> None:
+def test_a_connection_to_no_shard_takes_nothing(platform: EventSQL, dsn: str, server: EmbeddedPostgres) -> None:
     # Another that has the tables, and one that has none.
     for other in (dsn, server.start().dsn):
         with psycopg.connect(other) as connection:
@@ -159,9 +158,9 @@ def test_a_connection_to_no_shard_takes_nothing(platform: ShardedEventSQL, dsn: 
             assert connection.execute("SELECT 1").fetchone() == (1,), "the caller's transaction is not spoilt"
 
 
-def test_who_knows_one_shard_alone_does_not_write_the_keys_of_another(platform: ShardedEventSQL) -> None:
+def test_who_knows_one_shard_alone_does_not_write_the_keys_of_another(platform: EventSQL) -> None:
     one = platform.shards[0].database.dsn
-    names = [str(shard.shard) for shard in platform.shards]
+    names = [str(shard.name) for shard in platform.shards]
     with EventSQL(one, transfer=False) as alone:
         foreign = [key for key in KEYS if shard_of_key(key, names) == "shard-2"]
         with pytest.raises(WrongShardError, match="publish it through a platform on all shards"):
@@ -174,7 +173,7 @@ def test_who_knows_one_shard_alone_does_not_write_the_keys_of_another(platform: 
 
 
 def test_buffered_events_of_many_callers_are_acknowledged_by_the_shards_of_their_keys(
-    platform: ShardedEventSQL,
+    platform: EventSQL,
 ) -> None:
     with platform.buffered_publisher(max_age=0.001) as publisher:
         acknowledgements = [publisher.publish(each) for each in events(300)]
@@ -183,7 +182,7 @@ def test_buffered_events_of_many_callers_are_acknowledged_by_the_shards_of_their
     check_in_order(read(platform), 300)
 
 
-def test_so_are_those_of_tasks(platform: ShardedEventSQL) -> None:
+def test_so_are_those_of_tasks(platform: EventSQL) -> None:
     async def publish() -> None:
         async with platform.async_publisher(max_age=0.001) as publisher:
             for future in [await publisher.enqueue(each) for each in events(200)]:
@@ -194,17 +193,17 @@ def test_so_are_those_of_tasks(platform: ShardedEventSQL) -> None:
     check_in_order(read(platform), 201)
 
 
-def test_the_partitioner_of_a_caller_chooses_within_the_shard(platform: ShardedEventSQL) -> None:
+def test_the_partitioner_of_a_caller_chooses_within_the_shard(platform: EventSQL) -> None:
     platform.publisher.configure_partitioner(lambda _publication, partitions: partitions - 1)
     platform.publisher.publish_all(events(100))
     check_in_order(read(platform), 100)
     assert {event.partition for shard in platform.shards for event in shard.reader.read("orders")} == {2}
 
 
-def test_spark_does_not_write_to_one_shard_whatever_the_key(platform: ShardedEventSQL) -> None:
+def test_spark_does_not_write_to_one_shard_whatever_the_key(platform: EventSQL) -> None:
     database = platform.shards[0].database
     with (
         Publications(Source(database.dsn, database.schema, str(database))) as publications,
         pytest.raises(ShardError, match="give the URLs of all shards"),
     ):
-        publications.places("orders", {})
+        publications.write_targets("orders", {})

@@ -7,17 +7,17 @@ import threading
 import psycopg
 import pytest
 
-from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import RedefinitionError, SchemaOutdatedError, ShardsDifferError, ShardSetError
-from eventsql_orchestration.log.shard_store import ShardState
-from eventsql_orchestration.sharded.addition import ShardAddition
-from eventsql_orchestration.sharded.founding import judge
+from eventsql_orchestration.shards.add_shard import ShardAddition
+from eventsql_orchestration.shards.bootstrap import compare
+from eventsql_orchestration.shards.shard_state import ShardState
 from tests.shards.conftest import Databases, Open, database_of
 
 
 def named(platform: EventSQL) -> dict[str, str]:
-    return {str(shard.database): str(shard.shard) for shard in platform.shards}
+    return {str(shard.database): str(shard.name) for shard in platform.shards}
 
 
 def written(dsn: str) -> list[tuple[object, ...]]:
@@ -74,7 +74,7 @@ def test_a_set_whose_making_was_cut_short_is_finished_by_the_next(databases: Dat
 
 def _identity(dsn: str) -> str:
     with EventSQL(dsn) as platform:
-        from eventsql_orchestration.log.shard_store import ShardStore
+        from eventsql_orchestration.shards.shard_state import ShardStore
 
         return ShardStore(platform.database).state().identity
 
@@ -118,7 +118,7 @@ def test_a_copy_of_a_shard_is_told_from_it() -> None:
     state = ShardState("1", 0, "set", "a", True, (frozenset({"a", "b"}),))
     copy = ShardState("2", 0, "set", "a", True, (frozenset({"a", "b"}),))
     with pytest.raises(ShardSetError, match="both say that they are shard 'a': one is a copy"):
-        judge([("db1", state), ("db2", copy)])
+        compare([("db1", state), ("db2", copy)])
 
 
 def test_topics_and_consumers_that_differ_are_refused_when_they_are_used(databases: Databases, opened: Open) -> None:
@@ -169,7 +169,7 @@ def test_a_consumer_in_the_other_form_on_any_shard_is_refused_before_one_is_writ
 def test_an_addition_names_what_is_in_its_way(databases: Databases, opened: Open) -> None:
     one, other, new, third = databases(4)
     opened(one, other).open()
-    with EventSQL(one) as a, EventSQL(other) as b, EventSQL(new) as c, EventSQL(third) as d:
+    with Shard(one) as a, Shard(other) as b, Shard(new) as c, Shard(third) as d:
         with pytest.raises(ShardSetError, match="no URL leads to shard-2"):
             ShardAddition([a], c).plan()
         with pytest.raises(ShardSetError, match="one database"):

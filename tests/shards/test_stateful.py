@@ -24,15 +24,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ShardSetError, WrongShardError
-from eventsql_orchestration.log.partitioner import default_partition
-from eventsql_orchestration.log.positions import Earliest
-from eventsql_orchestration.sharded import ShardedEventSQL
-from eventsql_orchestration.sharded.addition import ShardAddition
 from eventsql_orchestration.sharding import HELD, shard_of_key
+from eventsql_orchestration.shards.add_shard import ShardAddition
+from eventsql_orchestration.topics.offsets import Earliest
+from eventsql_orchestration.topics.partitioner import default_partition
 from tests.log.test_stateful import SETTINGS, ConsumerModel, Entry, PartitionModel, TopicModel
 from tests.shards.conftest import database_of
 
@@ -62,7 +61,7 @@ class ShardModel:
     """A shard: its part of the topic, its consumers, and where its log ended when each later one joined."""
 
     name: str
-    platform: EventSQL
+    platform: Shard
     topic: TopicModel
     consumers: dict[str, ConsumerModel]
     before: tuple[ShardModel, ...] = ()
@@ -95,10 +94,8 @@ class ShardedMachine(RuleBasedStateMachine):
     def _database(self) -> str:
         return self.stack.enter_context(database_of(self.server))
 
-    def _open(self, dsns: Sequence[str]) -> ShardedEventSQL:
-        opened = self.stack.enter_context(EventSQL(*dsns, transfer=False))
-        assert isinstance(opened, ShardedEventSQL)
-        return opened
+    def _open(self, dsns: Sequence[str]) -> EventSQL:
+        return self.stack.enter_context(EventSQL(*dsns, transfer=False))
 
     @initialize(partitions=st.sampled_from([1, 3]), wanted=few)
     def begin(self, partitions: int, wanted: list[str | None]) -> None:
@@ -114,7 +111,7 @@ class ShardedMachine(RuleBasedStateMachine):
             self._model(shard, partitions)
         self.publish(wanted, 1)
 
-    def _model(self, shard: EventSQL, partitions: int, before: tuple[ShardModel, ...] = ()) -> None:
+    def _model(self, shard: Shard, partitions: int, before: tuple[ShardModel, ...] = ()) -> None:
         topic = TopicModel(TOPIC, partitions)
         until = HELD if before else None
         states = {at: PartitionModel(0) for at in range(partitions)}
@@ -123,8 +120,8 @@ class ShardedMachine(RuleBasedStateMachine):
             "mailer": ConsumerModel(topic, "mailer", states, None, until),
             "fares": ConsumerModel(topic, "fares", whole, None, until),
         }
-        assert shard.shard is not None
-        self.shards.append(ShardModel(shard.shard, shard, topic, found, before))
+        assert shard.name is not None
+        self.shards.append(ShardModel(shard.name, shard, topic, found, before))
 
     def _owner(self, key: str) -> ShardModel:
         name = shard_of_key(key, [shard.name for shard in self.shards])
@@ -249,19 +246,19 @@ class ShardedMachine(RuleBasedStateMachine):
     @rule(told=st.sampled_from([False, False, True]))
     def add_shard(self, told: bool) -> None:
         dsn = self._database()
-        with EventSQL(dsn, transfer=False) as new:
+        with Shard(dsn, transfer=False) as new:
             assert ShardAddition(self.platform.shards, new).execute().active
         self.met["added"] += 1
         self.platform.add_url(dsn)
         shard = self.platform.shards[-1]
-        assert shard.shard is not None
+        assert shard.name is not None
         for each in self.shards:
             each.topic.transfer()
         self._learn()
         for each in self.shards:
-            each.fences[shard.shard] = each.topic.end
+            each.fences[shard.name] = each.topic.end
         self._model(shard, self.shards[0].topic.partitions, tuple(self.shards))
-        self.untold.append(shard.shard)
+        self.untold.append(shard.name)
         if told:
             self.tell_the_other_process()
 

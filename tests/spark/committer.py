@@ -9,10 +9,10 @@ import sys
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 
+from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.encoder import Encoder
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.publication import Publications
-from eventsql_orchestration.spark.staging import Place, stage
+from eventsql_orchestration.spark.staging import WriteTarget, stage
 
 WRITER = {"writerId": "nightly", "batchId": "7"}
 
@@ -20,9 +20,9 @@ WRITER = {"writerId": "nightly", "batchId": "7"}
 def publish(dsn: str, events: int) -> bool:
     """Publish events whose value is their number to the topic `orders`, as two tasks; False if it was done before."""
     source = Source(dsn, "eventsql", "the database")
-    places = [Place(source, Encoder({"orders": 4}, "orders", {}))]
+    targets = [WriteTarget(source, Encoder({"orders": 4}, "orders", {}))]
     halves = (range(events // 2), range(events // 2, events))
-    attempts = [stage(places, [pa.record_batch({"value": [b"%d" % number for number in half]})]) for half in halves]
+    attempts = [stage(targets, [pa.record_batch({"value": [b"%d" % number for number in half]})]) for half in halves]
     with Publications(source) as publications:
         try:
             return publications.publish(WRITER["writerId"], int(WRITER["batchId"]), attempts)

@@ -7,9 +7,9 @@ from multiprocessing.process import BaseProcess
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 
-from eventsql_orchestration.spark.ledger import ClaimHold
+from eventsql_orchestration.spark.commit_log import ClaimHold
+from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.publication import Publications
 from eventsql_orchestration.spark.staging import Attempt, stage
 
 KEYS = [f"key {number}" for number in range(24)]
@@ -32,10 +32,10 @@ def rows(first: int, events: int) -> pa.RecordBatch:
 
 def staged(publications: Publications, first: int, events: int) -> list[Attempt]:
     """Two attempts, of which each has every other row; of some keys alone where there are few events."""
-    places = publications.places("orders", {})
+    targets = publications.write_targets("orders", {})
     whole = rows(first, events)
     halves = (whole.slice(0, events // 2), whole.slice(events // 2))
-    return [stage(places, [half]) for half in halves]
+    return [stage(targets, [half]) for half in halves]
 
 
 def publish(dsns: list[str], first: int, events: int, claim: ClaimHold | None = None) -> bool:

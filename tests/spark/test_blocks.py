@@ -17,13 +17,13 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, RegistryError, StuckEventError
-from eventsql_orchestration.log.lag import LagCause
-from eventsql_orchestration.log.staged import LEAST_BY_BLOCKS, ORPHANED_AFTER_HOURS
+from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS, ORPHANED_AFTER_HOURS
+from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.encoder import Encoder
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.publication import Publications
-from eventsql_orchestration.spark.staging import Attempt, Place, stage
+from eventsql_orchestration.spark.staging import Attempt, WriteTarget, stage
 from tests.spark.processes import wait_until
 
 MANY = LEAST_BY_BLOCKS
@@ -51,7 +51,7 @@ def staged(source: Source, first: int, *, topics: Sequence[str] = ("orders",), b
     }
     whole = pa.record_batch(columns)
     encoder = Encoder({"orders": 4, "fares": -1}, None, {"source": "here"})
-    return stage([Place(source, encoder)], (whole.slice(start, batch) for start in range(0, MANY, batch)))
+    return stage([WriteTarget(source, encoder)], (whole.slice(start, batch) for start in range(0, MANY, batch)))
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_events_of_several_topics_are_in_blocks_of_their_own_and_each_topic_in_o
 
 
 def test_few_events_are_rows_that_any_transfer_moves(platform: EventSQL, source: Source) -> None:
-    few = stage([Place(source, Encoder({"orders": 4}, "orders", {}))], [pa.record_batch({"value": [b"1", b"2"]})])
+    few = stage([WriteTarget(source, Encoder({"orders": 4}, "orders", {}))], [pa.record_batch({"value": [b"1", b"2"]})])
     with Publications(source) as publications:
         publications.publish("writer", 0, [few])
     assert [value for (value,) in rows_of(platform, "event_buffer", "eql_value")] == [b"1", b"2"]

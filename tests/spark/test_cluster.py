@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.log.staged import ORPHANED_AFTER_HOURS
+from eventsql_orchestration.publishing.staged_blocks import ORPHANED_AFTER_HOURS
 from tests.spark.processes import Cluster, Driver, driver, kill, wait_until
 
 EVENTS = 100_000

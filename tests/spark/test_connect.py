@@ -118,7 +118,7 @@ def test_reads_all_shards(client: Driver, databases: Databases) -> None:
         shards.registry.register_topic(Topic("orders"))
         shards.publisher.publish_all(Publication("orders", b"%d" % number, key=str(number)) for number in range(20))
         shards.transfer.run_once()
-        wanted = sorted([shard.shard, event.key] for shard in shards.shards for event in shard.reader.read("orders"))
+        wanted = sorted([shard.name, event.key] for shard in shards.shards for event in shard.reader.read("orders"))
     rows = json.loads(
         client.do("read", columns=["shard", "key"], options={"dsn": " ".join(urls), "subscribe": "orders"})
     )

@@ -17,9 +17,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
-from eventsql_orchestration.sharded import ShardedEventSQL
-from eventsql_orchestration.sharded.decisions import Decisions
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from tests.conftest import own_server
 from tests.shards.conftest import Databases, databases
@@ -34,16 +33,15 @@ PATIENCE = 120
 
 
 @pytest.fixture
-def shards(databases: Databases) -> Iterator[ShardedEventSQL]:
+def shards(databases: Databases) -> Iterator[EventSQL]:
     """Two shards with a topic of 400 events of 24 keys, and one to copy it to."""
     with prepared(databases(2)) as platform:
         yield platform
 
 
 @contextmanager
-def prepared(dsns: list[str]) -> Iterator[ShardedEventSQL]:
+def prepared(dsns: list[str]) -> Iterator[EventSQL]:
     with EventSQL(*dsns, transfer=False) as platform:
-        assert isinstance(platform, ShardedEventSQL)
         platform.registry.register_topic(Topic("orders", partitions=2))
         platform.registry.register_topic(Topic("fares", partitions=3))
         publish(platform, range(EVENTS))
@@ -58,9 +56,9 @@ def publish(platform: EventSQL, numbers: Iterable[int]) -> None:
     platform.transfer.run_once()
 
 
-def urls_of(platform: ShardedEventSQL) -> list[str]:
+def urls_of(platform: EventSQL) -> list[str]:
     """In the order of their names: the first is the one that decides."""
-    return [shard.database.dsn for shard in sorted(platform.shards, key=lambda shard: str(shard.shard))]
+    return [shard.database.dsn for shard in sorted(platform.shards, key=lambda shard: str(shard.name))]
 
 
 def start(spark: SparkSession, dsns: list[str], checkpoint: Path, **writing: str) -> StreamingQuery:
@@ -82,16 +80,16 @@ def copy(spark: SparkSession, dsns: list[str], checkpoint: Path, **writing: str)
         query.stop()
 
 
-def copies(platform: ShardedEventSQL) -> list[int]:
+def copies(platform: EventSQL) -> list[int]:
     """The numbers of all copies, each of which lies on the shard of its key, in its partition and in its order."""
     platform.transfer.run_once()
-    names = [str(shard.shard) for shard in platform.shards]
+    names = [str(shard.name) for shard in platform.shards]
     found: list[int] = []
     for shard in platform.shards:
         numbers: dict[str, list[int]] = {}
         for event in shard.reader.read("fares"):
             key = str(event.key)
-            assert shard_of_key(key, names) == shard.shard
+            assert shard_of_key(key, names) == shard.name
             assert event.partition == platform.publisher.partition_of(event.as_publication())
             numbers.setdefault(key, []).append(int(event.value))
         assert all(of_key == sorted(of_key) for of_key in numbers.values())
@@ -108,15 +106,15 @@ def counted(dsn: str, table: str, condition: str = "true") -> int:
     return int(row[0])
 
 
-def check_nothing_is_left(platform: ShardedEventSQL) -> None:
+def check_nothing_is_left(platform: EventSQL) -> None:
     """Once what nobody decided is given up, as it is by whoever comes when it is old."""
-    Decisions(lambda: {str(shard.shard): shard for shard in platform.shards}).finish(abandoned_after=0)
+    TwoPhaseCoordinator(lambda: {str(shard.name): shard for shard in platform.shards}).finish(abandoned_after=0)
     for dsn in urls_of(platform):
         assert counted(dsn, "spark_decision") == counted(dsn, "spark_part", "eql_published_at IS NULL") == 0
 
 
 def test_a_stream_goes_on_from_its_checkpoint_and_without_it_publishes_nothing_twice(
-    spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path
+    spark: SparkSession, shards: EventSQL, checkpoint: Path
 ) -> None:
     dsns = urls_of(shards)
     copy(spark, dsns, checkpoint, writerId="copier")
@@ -139,7 +137,7 @@ def test_a_stream_goes_on_from_its_checkpoint_and_without_it_publishes_nothing_t
 
 
 def test_a_batch_whose_drivers_are_killed_in_the_commit_is_replayed_and_published_once(
-    spark: SparkSession, shards: ShardedEventSQL, checkpoint: Path, tmp_path: Path
+    spark: SparkSession, shards: EventSQL, checkpoint: Path, tmp_path: Path
 ) -> None:
     dsns = urls_of(shards)
     stream = {"dsn": " ".join(dsns), "source": "orders", "topic": "fares", "checkpoint": str(checkpoint)}
@@ -193,7 +191,7 @@ def test_a_shard_that_goes_down_stops_a_stream_which_goes_on_when_it_is_back(
     with prepared([*databases(1), second.create_database("orders")]) as shards:
         dsns = urls_of(shards)
         lost = next(dsn for dsn in dsns if f":{port}/" in dsn)
-        name = next(str(shard.shard) for shard in shards.shards if shard.database.dsn == lost)
+        name = next(str(shard.name) for shard in shards.shards if shard.database.dsn == lost)
         # While a part of the first batch is published there.
         stop = Stop(lost, "INSERT ON eventsql.event_buffer")
         query = start(spark, dsns, checkpoint)

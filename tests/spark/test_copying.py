@@ -9,8 +9,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
-from eventsql_orchestration.spark.batches import Piece, Projection, read_batches
-from eventsql_orchestration.spark.copying import CopyConnection, RefusedError
+from eventsql_orchestration.spark.adbc import CopyConnection, Piece, Projection, RefusedError, read_batches
 from eventsql_orchestration.spark.options import Source
 from tests.spark.processes import wait_until
 

@@ -21,7 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.log.staged import LEAST_BY_BLOCKS
+from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from tests.spark import committer
 from tests.spark.committer import WRITER

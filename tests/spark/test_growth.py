@@ -8,15 +8,17 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.consuming import claim_pruning
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.log import claim_pruning, segments, writer
-from eventsql_orchestration.log.claims import Claim
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.spark import ledger
-from eventsql_orchestration.spark.ledger import ClaimHold, unnamed
+from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.spark import commit_log
+from eventsql_orchestration.spark.commit_log import ClaimHold, StreamBatch, unnamed
+from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.publication import Publications
 from eventsql_orchestration.spark.staging import stage
+from eventsql_orchestration.topics import segments
 from tests.growth import Round, grown, let_a_month_pass
 from tests.shards.conftest import Databases, Open, databases, opened
 
@@ -28,9 +30,9 @@ EVENTS = 30
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 5 * EVENTS)
-    monkeypatch.setattr(writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
     monkeypatch.setattr(claim_pruning, "EVERY", 1)
-    monkeypatch.setattr(ledger, "KEPT_BATCHES", 3)
+    monkeypatch.setattr(commit_log, "KEPT_BATCHES", 3)
 
 
 def events() -> pa.RecordBatch:
@@ -41,10 +43,10 @@ def events() -> pa.RecordBatch:
 def write(platform: EventSQL, name: str, batch: int, *, claim: Claim | None = None, replayed: bool = False) -> bool:
     source = Source.of([shard.database.dsn for shard in platform.shards], "eventsql")
     with Publications(source) as publications:
-        attempt = stage(publications.places("orders", {}), [events()])
+        attempt = stage(publications.write_targets("orders", {}), [events()])
         hold = None if claim is None else ClaimHold(claim.id, claim.epoch)
         try:
-            return publications.publish(name, batch, [attempt], hold, replayed=replayed)
+            return publications.publish(name, batch, [attempt], hold, stream=StreamBatch() if replayed else None)
         except BaseException:
             publications.discard([attempt])
             raise
@@ -77,7 +79,7 @@ def killed(platform: EventSQL, number: int) -> None:
     """A driver that stages and is killed before it publishes, each time."""
     for shard in platform.shards:
         with Publications(Source.of([shard.database.dsn], "eventsql")) as publications:
-            stage(publications.places("orders", {}), [events()])
+            stage(publications.write_targets("orders", {}), [events()])
 
 
 def with_a_claim(platform: EventSQL, number: int) -> None:

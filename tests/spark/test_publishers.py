@@ -127,7 +127,7 @@ def test_a_key_has_one_shard_and_one_partition_there_whoever_publishes_it(
         found: dict[str | None, list[tuple[str | None, int]]] = {}
         for shard in platform.shards:
             for event in shard.reader.read("orders"):
-                found.setdefault(event.key, []).append((shard.shard, event.partition))
+                found.setdefault(event.key, []).append((shard.name, event.partition))
         names = ["shard-1", "shard-2", "shard-3"]
     assert found == {
         key: [(shard_of_key(key, names), int(hashlib.sha256(key.encode()).hexdigest(), 16) % PARTITIONS)] * 2

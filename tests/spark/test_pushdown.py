@@ -20,10 +20,10 @@ from pyspark.sql.datasource import (
 )
 
 from eventsql_orchestration import Consumer, EventSQL, OffsetRange, Topic
+from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.model import EventFilter
 from eventsql_orchestration.spark.filters import push
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.reader import FilteringReader, Split, read_schema

@@ -32,12 +32,11 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.spark import eventsql_error, range_options
-from eventsql_orchestration.spark.batches import TYPES, Piece, Projection, read_batches
-from eventsql_orchestration.spark.copying import known_database
+from eventsql_orchestration.spark.adbc import TYPES, Piece, Projection, known_database, read_batches
 from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.ranges import Occupied, Stretch, equal_parts, even_tasks, shares
 from eventsql_orchestration.spark.reader import COLUMNS, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
-from eventsql_orchestration.spark.splits import Occupied, Stretch, equal_parts, even_tasks, shares
 from tests.spark.processes import wait_until
 
 Read = Callable[..., DataFrame]
@@ -262,7 +261,7 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"subscribe": None}, ConfigurationError, "option subscribe is missing"),
         ({"subscribe": "No-Topic"}, InvalidNameError, "option subscribe"),
         ({"subscribe": "nothing"}, TopicNotFoundError, "'nothing' does not exist"),
-        ({"startingOffset": "5"}, ConfigurationError, "startingoffset is not known: is startingOffsets meant"),
+        ({"startingOffset": "5"}, ConfigurationError, "startingoffset is not known: did you mean startingOffsets"),
         ({"startingOffsets": "five"}, ValidationError, "option startingOffsets: 'five' is not a number"),
         ({"startingOffsets": "latest"}, ValidationError, "option startingOffsets: 'latest' is for streams"),
         ({"startingOffsets": "-2"}, ValidationError, "option startingOffsets: -2 is out of range"),

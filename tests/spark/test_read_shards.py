@@ -69,7 +69,7 @@ def publish(platform: EventSQL, numbers: Iterable[int], topic: str = "orders") -
 
 def events_of(platform: EventSQL, topic: str = "orders") -> dict[str, list[Any]]:
     """The events of each shard, by its own reader."""
-    return {str(shard.shard): shard.reader.read(topic) for shard in platform.shards}
+    return {str(shard.name): shard.reader.read(topic) for shard in platform.shards}
 
 
 def sizes(platform: EventSQL) -> dict[str, int]:
@@ -159,7 +159,7 @@ def test_one_url_is_read_as_one_database(spark: SparkSession, platform: EventSQL
 def test_one_database_is_not_asked_about_shards(
     platform: EventSQL, urls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eventsql_orchestration.spark.logs.ShardStore", None)
+    monkeypatch.setattr("eventsql_orchestration.spark.multi_log_planner.ShardStore", None)
     source = EventSQLDataSource({"dsn": urls[0], "subscribe": "orders"})
     pieces = [piece for split in source.reader(ONE).partitions() if isinstance(split, Split) for piece in split.pieces]
     assert [piece.shard for piece in pieces] == [None]

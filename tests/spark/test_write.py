@@ -8,12 +8,13 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
@@ -22,9 +23,10 @@ from hypothesis import strategies as st
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StructType, _parse_datatype_string
+from pyspark.sql.types import BinaryType, StructField, StructType, _parse_datatype_string
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClaimLostError,
@@ -39,18 +41,18 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.log import encoding
-from eventsql_orchestration.log.blocks import new_mark, unpack
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.partitioner import default_partition, partition_of_key
-from eventsql_orchestration.log.staged import ORPHANED_AFTER_HOURS
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.blocks import new_mark, unpack
+from eventsql_orchestration.publishing.staged_blocks import ORPHANED_AFTER_HOURS
 from eventsql_orchestration.spark import FORMAT, eventsql_error, range_options
+from eventsql_orchestration.spark.commit_log import CommitLog, Portion
+from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.encoder import BLOCK_BYTES, Encoder
-from eventsql_orchestration.spark.ledger import Ledger, Portion
-from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.publication import Publications
+from eventsql_orchestration.spark.options import Source, WriteOptions
 from eventsql_orchestration.spark.source import EventSQLDataSource
-from eventsql_orchestration.spark.staging import Attempt, Place, Share, stage
+from eventsql_orchestration.spark.staging import Attempt, Share, WriteTarget, stage
+from eventsql_orchestration.spark.writer import StreamWriter
+from eventsql_orchestration.topics.partitioner import default_partition, partition_of_key
 
 Read = Callable[..., DataFrame]
 Write = Callable[..., None]
@@ -155,7 +157,9 @@ def test_keys_choose_the_partition_that_the_publisher_chooses(
 
 
 def test_events_without_a_key_are_spread(platform: EventSQL, source: Source) -> None:
-    attempt = stage([Place(source, Encoder({"orders": 4}, "orders", {}))], [pa.record_batch({"value": [b""] * 400})])
+    attempt = stage(
+        [WriteTarget(source, Encoder({"orders": 4}, "orders", {}))], [pa.record_batch({"value": [b""] * 400})]
+    )
     assert attempt.shares == (Share(None, {"orders": 400}, {"orders": 4}),)
     with Publications(source) as publications:
         publications.publish("writer", 0, [attempt])
@@ -197,10 +201,10 @@ def test_a_block_is_encoded_as_the_publisher_encodes_events(
     for topic, value, key, headers in rows[skipped:]:
         event = Publication(topic, value, key=key, metadata={**headers, "run": "7"})
         partition = 1 if key is None and topic == "orders" else default_partition(event, partitions[topic])
-        expected[topic] = expected.get(topic, b"") + b"prefix" + encoding.encode(event, partition)
+        expected[topic] = expected.get(topic, b"") + b"prefix" + copy_format.encode(event, partition)
         counts.setdefault(topic, Counter())[partition] += 1
     found = {block.topic: block for block in blocks}
-    assert {topic: unpack(block.pack(), b"prefix") for topic, block in found.items()} == expected
+    assert {topic: b"".join(unpack(block.pack(), b"prefix")) for topic, block in found.items()} == expected
     assert {topic: block.partitions for topic, block in found.items()} == counts
 
 
@@ -232,7 +236,7 @@ def test_writers_without_a_name_are_different_ones(spark: SparkSession, platform
 
 
 def test_of_publications_at_the_same_time_one_takes_place(platform: EventSQL, source: Source) -> None:
-    attempts = [stage([Place(source, Encoder({"orders": 4}, "orders", {}))], [events(5)]) for _ in range(8)]
+    attempts = [stage([WriteTarget(source, Encoder({"orders": 4}, "orders", {}))], [events(5)]) for _ in range(8)]
 
     def publish(attempt: Attempt) -> bool:
         with Publications(source) as publications:
@@ -280,7 +284,7 @@ def events(count: int, *, topic: str | None = None) -> pa.RecordBatch:
 
 def test_attempts_that_no_publication_names_are_swept_after_a_day(platform: EventSQL, source: Source) -> None:
     encoder = Encoder({"orders": 4}, "orders", {})
-    old, fresh, published = (stage([Place(source, encoder)], [events(3)]) for _ in range(3))
+    old, fresh, published = (stage([WriteTarget(source, encoder)], [events(3)]) for _ in range(3))
     with platform.database.connection() as connection:
         connection.execute(
             "UPDATE eventsql.spark_staged_event SET eql_created_at = eql_created_at - %s WHERE eql_attempt = %s",
@@ -295,7 +299,10 @@ def test_attempts_that_no_publication_names_are_swept_after_a_day(platform: Even
 
 def test_a_publication_that_lacks_staged_events_fails_whole(platform: EventSQL, source: Source) -> None:
     encoder = Encoder({"orders": 4}, "orders", {})
-    whole, lost = stage([Place(source, encoder)], [events(3)]), Attempt(uuid.uuid4(), (Share(None, {"orders": 2}),))
+    whole, lost = (
+        stage([WriteTarget(source, encoder)], [events(3)]),
+        Attempt(uuid.uuid4(), (Share(None, {"orders": 2}),)),
+    )
     with Publications(source) as publications:
         with pytest.raises(DatabaseError, match="staged 2 events, and they are not all there"):
             publications.publish("writer", 0, [whole, lost])
@@ -306,7 +313,7 @@ def test_a_publication_that_lacks_staged_events_fails_whole(platform: EventSQL, 
 
 
 def test_a_topic_that_is_deleted_meanwhile_stops_the_publication(platform: EventSQL, source: Source) -> None:
-    attempt = stage([Place(source, Encoder({"orders": 4, "fares": 3}, None, {}))], [events(2, topic="fares")])
+    attempt = stage([WriteTarget(source, Encoder({"orders": 4, "fares": 3}, None, {}))], [events(2, topic="fares")])
     platform.registry.unregister_topic("fares", force=True)
     with Publications(source) as publications, pytest.raises(TopicNotFoundError, match="'fares' was deleted"):
         publications.publish("writer", 0, [attempt])
@@ -314,7 +321,7 @@ def test_a_topic_that_is_deleted_meanwhile_stops_the_publication(platform: Event
 
 
 def test_a_topic_that_is_redefined_meanwhile_stops_the_publication(platform: EventSQL, source: Source) -> None:
-    attempt = stage([Place(source, Encoder({"fares": 3}, "fares", {}))], [events(200)])
+    attempt = stage([WriteTarget(source, Encoder({"fares": 3}, "fares", {}))], [events(200)])
     platform.registry.register_topic(Topic("fares", partitions=7))
     with Publications(source) as publications:
         with pytest.raises(RedefinitionError, match="'fares' was redefined"):
@@ -327,12 +334,12 @@ def test_a_topic_that_is_redefined_meanwhile_stops_the_publication(platform: Eve
 def test_a_publication_under_way_keeps_its_topics_as_they_are(
     platform: EventSQL, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt = stage([Place(source, Encoder({"fares": 3}, "fares", {}))], [events(200)])
+    attempt = stage([WriteTarget(source, Encoder({"fares": 3}, "fares", {}))], [events(200)])
     with Publications(source) as publications:
-        check, redefined = Ledger.check_topics, threading.Event()
+        check, redefined = CommitLog.check_topics, threading.Event()
 
-        def redefine_after_the_check(ledger: Ledger, connection: Connection, portion: Portion) -> None:
-            check(ledger, connection, portion)
+        def redefine_after_the_check(log: CommitLog, connection: Connection, portion: Portion) -> None:
+            check(log, connection, portion)
             other.start()
             with platform.database.connection() as watching:
                 await_a_waiting_lock(watching)
@@ -344,7 +351,7 @@ def test_a_publication_under_way_keeps_its_topics_as_they_are(
                 redefined.set()
 
         other = threading.Thread(target=redefine)
-        monkeypatch.setattr(Ledger, "check_topics", redefine_after_the_check)
+        monkeypatch.setattr(CommitLog, "check_topics", redefine_after_the_check)
         assert publications.publish("writer", 0, [attempt])
         other.join()
     platform.transfer.run_once()
@@ -439,9 +446,9 @@ def test_a_batch_that_was_published_without_the_claim_is_not_taken_for_its(
 ) -> None:
     encoder = Encoder({"fares": 3}, "fares", {})
     with Publications(source) as publications:
-        publications.publish("nightly", 0, [stage([Place(source, encoder)], [events(3)])])
+        publications.publish("nightly", 0, [stage([WriteTarget(source, encoder)], [events(3)])])
         with pytest.raises(ClaimLostError, match="give writerId a new value"):
-            again = stage([Place(source, encoder)], [events(3)])
+            again = stage([WriteTarget(source, encoder)], [events(3)])
             publications.publish("nightly", 0, [again], publications.hold(claim.id))
     assert offset_of(platform) == 0
     assert len(values_in(platform, "fares")) == 3
@@ -480,7 +487,7 @@ def schema_of(text: str) -> StructType:
         (FARE, {"batchId": "-1"}, ValidationError, "option batchId: -1 is out of range"),
         (FARE, {"claim": "first"}, ValidationError, "option claim: 'first' is not a whole number"),
         (FARE, {"claim": "77"}, ClaimLostError, "claim 77 does not exist"),
-        (FARE, {"writer": "me"}, ConfigurationError, "option writer is not known: is writerId meant"),
+        (FARE, {"writer": "me"}, ConfigurationError, "option writer is not known: did you mean writerId"),
         (FARE, {"headers": "{"}, ValidationError, "option headers is not JSON"),
         (FARE, {"headers": "[]"}, ValidationError, "option headers is not an object"),
         (FARE, {"headers": '{"a": 1}'}, InvalidPublicationError, "option headers .*'a' must be text"),
@@ -538,7 +545,9 @@ def test_a_bad_row_names_its_column_and_leaves_nothing(
         columns = {"headers": pa.array([list(entries.items()) for entries in headers], text_map)}
     bad = {"value": pa.array([b"1", b"2"]), "topic": pa.array(["orders", "orders"]), **columns}
     with pytest.raises(error, match=message):
-        stage([Place(source, Encoder({"orders": 4}, None, {}))], [events(5, topic="orders"), pa.record_batch(bad)])
+        stage(
+            [WriteTarget(source, Encoder({"orders": 4}, None, {}))], [events(5, topic="orders"), pa.record_batch(bad)]
+        )
     assert staged_in(platform) == 0
 
 
@@ -553,6 +562,7 @@ def test_only_the_mode_append_is_possible(spark: SparkSession, write: Write) -> 
             write(numbers(spark, 1), topic="orders", mode=mode)
 
 
+@pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("option", ["batchId", "claim"])
 def test_a_stream_s_progress_is_its_checkpoint_s(dsn: str, option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"option {option} cannot be used here"):
@@ -562,11 +572,16 @@ def test_a_stream_s_progress_is_its_checkpoint_s(dsn: str, option: str) -> None:
 # Streams
 
 
-def run(spark: SparkSession, dsn: str, checkpoint: Path, **options: object) -> None:
+FROM_THE_START = {"startingOffsets": "earliest"}
+
+
+def run(
+    spark: SparkSession, dsn: str, checkpoint: Path, reading: Mapping[str, str] = FROM_THE_START, **options: object
+) -> None:
     """Copy what is new in `orders` to `fares`, a few events at a time, and end."""
     rows = (
         spark.readStream.format(FORMAT)
-        .options(dsn=dsn, subscribe="orders", startingOffsets="earliest", maxOffsetsPerTrigger="40")
+        .options(dsn=dsn, subscribe="orders", maxOffsetsPerTrigger="40", **reading)
         .load()
         .selectExpr("key", "value")
     )
@@ -614,6 +629,53 @@ def test_a_writer_with_a_name_outlives_its_checkpoint(
     assert publications_in(platform) == [("copy", 0, 40)]
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["the same rows", "as many other rows"])
+def test_a_batch_of_another_streaming_query_must_have_the_rows_that_were_published(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, *, same: bool
+) -> None:
+    """Driven as Spark does: a query's id lives in its checkpoint, so another id means another checkpoint."""
+    task_context = Mock()
+    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
+    options = {"dsn": dsn, "topic": "fares", "writerId": "copies"}
+    columns = StructType([StructField("value", BinaryType())])
+    stream = StreamWriter(WriteOptions.parse(options, streaming=True), columns, overwrite=False)
+
+    def commit(query: str, values: list[bytes]) -> None:
+        task_context.get().getLocalProperty.return_value = query
+        stream.commit([stream.write(iter([pa.record_batch({"value": [value]})])) for value in values], 0)
+
+    commit("first", [b"1", b"2"])
+    commit("first", [b"3", b"4"])
+    if same:
+        commit("second", [b"2", b"1"])
+    else:
+        with pytest.raises(ConfigurationError, match="another streaming query"):
+            commit("second", [b"3", b"4"])
+    assert sorted(values_in(platform, "fares")) == ["1", "2"]
+    assert publications_in(platform) == [("copies", 0, 2)]
+
+
+def test_a_consumer_s_stream_without_its_checkpoint_needs_another_writer(
+    spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
+) -> None:
+    consuming = {"consumer": "copies"}
+    platform.registry.register_consumer(Consumer("orders", "copies"))
+    for checkpoint, first in (("first", 0), ("second", 40)):
+        platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(first, first + 40))
+        platform.transfer.run_once()
+        if checkpoint == "first":
+            run(spark, dsn, tmp_path / checkpoint, consuming, writerId="copy")
+    # It begins where the consumer is: batch 0 has other events, as many as before.
+    with pytest.raises(PySparkException) as failure:
+        run(spark, dsn, tmp_path / "second", consuming, writerId="copy")
+    error = eventsql_error(failure.value)
+    assert isinstance(error, ConfigurationError)
+    assert "another streaming query" in error.message
+    assert staged_in(platform) == 0
+    run(spark, dsn, tmp_path / "third", consuming, writerId="another")
+    assert in_numbers(values_in(platform, "fares")) == list(range(80))
+
+
 def test_a_checkpoint_that_plans_other_batches_is_refused_instead_of_losing_events(
     spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:
@@ -631,4 +693,36 @@ def test_a_checkpoint_that_plans_other_batches_is_refused_instead_of_losing_even
     assert publications_in(platform) == [("copy", 0, 30)]
     assert staged_in(platform) == 0
     run(spark, dsn, tmp_path / "first", writerId="copy")
+    assert in_numbers(values_in(platform, "fares")) == list(range(35))
+
+
+def test_a_batch_of_foreach_batch_that_has_other_events_is_refused_instead_of_losing_them(
+    spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path, write: Write
+) -> None:
+    def publish(frame: DataFrame, batch: int) -> None:
+        write(frame.select("value"), topic="fares", writerId="copy", batchId=batch)
+
+    def copy(checkpoint: str) -> None:
+        stream = spark.readStream.format("eventsql").options(dsn=dsn, subscribe="orders", startingOffsets="earliest")
+        writer = (
+            stream.load().writeStream.foreachBatch(publish).option("checkpointLocation", str(tmp_path / checkpoint))
+        )
+        query = writer.trigger(availableNow=True).start()
+        try:
+            assert query.awaitTermination(200)
+        finally:
+            query.stop()
+
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(30))
+    platform.transfer.run_once()
+    for checkpoint in ("first", "second"):
+        copy(checkpoint)
+    assert in_numbers(values_in(platform, "fares")) == list(range(30))
+    platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(30, 35))
+    platform.transfer.run_once()
+    with pytest.raises(PySparkException) as failure:
+        copy("third")
+    assert "ConfigurationError" in str(failure.value)
+    assert publications_in(platform) == [("copy", 0, 30)]
+    copy("first")
     assert in_numbers(values_in(platform, "fares")) == list(range(35))

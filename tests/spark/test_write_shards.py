@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 
@@ -19,7 +19,9 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 from pyspark.sql.types import StringType, StructField, StructType
 
-from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration import Consumer, EventSQL, Shard, Topic
+from eventsql_orchestration.client import admin
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     ClaimLostError,
@@ -27,23 +29,24 @@ from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseError,
     DatabaseUnavailableError,
+    EventSQLError,
     PublicationUnfinishedError,
     RedefinitionError,
     ShardPendingError,
     ShardSetError,
 )
-from eventsql_orchestration.log import parts
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.parts import Part, Parts
-from eventsql_orchestration.log.staged import LEAST_BY_BLOCKS
-from eventsql_orchestration.sharded import ShardedEventSQL, addition, operations
-from eventsql_orchestration.sharded.addition import ShardAddition
-from eventsql_orchestration.sharded.decisions import Decisions
+from eventsql_orchestration.publishing import two_phase_participant as parts
+from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS
+from eventsql_orchestration.publishing.two_phase_participant import PublicationPart, TwoPhaseParticipant
 from eventsql_orchestration.sharding import shard_of_key
-from eventsql_orchestration.spark import places, publication
-from eventsql_orchestration.spark.ledger import Batch
+from eventsql_orchestration.shards import add_shard
+from eventsql_orchestration.shards.add_shard import ShardAddition
+from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
+from eventsql_orchestration.spark import commit_protocol as publication
+from eventsql_orchestration.spark import write_targets
+from eventsql_orchestration.spark.commit_log import Batch, StreamBatch
+from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import WriteOptions
-from eventsql_orchestration.spark.publication import Publications
 from eventsql_orchestration.spark.staging import Attempt, Share, stage
 from eventsql_orchestration.spark.writer import BatchWriter, Staged
 from tests.conftest import own_server
@@ -87,9 +90,8 @@ def prepared(dsns: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def platform(dsns: list[str]) -> Iterator[ShardedEventSQL]:
+def platform(dsns: list[str]) -> Iterator[EventSQL]:
     with EventSQL(*dsns, transfer=False) as opened:
-        assert isinstance(opened, ShardedEventSQL)
         yield opened
 
 
@@ -104,19 +106,50 @@ def kill_at(dsns: list[str], events: int, shard: int, step: str, *, at_commit: b
     await_end_of_transactions(dsns)
 
 
+class Writing:
+    """A write of events from 0 on, in a thread, which waits at a step. `outcome` is what it gives or raises."""
+
+    def __init__(self, dsns: list[str], stop: Stop) -> None:
+        self.stop = stop
+        self.outcome: object = None
+        self._dsns = dsns
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        stop.await_reached()
+        self.join = self._thread.join
+
+    def _run(self) -> None:
+        try:
+            self.outcome = publish(self._dsns, 0, FEW)
+        except EventSQLError as error:
+            self.outcome = error
+
+    def end(self) -> None:
+        self.stop.let_go()
+        self.join()
+
+
+@contextmanager
+def writing(dsns: list[str], shard: int, step: str, *, at_commit: bool = False) -> Iterator[Writing]:
+    with stopping(dsns[shard], step, at_commit=at_commit) as stop:
+        write = Writing(dsns, stop)
+        yield write
+        write.end()
+
+
 def events_of(platform: EventSQL) -> list[int]:
     """The numbers of all events, each of which lies on the shard of its key."""
     platform.transfer.run_once()
     found = []
     for shard in platform.shards:
         events = shard.reader.read("orders")
-        assert {shard_of_key(str(event.key), names_of(platform)) for event in events} <= {str(shard.shard)}
+        assert {shard_of_key(str(event.key), names_of(platform)) for event in events} <= {str(shard.name)}
         found += [int(event.value) for event in events]
     return sorted(found)
 
 
 def names_of(platform: EventSQL) -> list[str]:
-    return [str(shard.shard) for shard in platform.shards]
+    return [str(shard.name) for shard in platform.shards]
 
 
 def check_nothing_is_left(dsns: list[str]) -> None:
@@ -144,7 +177,7 @@ def count(dsn: str, table: str) -> int:
 
 @pytest.mark.parametrize("events", [FEW, MANY], ids=["few", "many"])
 def test_a_batch_is_published_once_with_each_key_on_its_shard_and_in_order(
-    platform: ShardedEventSQL, dsns: list[str], events: int
+    platform: EventSQL, dsns: list[str], events: int
 ) -> None:
     assert publish(dsns, 0, events)
     assert not publish(list(reversed(dsns)), 0, events)
@@ -175,9 +208,17 @@ DECIDED = {
 }
 
 
-@pytest.mark.parametrize("step", UNDECIDED)
+@pytest.mark.parametrize(
+    "step",
+    [
+        "with the deciding commit",
+        pytest.param("before it is announced", marks=pytest.mark.nightly),
+        pytest.param("while a part is prepared", marks=pytest.mark.nightly),
+        pytest.param("when all parts are prepared", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_write_that_was_not_decided_is_not_published_and_the_next_one_is(
-    platform: ShardedEventSQL, dsns: list[str], step: str
+    platform: EventSQL, dsns: list[str], step: str
 ) -> None:
     shard, statement, at_commit = UNDECIDED[step]
     kill_at(dsns, FEW, shard, statement, at_commit=at_commit)
@@ -190,9 +231,17 @@ def test_a_write_that_was_not_decided_is_not_published_and_the_next_one_is(
     assert events_of(platform) == list(range(FEW, 2 * FEW))
 
 
-@pytest.mark.parametrize(("step", "events"), [*((step, FEW) for step in DECIDED), (next(iter(DECIDED)), MANY)])
+@pytest.mark.parametrize(
+    ("step", "events"),
+    [
+        ("with the commit on the second", FEW),
+        pytest.param("with the commit on the second", MANY, marks=pytest.mark.nightly),
+        pytest.param("with the commit on the third", FEW, marks=pytest.mark.nightly),
+        pytest.param("before it is finished", FEW, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_write_that_was_decided_is_finished_by_the_next_one_from_what_was_decided(
-    platform: ShardedEventSQL, dsns: list[str], step: str, events: int
+    platform: EventSQL, dsns: list[str], step: str, events: int
 ) -> None:
     shard, statement, at_commit = DECIDED[step]
     kill_at(dsns, events, shard, statement, at_commit=at_commit)
@@ -203,9 +252,9 @@ def test_a_write_that_was_decided_is_finished_by_the_next_one_from_what_was_deci
 
 
 def test_a_repartitioning_waits_for_a_driver_and_gives_up_what_a_dead_one_left_before_any_shard_changes(
-    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "ABANDONED_SECONDS", 600.0)
+    monkeypatch.setattr(admin, "ABANDONED_SECONDS", 600.0)
     with stopping(dsns[1], "UPDATE ON eventsql.spark_part") as stop:
         process = start(dsns, 0, FEW)
         stop.await_reached()
@@ -234,82 +283,59 @@ def test_a_repartitioning_waits_for_a_driver_and_gives_up_what_a_dead_one_left_b
     ids=["while it prepares", "while it places", "while it decides"],
 )
 def test_what_a_driver_is_at_is_not_given_up(
-    platform: ShardedEventSQL, dsns: list[str], shard: int, statement: str, *, at_commit: bool
+    platform: EventSQL, dsns: list[str], shard: int, statement: str, *, at_commit: bool
 ) -> None:
-    outcomes: list[bool] = []
     decisions = decisions_of(platform)
-    with stopping(dsns[shard], statement, at_commit=at_commit) as stop:
-        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
-        writing.start()
-        stop.await_reached()
+    with writing(dsns, shard, statement, at_commit=at_commit) as write:
         (left,) = decisions.finish()
         assert "it is being published by process" in left.reason
         if shard == 0:
             # Nor while it is being decided, whatever its age.
             (left,) = decisions.finish(abandoned_after=0)
             assert "did not get to it in time" in left.reason
-        stop.let_go()
-        writing.join()
-    assert outcomes == [True]
+    assert write.outcome is True
     assert decisions.finish() == []
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
 
 
-def test_a_repartitioning_publishes_what_is_decided_first(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_a_repartitioning_publishes_what_is_decided_first(platform: EventSQL, dsns: list[str]) -> None:
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
     assert platform.repartitioner.repartition("orders", 5) is not None
     check_nothing_is_left(dsns)
     assert events_of(platform) == list(range(FEW))
 
 
-def test_blocks_that_are_lost_after_they_were_prepared_publish_nothing(
-    platform: ShardedEventSQL, dsns: list[str]
-) -> None:
-    failures: list[Exception] = []
-
-    def write() -> None:
-        try:
-            publish(dsns, 0, FEW)
-        except DatabaseError as error:
-            failures.append(error)
-
-    with stopping(dsns[1], "UPDATE ON eventsql.spark_part") as stop:
-        writing = threading.Thread(target=write)
-        writing.start()
-        stop.await_reached()
-        with psycopg.connect(dsns[1]) as connection:
-            connection.execute("DELETE FROM eventsql.spark_staged_event")
-        stop.let_go()
-        writing.join()
-    (failure,) = failures
-    assert "they are not all there" in str(failure)
+def test_blocks_that_are_lost_after_they_were_prepared_publish_nothing(platform: EventSQL, dsns: list[str]) -> None:
+    with writing(dsns, 1, "UPDATE ON eventsql.spark_part") as write, psycopg.connect(dsns[1]) as connection:
+        connection.execute("DELETE FROM eventsql.spark_staged_event")
+    assert isinstance(write.outcome, DatabaseError)
     assert events_of(platform) == []
     check_nothing_is_left(dsns)
     assert publish(dsns, 0, FEW)
     assert events_of(platform) == list(range(FEW))
 
 
-def decisions_of(platform: EventSQL) -> Decisions:
+def decisions_of(platform: EventSQL) -> TwoPhaseCoordinator:
     platform.open()
-    return Decisions(lambda: {str(shard.shard): shard for shard in platform.shards})
+    return TwoPhaseCoordinator(lambda: {str(shard.name): shard for shard in platform.shards})
 
 
-def test_a_part_whose_batch_took_place_elsewhere_is_given_up(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_a_part_whose_batch_took_place_elsewhere_is_given_up(platform: EventSQL, dsns: list[str]) -> None:
     """Whoever gave the first attempt up did not come to its parts, and the second has no events on their shards."""
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part")
     first, *others = platform.open().shards
-    (announced,) = Parts(first.database).announced()
-    assert Parts(first.database).give_up(announced.id, patience=1.0)
+    (announced,) = TwoPhaseParticipant(first.database).announced()
+    assert TwoPhaseParticipant(first.database).give_up(announced.id, timeout=1.0)
     with Publications(source_of(dsns)) as publications:
         attempts = [
-            Attempt(each.id, tuple(share for share in each.shares if share.shard == first.shard))
+            Attempt(each.id, tuple(share for share in each.shares if share.shard == first.name))
             for each in staged(publications, FEW, FEW)
         ]
         with first.database.connection() as connection:
-            publications._ledgers[first.shard].record(connection, Batch("nightly", 7, tuple(attempts)), uuid.uuid4())
+            publications._logs[first.name].record(connection, Batch("nightly", 7, tuple(attempts)), uuid.uuid4())
         decisions = decisions_of(platform)
-        assert [len(Parts(shard.database).open()) for shard in others] == [1, 1]
+        assert [len(TwoPhaseParticipant(shard.database).open()) for shard in others] == [1, 1]
         assert decisions.finish() == []
         publications.discard(attempts)
     assert events_of(platform) == []
@@ -317,7 +343,7 @@ def test_a_part_whose_batch_took_place_elsewhere_is_given_up(platform: ShardedEv
     assert platform.repartitioner.repartition("orders", 5, patience=0) is not None
 
 
-def test_a_part_of_a_batch_that_an_older_version_recorded_is_kept(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_a_part_of_a_batch_that_an_older_version_recorded_is_kept(platform: EventSQL, dsns: list[str]) -> None:
     assert publish(dsns, 0, FEW)
     with psycopg.connect(dsns[0]) as connection:
         connection.execute("UPDATE eventsql.spark_publication SET eql_id = NULL")
@@ -325,32 +351,32 @@ def test_a_part_of_a_batch_that_an_older_version_recorded_is_kept(platform: Shar
         connection.execute("UPDATE eventsql.spark_part SET eql_published_at = NULL")
     (left,) = decisions_of(platform).finish(abandoned_after=0)
     assert (left.decided, left.shards) == (None, ("shard-2",))
-    assert len(Parts(platform.shards[1].database).open()) == 1
+    assert len(TwoPhaseParticipant(platform.shards[1].database).open()) == 1
 
 
 def test_a_part_that_was_given_up_before_an_older_version_published_its_batch_goes(
-    platform: ShardedEventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
+    platform: EventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part")
     first, *others = platform.open().shards
-    (announced,) = Parts(first.database).announced()
-    assert Parts(first.database).give_up(announced.id, patience=1.0)
+    (announced,) = TwoPhaseParticipant(first.database).announced()
+    assert TwoPhaseParticipant(first.database).give_up(announced.id, timeout=1.0)
     with Publications(source_of(dsns)) as publications:
         attempts = staged(publications, 0, FEW)
-        part = Part(uuid.uuid4(), "shard-1", "nightly", 7)
+        part = PublicationPart(uuid.uuid4(), "shard-1", "nightly", 7)
         portions = {str(shard): portion for shard, portion in Batch("nightly", 7, tuple(attempts)).portions().items()}
         # It looks for nothing that was given up.
         publications._commit_on_all(
             part,
-            publications._ledgers["shard-1"],
+            publications._logs["shard-1"],
             Batch("nightly", 7, tuple(attempts)),
             {shard: portion for shard, portion in portions.items() if shard != "shard-1"},
             portions["shard-1"],
         )
-    Parts(first.database).finish(part.id)
+    TwoPhaseParticipant(first.database).finish(part.id)
     with psycopg.connect(dsns[0]) as connection:
         connection.execute("UPDATE eventsql.spark_publication SET eql_id = NULL")
-    assert [len(Parts(shard.database).open()) for shard in others] == [1, 1]
+    assert [len(TwoPhaseParticipant(shard.database).open()) for shard in others] == [1, 1]
     assert decisions_of(platform).finish() == []
     assert "a part of batch 7 of writer 'nightly' was given up" in caplog.text
     assert events_of(platform) == list(range(FEW))
@@ -359,18 +385,20 @@ def test_a_part_that_was_given_up_before_an_older_version_published_its_batch_go
 
 @pytest.mark.parametrize("outcome", ["decided", "given up"])
 def test_what_becomes_of_a_publication_while_it_is_looked_at_is_found_out(
-    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
     """Its owner decides it and is killed, or somebody else gives it up, after it was read as announced."""
-    decisions, give_up = decisions_of(platform), Parts.give_up
+    decisions, give_up = decisions_of(platform), TwoPhaseParticipant.give_up
     step = "UPDATE ON eventsql.spark_part"
     kill_at(dsns, FEW, 1, step, at_commit=outcome == "decided")
-    first = Parts(platform.shards[0].database)
+    first = TwoPhaseParticipant(platform.shards[0].database)
     (announced,) = first.announced()
     if outcome == "given up":
-        assert give_up(first, announced.id, patience=1.0)
+        assert give_up(first, announced.id, timeout=1.0)
     looked_at = replace(announced, decided=False, deserted=True)
-    monkeypatch.setattr(Parts, "announced", lambda parts: [looked_at] if parts._database is first._database else [])
+    monkeypatch.setattr(
+        TwoPhaseParticipant, "announced", lambda parts: [looked_at] if parts._database is first._database else []
+    )
     if outcome == "decided":
         with psycopg.connect(dsns[1]) as lock:
             lock.execute("SELECT FROM eventsql.spark_part FOR UPDATE")
@@ -383,30 +411,24 @@ def test_what_becomes_of_a_publication_while_it_is_looked_at_is_found_out(
 
 
 def test_a_write_that_others_finish_before_it_finds_out_was_the_first(
-    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcomes: list[bool] = []
-    decisions, give_up = decisions_of(platform), Parts.give_up
+    decisions, give_up = decisions_of(platform), TwoPhaseParticipant.give_up
 
-    def finish_before(parts: Parts, publication: uuid.UUID, *, patience: float) -> bool:
+    def finish_before(parts: TwoPhaseParticipant, publication: uuid.UUID, *, timeout: float) -> bool:
         assert decisions.finish() == []
-        return give_up(parts, publication, patience=patience)
+        return give_up(parts, publication, timeout=timeout)
 
-    monkeypatch.setattr(Parts, "give_up", finish_before)
-    with stopping(dsns[1], "UPDATE ON eventsql.spark_part", at_commit=True) as stop:
-        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
-        writing.start()
-        stop.await_reached()
-        stop.end_session()
-        stop.let_go()
-        writing.join()
-    assert outcomes == [True]
+    monkeypatch.setattr(TwoPhaseParticipant, "give_up", finish_before)
+    with writing(dsns, 1, "UPDATE ON eventsql.spark_part", at_commit=True) as write:
+        write.stop.end_session()
+    assert write.outcome is True
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
 
 
 def test_a_part_that_comes_back_with_a_backup_is_reported_and_kept(
-    platform: ShardedEventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
+    platform: EventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert publish(dsns, 0, FEW)
     decisions = decisions_of(platform)
@@ -431,9 +453,7 @@ def check_parts_are_published(dsns: list[str]) -> None:
 
 
 @pytest.mark.parametrize("finisher", ["a transfer", "another write"])
-def test_a_write_that_was_decided_is_finished_by_others(
-    platform: ShardedEventSQL, dsns: list[str], finisher: str
-) -> None:
+def test_a_write_that_was_decided_is_finished_by_others(platform: EventSQL, dsns: list[str], finisher: str) -> None:
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
     # A sweep takes nothing that is decided, however old it is.
     with psycopg.connect(dsns[1]) as connection:
@@ -458,7 +478,7 @@ def check_nothing_is_open(dsns: list[str]) -> None:
         assert row == (0,)
 
 
-def test_neither_a_sweep_nor_an_abort_takes_what_is_decided(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_neither_a_sweep_nor_an_abort_takes_what_is_decided(platform: EventSQL, dsns: list[str]) -> None:
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
     with psycopg.connect(dsns[1]) as connection:
         connection.execute("UPDATE eventsql.spark_staged_event SET eql_created_at = now() - interval '3 days'")
@@ -466,7 +486,7 @@ def test_neither_a_sweep_nor_an_abort_takes_what_is_decided(platform: ShardedEve
     assert row is not None
     staged_events = count(dsns[1], "spark_staged_event")
     with Publications(source_of(dsns)) as publications:
-        publications._ledgers["shard-2"].sweep()
+        publications._logs["shard-2"].sweep()
         # As Spark does where the commit fails, because a shard does not take its part.
         publications.discard([Attempt(attempt, (Share("shard-2", {}),)) for attempt in row[0]])
     assert count(dsns[1], "spark_staged_event") == staged_events > 0
@@ -480,24 +500,11 @@ def test_neither_a_sweep_nor_an_abort_takes_what_is_decided(platform: ShardedEve
     ("shard", "statement"), [(0, "INSERT ON eventsql.spark_publication"), (1, "UPDATE ON eventsql.spark_part")]
 )
 def test_a_session_that_is_ended_at_a_commit_leaves_all_or_nothing(
-    platform: ShardedEventSQL, dsns: list[str], shard: int, statement: str
+    platform: EventSQL, dsns: list[str], shard: int, statement: str
 ) -> None:
-    outcomes: list[object] = []
-
-    def write() -> None:
-        try:
-            outcomes.append(publish(dsns, 0, FEW))
-        except DatabaseUnavailableError as error:
-            outcomes.append(error)
-
-    with stopping(dsns[shard], statement, at_commit=True) as stop:
-        writing = threading.Thread(target=write)
-        writing.start()
-        stop.await_reached()
-        stop.end_session()
-        stop.let_go()
-        writing.join()
-    (outcome,) = outcomes
+    with writing(dsns, shard, statement, at_commit=True) as write:
+        write.stop.end_session()
+    outcome = write.outcome
     if shard == 0:
         assert isinstance(outcome, DatabaseUnavailableError)
         assert events_of(platform) == []
@@ -510,26 +517,15 @@ def test_a_session_that_is_ended_at_a_commit_leaves_all_or_nothing(
 
 
 def test_a_write_whose_shard_does_not_take_its_part_says_that_it_is_published_and_not_finished(
-    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication, "FINISH_SECONDS", 0.0)
-    failures: list[Exception] = []
-
-    def write() -> None:
-        try:
-            publish(dsns, 0, FEW)
-        except PublicationUnfinishedError as error:
-            failures.append(error)
-
-    with stopping(dsns[1], "UPDATE ON eventsql.spark_part", at_commit=True) as stop:
-        writing = threading.Thread(target=write)
-        writing.start()
-        stop.await_reached()
-        stop.end_session()
-        writing.join()
-        with pytest.raises(PublicationUnfinishedError, match="is published, and some of its events are not where"):
+    with writing(dsns, 1, "UPDATE ON eventsql.spark_part", at_commit=True) as write:
+        write.stop.end_session()
+        write.join()
+        with pytest.raises(PublicationUnfinishedError, match="is published, and some of its events cannot be read yet"):
             publish(dsns, FEW, FEW)
-    assert len(failures) == 1
+    assert isinstance(write.outcome, PublicationUnfinishedError)
     monkeypatch.undo()
     assert not publish(dsns, FEW, FEW)
     assert events_of(platform) == list(range(FEW))
@@ -537,7 +533,7 @@ def test_a_write_whose_shard_does_not_take_its_part_says_that_it_is_published_an
 
 
 def test_a_later_write_waits_for_what_was_decided_on_its_shards(
-    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, claim = claimed(platform)
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
@@ -563,83 +559,68 @@ def test_a_later_write_waits_for_what_was_decided_on_its_shards(
 
 
 def test_a_write_without_a_writer_that_is_not_finished_is_not_to_be_repeated(
-    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(publication, "FINISH_SECONDS", 0.0)
     options = {"dsn": " ".join(dsns), "topic": "orders"}
     columns = StructType([StructField("value", StringType()), StructField("key", StringType())])
     anonymous = BatchWriter(WriteOptions.parse(options, streaming=False), columns, overwrite=False)
     with Publications(source_of(dsns)) as publications:
-        messages = [Staged(stage(publications.places("orders", {}), [rows(0, FEW)]), None)]
+        messages = [Staged(stage(publications.write_targets("orders", {}), [rows(0, FEW)]), None)]
     with stopping(dsns[1], "UPDATE ON eventsql.spark_part", at_commit=True) as stop:
         writing = threading.Thread(target=anonymous.commit, args=(messages,))
         writing.start()
         stop.await_reached()
         stop.end_session()
         writing.join()
-    assert "is published, and some of its events are not where they are read yet" in caplog.text
+    assert "is published, and some of its events cannot be read yet" in caplog.text
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
 
 
 def test_whatever_fails_after_the_decision_says_that_it_is_published(
-    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert publish(dsns, 0, FEW)
     monkeypatch.setattr(publication, "FINISH_SECONDS", 0.0)
 
-    def busy(_parts: Parts) -> None:
+    def busy(_parts: TwoPhaseParticipant) -> None:
         raise DatabaseBusyError("no connection is free")
 
-    monkeypatch.setattr(Parts, "announced", busy)
+    monkeypatch.setattr(TwoPhaseParticipant, "announced", busy)
     with Publications(source_of(dsns)) as publications:
-        deciding = publications._ledgers["shard-1"]
-        with pytest.raises(PublicationUnfinishedError, match="not where they are read yet: no connection is free"):
+        deciding = publications._logs["shard-1"]
+        with pytest.raises(PublicationUnfinishedError, match="cannot be read yet: no connection is free"):
             publications._await_finished(deciding, Batch("nightly", 7, ()))
     monkeypatch.undo()
     assert events_of(platform) == list(range(FEW))
 
 
 def test_a_driver_that_stands_still_loses_its_transactions(
-    platform: ShardedEventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "IDLE_SECONDS", 0.5)
-    outcomes: list[bool] = []
-    with stopping(dsns[0], "INSERT ON eventsql.spark_publication", at_commit=True) as stop:
-        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
-        writing.start()
-        stop.await_reached()
+    with writing(dsns, 0, "INSERT ON eventsql.spark_publication", at_commit=True) as write:
         for dsn in dsns[1:]:
             with psycopg.connect(dsn, autocommit=True) as connection:
                 wait_until(lambda: no_transactions(connection), "the server has ended what is idle")
-        stop.let_go()
-        writing.join()
-    assert outcomes == [True], "it was decided, and published once more from there"
+    assert write.outcome is True, "it was decided, and published once more from there"
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
 
 
-def test_the_transaction_that_decides_is_not_idle_while_others_place(
-    platform: ShardedEventSQL, dsns: list[str]
-) -> None:
-    outcomes: list[bool] = []
-    with stopping(dsns[2], "UPDATE ON eventsql.spark_part") as stop:
-        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
-        writing.start()
-        stop.await_reached()
-        with psycopg.connect(dsns[0]) as connection:
-            used: dict[str, datetime] = dict(
-                connection.execute(
-                    "SELECT datname, state_change FROM pg_stat_activity "
-                    "WHERE datname = ANY (%s) AND state = 'idle in transaction'",
-                    [[conninfo_to_dict(dsn)["dbname"] for dsn in dsns]],
-                ).fetchall()
-            )
-        stop.let_go()
-        writing.join()
+def test_the_transaction_that_decides_is_not_idle_while_others_place(platform: EventSQL, dsns: list[str]) -> None:
+    with writing(dsns, 2, "UPDATE ON eventsql.spark_part") as write, psycopg.connect(dsns[0]) as connection:
+        used: dict[str, datetime] = dict(
+            connection.execute(
+                "SELECT datname, state_change FROM pg_stat_activity "
+                "WHERE datname = ANY (%s) AND state = 'idle in transaction'",
+                [[conninfo_to_dict(dsn)["dbname"] for dsn in dsns]],
+            ).fetchall()
+        )
     deciding, placed = (used[str(conninfo_to_dict(dsn)["dbname"])] for dsn in dsns[:2])
     assert deciding > placed, "it was used again since the second shard placed its part"
-    assert outcomes == [True]
+    assert write.outcome is True
 
 
 def test_every_commit_waits_for_the_disk(databases: Databases) -> None:
@@ -678,27 +659,20 @@ def test_every_commit_waits_for_the_disk(databases: Databases) -> None:
 
 
 def test_a_write_that_somebody_gave_up_before_another_of_its_batch_is_not_the_first(
-    platform: ShardedEventSQL, dsns: list[str]
+    platform: EventSQL, dsns: list[str]
 ) -> None:
-    outcomes: list[bool] = []
-    with stopping(dsns[1], "INSERT ON eventsql.spark_part") as stop:
-        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
-        writing.start()
-        stop.await_reached()
-        with psycopg.connect(dsns[0]) as connection:
-            connection.execute("DELETE FROM eventsql.spark_decision")
-            connection.execute(
-                "INSERT INTO eventsql.spark_publication (eql_writer, eql_batch, eql_events) VALUES ('nightly', 7, 0)"
-            )
-        stop.let_go()
-        writing.join()
-    assert outcomes == [False]
+    with writing(dsns, 1, "INSERT ON eventsql.spark_part") as write, psycopg.connect(dsns[0]) as connection:
+        connection.execute("DELETE FROM eventsql.spark_decision")
+        connection.execute(
+            "INSERT INTO eventsql.spark_publication (eql_writer, eql_batch, eql_events) VALUES ('nightly', 7, 0)"
+        )
+    assert write.outcome is False
     assert events_of(platform) == []
     check_nothing_is_left(dsns)
     assert sum(count(dsn, "spark_staged_event") for dsn in dsns) == 0
 
 
-def test_two_writes_of_one_batch_at_once_publish_one(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_two_writes_of_one_batch_at_once_publish_one(platform: EventSQL, dsns: list[str]) -> None:
     outcomes: list[tuple[int, bool]] = []
     with stopping(dsns[0], "INSERT ON eventsql.spark_publication", at_commit=True) as stop:
 
@@ -720,13 +694,13 @@ def test_two_writes_of_one_batch_at_once_publish_one(platform: ShardedEventSQL, 
     assert sum(count(dsn, "spark_staged_event") for dsn in dsns) == 0
 
 
-def test_a_replayed_batch_with_other_events_is_refused(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_a_replayed_batch_with_other_events_is_refused(platform: EventSQL, dsns: list[str]) -> None:
     with Publications(source_of(dsns)) as publications:
-        assert publications.publish("stream", 3, staged(publications, 0, FEW), replayed=True)
-        assert not publications.publish("stream", 3, staged(publications, 0, FEW), replayed=True)
+        assert publications.publish("stream", 3, staged(publications, 0, FEW), stream=StreamBatch())
+        assert not publications.publish("stream", 3, staged(publications, 0, FEW), stream=StreamBatch())
         fewer = staged(publications, 0, FEW - 1)
         with pytest.raises(ConfigurationError, match=f"published before with {FEW} events, and has {FEW - 1} now"):
-            publications.publish("stream", 3, fewer, replayed=True)
+            publications.publish("stream", 3, fewer, stream=StreamBatch())
         publications.discard(fewer)
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
@@ -742,15 +716,15 @@ def waits_for_a_transaction(connection: psycopg.Connection) -> bool:
 # A shard that cannot be reached
 
 
-def test_what_waits_for_a_shard_that_is_down_says_so_and_changes_nothing(
-    platform: ShardedEventSQL, dsns: list[str]
-) -> None:
+def test_what_waits_for_a_shard_that_is_down_says_so_and_changes_nothing(platform: EventSQL, dsns: list[str]) -> None:
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
-    shards = {str(shard.shard): shard for shard in platform.open().shards}
-    (left,) = Decisions(lambda: {name: shards[name] for name in ("shard-1", "shard-3")}).finish()
+    shards = {str(shard.name): shard for shard in platform.open().shards}
+    (left,) = TwoPhaseCoordinator(lambda: {name: shards[name] for name in ("shard-1", "shard-3")}).finish()
     assert left.decided
     assert str(left) == "batch 7 of writer 'nightly' is not finished: shard 'shard-2' cannot be reached"
-    (left,) = Decisions(lambda: {name: shards[name] for name in ("shard-2", "shard-3")}).finish(abandoned_after=0)
+    (left,) = TwoPhaseCoordinator(lambda: {name: shards[name] for name in ("shard-2", "shard-3")}).finish(
+        abandoned_after=0
+    )
     assert left.decided is None
     assert "shard 'shard-1', which knows whether it takes place, cannot be reached" in str(left)
     with pytest.raises(DatabaseBusyError, match="published over several shards are not in the buffer"):
@@ -788,9 +762,9 @@ def test_what_is_decided_outlives_a_crash_of_the_shard_that_has_not_committed(se
 
 def add(dsns: list[str], new: str, on_step: Callable[[str], None] = lambda _step: None) -> None:
     with ExitStack() as stack:
-        platforms = [stack.enter_context(EventSQL(dsn, transfer=False)) for dsn in (*dsns, new)]
+        shards = [stack.enter_context(Shard(dsn, transfer=False)) for dsn in (*dsns, new)]
         # Its name comes before those of all others, which changes nothing about who decides.
-        ShardAddition(platforms[:-1], platforms[-1], name="another", on_step=on_step).execute()
+        ShardAddition(shards[:-1], shards[-1], name="another", on_step=on_step).execute()
 
 
 def check_order_over_an_addition(dsns: list[str]) -> None:
@@ -802,7 +776,7 @@ def check_order_over_an_addition(dsns: list[str]) -> None:
             with shard.database.connection() as connection:
                 row = connection.execute("SELECT max(eql_fence) FROM eventsql.shard_fence").fetchone()
             for event in shard.reader.read("orders"):
-                if shard_of_key(str(event.key), names) != shard.shard:
+                if shard_of_key(str(event.key), names) != shard.name:
                     assert row is not None
                     assert event.id <= row[0], "a key that moved has an event after the fence"
 
@@ -832,19 +806,14 @@ def test_what_was_decided_comes_before_the_fence_of_an_addition(databases: Datab
 def test_a_write_under_way_keeps_the_fence_back(databases: Databases) -> None:
     *made, new = databases(4)
     dsns = prepared(made)
-    outcomes: list[bool] = []
-    with stopping(dsns[0], "INSERT ON eventsql.spark_publication", at_commit=True) as stop:
-        writing = threading.Thread(target=lambda: outcomes.append(publish(dsns, 0, FEW)))
-        writing.start()
-        stop.await_reached()
+    with writing(dsns, 0, "INSERT ON eventsql.spark_publication", at_commit=True) as write:
         adding = threading.Thread(target=add, args=(dsns, new))
         adding.start()
         with psycopg.connect(dsns[0], autocommit=True) as connection:
             wait_until(lambda: waits_for_the_buffer(connection), "the fence waits for the write")
-        stop.let_go()
-        writing.join()
+        write.end()
         adding.join()
-    assert outcomes == [True]
+    assert write.outcome is True
     check_order_over_an_addition([*dsns, new])
     assert values_of([*dsns, new]) == list(range(FEW))
 
@@ -864,32 +833,19 @@ def waits_for_the_buffer(connection: psycopg.Connection) -> bool:
 def test_a_write_that_an_addition_overtakes_is_refused(
     databases: Databases, monkeypatch: pytest.MonkeyPatch, shard: int, statement: str
 ) -> None:
-    monkeypatch.setattr(addition, "ABANDONED_SECONDS", 0.0)
+    monkeypatch.setattr(add_shard, "ABANDONED_SECONDS", 0.0)
     *made, new = databases(4)
     dsns = prepared(made)
-    failures: list[Exception] = []
-
-    def write() -> None:
-        try:
-            publish(dsns, 0, FEW)
-        except RedefinitionError as error:
-            failures.append(error)
-
-    with stopping(dsns[shard], statement) as stop:
-        writing = threading.Thread(target=write)
-        writing.start()
-        stop.await_reached()
+    with writing(dsns, shard, statement) as write:
         adding = threading.Thread(target=add, args=(dsns, new))
         adding.start()
         if shard == 0:
             adding.join()
         else:
             wait_until(lambda: count(dsns[0], "spark_decision") == 0, "the addition has given the write up")
-        stop.let_go()
-        writing.join()
+        write.end()
         adding.join()
-    (failure,) = failures
-    assert "nothing was published, write again" in str(failure)
+    assert isinstance(write.outcome, RedefinitionError)
     everything = [*dsns, new]
     assert values_of(everything) == []
     assert publish(everything, 0, FEW)
@@ -908,11 +864,11 @@ def test_a_write_is_not_planned_while_a_shard_is_being_added(
 
     with pytest.raises(InterruptedError):
         add(dsns, new, die)
-    monkeypatch.setattr(places, "PENDING_SECONDS", 0.0)
+    monkeypatch.setattr(write_targets, "PENDING_SECONDS", 0.0)
     with Publications(source_of([*dsns, new])) as write, pytest.raises(ShardPendingError, match="'another' takes no"):
-        write.places("orders", {})
+        write.write_targets("orders", {})
     with Publications(source_of(dsns)) as write, pytest.raises(ShardSetError, match="no URL leads to another"):
-        write.places("orders", {})
+        write.write_targets("orders", {})
     add(dsns, new)
     assert publish([*dsns, new], 0, FEW)
     assert values_of([*dsns, new]) == list(range(FEW))
@@ -921,7 +877,7 @@ def test_a_write_is_not_planned_while_a_shard_is_being_added(
 # Claims
 
 
-def claimed(platform: ShardedEventSQL) -> tuple[EventSQL, Claim]:
+def claimed(platform: EventSQL) -> tuple[Shard, Claim]:
     """The second shard, and a claim of it."""
     platform.registry.register_topic(Topic("rides")).register_consumer(Consumer("rides", "copies"))
     home = platform.shards[1]
@@ -934,7 +890,7 @@ def claimed(platform: ShardedEventSQL) -> tuple[EventSQL, Claim]:
     return home, claim
 
 
-def test_a_claim_is_committed_by_its_shard_with_the_events_of_all(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_a_claim_is_committed_by_its_shard_with_the_events_of_all(platform: EventSQL, dsns: list[str]) -> None:
     home, claim = claimed(platform)
     with Publications(source_of(dsns)) as publications:
         with pytest.raises(ConfigurationError, match="option claimShard is missing"):
@@ -949,7 +905,7 @@ def test_a_claim_is_committed_by_its_shard_with_the_events_of_all(platform: Shar
     assert events_of(platform) == list(range(FEW))
 
 
-def test_a_claim_that_was_lost_publishes_nothing_on_any_shard(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_a_claim_that_was_lost_publishes_nothing_on_any_shard(platform: EventSQL, dsns: list[str]) -> None:
     home, claim = claimed(platform)
     with Publications(source_of(dsns)) as publications:
         hold = publications.hold(claim.id, "shard-2")
@@ -966,16 +922,16 @@ def test_a_claim_that_was_lost_publishes_nothing_on_any_shard(platform: ShardedE
 
 def test_a_shard_alone_and_a_set_without_a_shard_are_refused(dsns: list[str]) -> None:
     with Publications(source_of(dsns[:1])) as alone, pytest.raises(ShardSetError, match="'shard-1' of 3"):
-        alone.places("orders", {})
+        alone.write_targets("orders", {})
     with Publications(source_of(dsns[:2])) as two, pytest.raises(ShardSetError, match="no URL leads to shard-3"):
-        two.places("orders", {})
+        two.write_targets("orders", {})
 
 
-def test_events_without_a_key_of_one_attempt_go_to_one_shard(platform: ShardedEventSQL, dsns: list[str]) -> None:
+def test_events_without_a_key_of_one_attempt_go_to_one_shard(platform: EventSQL, dsns: list[str]) -> None:
     with Publications(source_of(dsns)) as publications:
-        places = publications.places("orders", {})
+        targets = publications.write_targets("orders", {})
         plain = pa.record_batch({"value": [b"1"] * 10})
-        attempts = [stage(places, [plain, plain]) for _ in range(30)]
+        attempts = [stage(targets, [plain, plain]) for _ in range(30)]
         assert {len(attempt.shares) for attempt in attempts} == {1}
         assert {attempt.shares[0].shard for attempt in attempts} == set(NAMES)
         publications.discard(attempts)

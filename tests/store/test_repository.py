@@ -14,12 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.errors import (
-    ConcurrentAppendError,
-    InvalidNameError,
-    TopicNotFoundError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import ConcurrentAppendError, InvalidNameError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.store import Aggregate, Repository, SnapshottingAggregate, Store
 
 TOPIC = "order_events"

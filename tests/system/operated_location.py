@@ -10,8 +10,10 @@ import dagster as dg
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.dagster import (
     SPARK_POOL,
+    AssetOptions,
     CheckAlert,
     EventSQLResource,
+    RunLimits,
     build_alert_sensor,
     build_backfill,
     build_delivered_check,
@@ -47,17 +49,20 @@ def refuse_broken(events: Sequence[Event]) -> None:
     consumer="order_status",
     partitioned=True,
     sensor="consumer",
-    max_wait=0.0,
-    drain_seconds=0.0,
     max_attempts=1,
-    description="The newest status of each order.",
+    limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
+    options=AssetOptions(description="The newest status of each order."),
 )
 def order_status(events: Sequence[Event], connection: Connection) -> None:
     refuse_broken(events)
 
 
 @consumer_asset(
-    topic=FARES, consumer="fare_totals", max_wait=0.0, max_attempts=1, description="What was paid, by zone and day."
+    topic=FARES,
+    consumer="fare_totals",
+    max_attempts=1,
+    limits=RunLimits(max_wait=0.0),
+    options=AssetOptions(description="What was paid, by zone and day."),
 )
 def fare_totals(events: Sequence[Event], connection: Connection) -> None:
     refuse_broken(events)

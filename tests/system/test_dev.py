@@ -22,7 +22,7 @@ import requests
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, storage_url
+from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
 from tests.conftest import is_setting
@@ -123,7 +123,7 @@ mutation ($parent: String!) {
 
 
 @pytest.mark.timeout(300)
-def test_a_finished_run_that_is_executed_again_in_the_ui_replays_its_range_and_takes_no_other(dev: Dev) -> None:
+def test_a_run_that_is_re_executed_in_the_ui_replays_its_range_only(dev: Dev) -> None:
     finished = dg.RunsFilter(job_name="consume_order_status", statuses=[dg.DagsterRunStatus.SUCCESS])
     with storage(dev) as (server, instance):
         wait_for(lambda: instance.get_runs_count(finished), "a run of the consumer", timeout=240)
@@ -155,7 +155,7 @@ def _status(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRunStatus | 
 
 
 @pytest.mark.timeout(300)
-def test_nobody_else_reads_its_password_or_reaches_its_ports(dev: Dev) -> None:
+def test_other_users_cannot_read_its_password_or_reach_its_ports(dev: Dev) -> None:
     server = EmbeddedPostgres(dev.home / "postgres").status()
     assert server is not None
     addresses = set()

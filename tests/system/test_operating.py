@@ -22,9 +22,9 @@ from selenium.webdriver.common.by import By
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import write_instance
-from eventsql_orchestration.dagster.development import LocalDagster, free_port, only_one
-from eventsql_orchestration.dagster.instance import STORAGE_VARIABLE, instance_directory
-from eventsql_orchestration.dagster.webserver import Webserver
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, free_port, only_one
+from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_directory
+from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import Topic
 from tests.system import operated_location as location
@@ -179,9 +179,7 @@ def shown(driver: webdriver.Chrome) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_an_event_that_was_given_up_turns_the_check_delivered_red(
-    system: System, browser: webdriver.Chrome, tmp_path: Path
-) -> None:
+def test_a_dead_letter_turns_the_check_delivered_red(system: System, browser: webdriver.Chrome, tmp_path: Path) -> None:
     wait_for(lambda: system.alerted("check delivered of order_status is red"), "an alert", timeout=120)
     browser.get(f"{system.dagster.url}/assets/order_status?view=checks&checkDetail=delivered")
 

@@ -1,4 +1,4 @@
-"""A consumer's backfills in Dagster: an asset whose partitions are windows, and the jobs that make and replay them."""
+"""A consumer's backfills in Dagster: an asset whose partitions are windows, and the jobs that plan and replay them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.backfills import Backfills
-from eventsql_orchestration.dagster.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.draining import Drained, owner_of_run
-from eventsql_orchestration.dagster.metadata import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.published import add_up
-from eventsql_orchestration.dagster.registering import why_unregistered
-from eventsql_orchestration.dagster.replaying import POLL, WindowGoneError, WindowReplay
-from eventsql_orchestration.dagster.reporting import metadata_of
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.replay import POLL, WindowGoneError, WindowReplay
+from eventsql_orchestration.dagster.backfills.windows import ReplayRange, new_id, read_key
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.consumers.drain import Drained
+from eventsql_orchestration.dagster.consumers.owners import owner_of_run
+from eventsql_orchestration.dagster.consumers.reporting import metadata_of
+from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
+from eventsql_orchestration.dagster.lineage.published import add_up
+from eventsql_orchestration.dagster.register import why_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfills
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
     BACKFILL_TAG,
@@ -35,28 +36,27 @@ from eventsql_orchestration.dagster.tags import (
     shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.dagster.windows import new_id, read_key
 from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, TopicNotFoundError, ValidationError
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Earliest, Latest, Place
+from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Place
 
 SUFFIX: Final = "_backfill"
 
 BACKFILL_PRIORITY: Final = "-10"
-"""Of a backfill's runs in Dagster's queue, where others have 0."""
+"""The priority of a backfill's runs in Dagster's queue; other runs have 0."""
 
 ENDING_SECONDS: Final = 30.0
-"""How long a run whose window is gone waits for another that has it, to say how it ended."""
+"""Seconds that a run whose window is gone waits for the end of the run that replayed it."""
 
 ASSETS_METADATA: Final = "eventsql/assets"
-"""Of the asset of a consumer's backfills: the assets that they materialize."""
+"""Metadata of a backfill's asset: the assets that its runs materialize."""
 
 _OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, HOUSEKEEPING_TAG, SHARED_TAG)
-"""Tags by which a consumer's sensor and housekeeping know runs that are none of a backfill."""
+"""Tags of live runs, by which a consumer's sensor and housekeeping find them; runs of backfills do not have them."""
 
 
 @dataclass(frozen=True)
 class BackfillDefinition:
-    """What a code location needs, beside a consumer's own definition, for backfills of it: an asset and two jobs."""
+    """The asset and the two jobs that a code location needs for backfills of a consumer."""
 
     consumer: ConsumerDefinition
     asset: dg.AssetsDefinition
@@ -70,9 +70,9 @@ class BackfillDefinition:
 
 
 class ReplayConfig(dg.Config):
-    """How a window is replayed: at most `max_events` are claimed at once, as many as the consumer's runs by default.
+    """Limits of the run of a window: it claims up to `max_events` at once, by default as many as the consumer's runs.
 
-    The run fails once the whole backfill has given up `max_failures` events as dead letters, 10 by default.
+    The run fails when the whole backfill has `max_failures` dead letters, 10 by default.
     """
 
     max_events: int | None = None
@@ -82,9 +82,9 @@ class ReplayConfig(dg.Config):
 class PlanConfig(dg.Config):
     """The range of a backfill, and its windows.
 
-    `start` is `earliest`, the offset of the first event, or a time with its zone (2026-05-01T12:00:00Z) at which it
-    entered the log, at the earliest; `end` is `latest`, the offset of the last event, or the time before which it
-    entered the log.
+    `start` is `earliest`, the offset of the first event, or the earliest time at which it entered the log, with its
+    zone (2026-05-01T12:00:00Z). `end` is `latest`, the offset of the last event, or the time before which it entered
+    the log.
     """
 
     start: str = "earliest"
@@ -93,21 +93,29 @@ class PlanConfig(dg.Config):
     window_seconds: float | None = None
     into: str | None = None
 
+    def range(self) -> ReplayRange:
+        """The range and its windows. Raises `ValidationError`."""
+        try:
+            window = None if self.window_seconds is None else timedelta(seconds=self.window_seconds)
+        except (OverflowError, ValueError):
+            raise ValidationError(f"{self.window_seconds} seconds are no window") from None
+        return ReplayRange(read_place(self.start), read_place(self.end), self.window_events, window)
+
 
 def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
-    """Let ranges of a topic be replayed through a consumer, by `eventsql backfill` and from Dagster's UI.
+    """Define backfills of a consumer, for `eventsql backfill` and Dagster's UI.
 
-    The asset `<name>_backfill` has a partition for each window and partition of a backfill; the job `backfill_<name>`
-    replays one, with the consumer's function, limits and tags. What it materializes is reported for the consumer's own
-    asset too, and for the topics that it publishes to. `eventsql backfill` makes the partitions, or from the UI the job
-    `plan_<name>_backfill`; the asset's page then materializes those that are missing, or some again that failed.
+    The asset `<name>_backfill` has a partition for each window and partition of a backfill. The job `backfill_<name>`
+    replays one of them, with the consumer's function, limits and tags. Its materialization is also reported for the
+    consumer's own asset and for the topics that it publishes to. `eventsql backfill` makes the partitions, or the job
+    `plan_<name>_backfill` in the UI; the asset's page then materializes the missing and the failed ones.
     """
     name = "_".join(consumer.key.path) + SUFFIX
     partitions = dg.DynamicPartitionsDefinition(name=name)
     own = next(spec for spec in consumer.asset.specs if spec.key == consumer.key)
     spec = dg.AssetSpec(
         key=dg.AssetKey([name]),
-        # A run that finds its window replayed has nothing to say.
+        # A run that finds its window replayed materializes nothing.
         skippable=True,
         deps=[topic_key(consumer.topic.name)],
         description=f"Ranges of topic {consumer.topic.name} that are replayed through {consumer.consumer.name}.",
@@ -139,7 +147,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
         executor_def=dg.in_process_executor,
         tags={
             **{name: value for name, value in (consumer.job.tags or {}).items() if name not in _OF_LIVE_RUNS},
-            # What is live goes first, whatever waits in the queue.
+            # Live runs go first in the queue.
             PRIORITY_TAG: BACKFILL_PRIORITY,
             BACKFILL_OF_TAG: backfill_of(consumer.topic.name, consumer.consumer.name),
             HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL,
@@ -149,7 +157,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
 
 
 def backfill_of(topic: str, consumer: str) -> str:
-    """The value of the tag by which the job of a consumer's backfills is found."""
+    """The value of the tag that marks the job and the runs of a consumer's backfills."""
     return f"{topic}/{consumer}"
 
 
@@ -157,13 +165,9 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
     name, topic = f"plan_{'_'.join(consumer.key.path)}{SUFFIX}", consumer.topic.name
 
     def plan(context: dg.OpExecutionContext, config: PlanConfig, eventsql: EventSQLResource) -> None:
-        backfills = ShardedBackfills(eventsql.shards)
-        window = None if config.window_seconds is None else _seconds(config.window_seconds)
+        backfills = Backfills(eventsql.shards)
         try:
-            planned = backfills.plan(
-                topic, consumer.consumer.name, start=read_place(config.start), end=read_place(config.end),
-                window_events=config.window_events, window=window,
-            )  # fmt: skip
+            planned = backfills.plan(topic, consumer.consumer.name, config.range())
         except (ConsumerNotFoundError, TopicNotFoundError) as error:
             why = why_unregistered(eventsql.platform, consumer.topic, consumer.consumer)
             raise dg.Failure(why or error.message, allow_retries=False) from error
@@ -172,7 +176,7 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
         backfill_id = new_id()
         keys = [run.key(backfill_id) for run in planned.runs]
         assert partitions.name is not None, "given above"
-        # First what holds nothing back: housekeeping deletes partitions of a backfill that there is not.
+        # The partitions first: without a backfill, housekeeping deletes them, but windows would hold retention.
         context.instance.add_dynamic_partitions(partitions.name, keys)
         try:
             backfills.register(planned, backfill_id, into=config.into)
@@ -202,7 +206,7 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
 
 
 def read_place(text: str) -> Place:
-    """The place in a log that a config names. Raises `ValidationError`."""
+    """The position in a log that a config names. Raises `ValidationError`."""
     if text == "earliest":
         return Earliest()
     if text == "latest":
@@ -214,13 +218,6 @@ def read_place(text: str) -> Place:
     except ValueError:
         raise ValidationError(f"{text!r} is neither earliest, latest, an offset nor a time with its zone") from None
     return AtTime(moment)
-
-
-def _seconds(seconds: float) -> timedelta:
-    try:
-        return timedelta(seconds=seconds)
-    except (OverflowError, ValueError):
-        raise ValidationError(f"{seconds} seconds are no window") from None
 
 
 def _replay(
@@ -250,11 +247,11 @@ def _replay(
         context.log.info("run %s has replayed this window, and its backfill is done", before)
         return
     finally:
-        # What a run that fails has replayed is committed.
+        # The events that a failing run has replayed are committed.
         if replay.drained.events:
             _report_for_others(context, consumer, replay.drained, backfill_id)
     context.log.info("%d events were replayed", replay.drained.events)
-    finished = Backfills(platform).finish(backfill)
+    finished = Backfills([platform]).finish(backfill)
     if finished:
         context.log.info("backfill %s is done%s", backfill_id, "" if window.shard is None else f" on {window.shard}")
     yield dg.MaterializeResult(
@@ -263,8 +260,9 @@ def _replay(
 
 
 def _replayed_by(context: dg.AssetExecutionContext, of: str) -> str | None:
-    """A run that has replayed the window of this one. One that is about to end is waited for: it has not said so yet,
-    when the window is gone already.
+    """The id of the run that has replayed this run's window, None if there is none.
+
+    That run deletes the window shortly before it ends, so this waits for a run that is still under way.
     """
     tags = {DAGSTER_PARTITION_TAG: context.partition_key, BACKFILL_OF_TAG: of}
     deadline = time.monotonic() + ENDING_SECONDS
@@ -280,7 +278,7 @@ def _replayed_by(context: dg.AssetExecutionContext, of: str) -> str | None:
 
 
 def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether a run is known here to have ended; one of another instance is not known."""
+    """Whether a run of this instance has ended; False for a run of another instance."""
     run = instance.get_run_by_id(run_id)
     return run is not None and run.status in FINISHED
 
@@ -293,7 +291,7 @@ def _metadata(consumer: ConsumerDefinition, drained: Drained, backfill_id: str) 
 def _report_for_others(
     context: dg.AssetExecutionContext, consumer: ConsumerDefinition, drained: Drained, backfill_id: str
 ) -> None:
-    """Tell the history of the consumer's own asset, and those of the topics that it publishes to."""
+    """Report materializations of the consumer's own asset and of the topics that it publishes to."""
     metadata = _metadata(consumer, drained, backfill_id)
     context.log_event(dg.AssetMaterialization(asset_key=consumer.key, metadata=metadata))
     for each in consumer.computation.publishes:

@@ -1,22 +1,22 @@
-"""Driving a backfill: launching the runs of what is left, so many at once, until all have ended."""
+"""Driving a backfill: launching the runs that are left, a limited number at once, until all have ended."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from eventsql_orchestration.dagster.launching import Launcher, Target
-from eventsql_orchestration.dagster.sharded_backfills import ShardedBackfill, ShardedBackfills
-from eventsql_orchestration.dagster.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
+from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Launcher
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
 
 POLL = 0.5
 """Seconds between two looks; a run takes some to start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How far a backfill is."""
+class DriverProgress:
+    """How far a backfill is, in events and in runs. `failing` is the first error that is being retried."""
 
     events: int
     done_events: int
@@ -26,12 +26,11 @@ class Standing:
     failed: int
     given_up: int = 0
     failing: str | None = None
-    """What the first event failed with that is being retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What driving came to: whether all is replayed, and else why runs failed, by their partition keys.
+    """How a backfill ended: whether all is replayed, and the reasons of runs that failed, by partition key.
 
     `given_up` counts the events that became dead letters. `stopped` says that there were too many failures to go on.
     """
@@ -44,21 +43,21 @@ class Outcome:
 
 
 class BackfillDriver:
-    """Launches what is left of a backfill, at most `parallel` runs at once, in the order of their windows.
+    """Launches the runs that are left of a backfill, at most `parallel` at once, in the order of their windows.
 
-    With one at a time, what comes after a run that failed is not launched: its events would overtake. Nor is any run
-    launched after `max_failures` events that were given up and runs that failed. A window that somebody else replays is
-    waited for, and taken up when that one's lease has ended.
+    With `parallel=1`, no run is launched after one that failed, because its events would overtake. No run is launched
+    after `max_failures` dead letters and failed runs together. The driver waits for a window that another process
+    replays, and launches a run for it when the lease of that process has ended.
     """
 
     def __init__(
         self,
-        backfills: ShardedBackfills,
-        backfill: ShardedBackfill,
+        backfills: Backfills,
+        backfill: Backfill,
         runs: Sequence[PlannedRun],
         *,
         launcher: Launcher,
-        target: Target,
+        job: BackfillJob,
         parallel: int,
         max_failures: int | None = None,
     ) -> None:
@@ -66,7 +65,7 @@ class BackfillDriver:
         self._backfill = backfill
         self._planned = {run.key(backfill.id): run for run in runs}
         self._launcher = launcher
-        self._target = target
+        self._job = job
         self._parallel = parallel
         self._asked_failures = max_failures
         self._max_failures = DEFAULT_MAX_FAILURES if max_failures is None else max_failures
@@ -79,21 +78,22 @@ class BackfillDriver:
 
     @property
     def running(self) -> int:
-        """How many runs are under way."""
+        """The number of runs under way."""
         return len(self._running)
 
-    def run(self, on_progress: Callable[[Standing], None] = lambda _: None) -> Outcome:
-        """Drive it to its end. Raises `LocalDagsterError`, `RunFailedError` where Dagster refuses a run."""
+    def run(self, on_progress: Callable[[DriverProgress], None] = lambda _: None) -> Outcome:
+        """Drive it to its end. Raises `LocalDagsterError`, and `RunFailedError` if Dagster refuses a run."""
         self._launcher.require_running()
-        self._launcher.prepare(self._target, list(self._planned))
-        under_way = self._launcher.under_way(self._target, self._backfill.id)
+        self._launcher.prepare(self._job, list(self._planned))
+        under_way = self._launcher.under_way(self._job, self._backfill.id)
         self._running = {key: run for key, run in under_way.items() if key in self._planned}
         while True:
-            # Before the look: a run that has ended has done all that it will.
+            # Ask for ended runs before looking at the windows: a run that has ended changes nothing any more.
             ended = self._launcher.ended(self._running.values())
-            current = self._backfills.find(self._backfill.topic, self._backfill.id, self._backfill.consumer)
-            left = {} if current is None else current.of
-            consumed, leased = self._look(left)
+            current = self._find()
+            left = set() if current is None else set(current.by_shard())
+            consumed, leased = self._look(current, left)
+
             for key, run in list(self._running.items()):
                 if run in ended:
                     del self._running[key]
@@ -101,38 +101,43 @@ class BackfillDriver:
                     if key not in self._done or (gone and not ended[run].succeeded):
                         self._done.discard(key)
                         self._failures[key] = ended[run].why or "its run ended, and left a part of it"
+
             waiting = self._launch(leased)
-            on_progress(self._standing(consumed))
+            on_progress(self._progress(consumed))
             if not self._running and not waiting:
                 break
             time.sleep(POLL)
-        last = self._backfills.find(self._backfill.topic, self._backfill.id, self._backfill.consumer)
+
+        last = self._find()
         done = not self._failures and (last is None or self._backfills.finish(last))
-        stopped = not done and self._too_many()
         return Outcome(
-            done, dict(self._failures), frozenset(self._done), given_up=sum(self._given_up.values()), stopped=stopped
-        )
+            done, dict(self._failures), frozenset(self._done),
+            given_up=sum(self._given_up.values()), stopped=not done and self._too_many(),
+        )  # fmt: skip
+
+    def _find(self) -> Backfill | None:
+        return self._backfills.find(self._backfill.topic, self._backfill.id, self._backfill.consumer)
 
     def _too_many(self) -> bool:
         return sum(self._given_up.values()) + len(self._failures) >= self._max_failures
 
-    def _look(self, left: Mapping[str | None, Backfill]) -> tuple[dict[str, int], set[str]]:
-        """What each run that is not done has consumed, and which windows somebody leases; notes what is done.
+    def _look(self, current: Backfill | None, left: Collection[str | None]) -> tuple[dict[str, int], set[str]]:
+        """The events that each unfinished run has consumed, and the windows that are leased; notes finished runs.
 
-        `left` is what is registered of the backfill, by shard.
+        `left` are the shards on which the backfill is still registered.
         """
-        # The last of a shard's runs ended it there, or somebody deleted it: then those not launched are lost.
+        # The last run of a shard ends the backfill there. If somebody deleted it, runs not launched yet are lost.
         gone = {key for key, run in self._planned.items() if run.window.shard not in left}
         under_way = gone & (self._running.keys() | self._leased)
         for key in gone - self._done - self._failures.keys() - under_way:
             self._failures[key] = "its window is gone: the backfill was deleted, or ended by somebody else"
         self._done |= under_way - self._failures.keys()
-        consumed, leased = {}, set()
-        self._failing = None
+
+        consumed, self._leased, self._failing = {}, set(), None
         for key, run in self._planned.items():
-            if key in gone:
+            if current is None or key in gone:
                 continue
-            part = left[run.window.shard].part(run.window, run.partition)
+            part = current.part(run.window, run.partition)
             if part is None:
                 if key not in self._done:
                     self._failures[key] = "its window is gone: another backfill has the id by now"
@@ -145,12 +150,11 @@ class BackfillDriver:
                 self._failing = self._failing or f"event {part.failed_event}: {part.failure}"
             consumed[key] = min(part.consumed, run.events)
             if part.owner is not None:
-                leased.add(key)
-        self._leased = leased
-        return consumed, leased
+                self._leased.add(key)
+        return consumed, self._leased
 
     def _launch(self, leased: set[str]) -> bool:
-        """Launch as many as may run; gives whether any are left to be launched."""
+        """Launch as many runs as are allowed; gives whether some are left to launch."""
         left = [key for key in self._planned if key not in self._done and key not in self._failures]
         if self._too_many() or (self._parallel == 1 and self._failures):
             return False
@@ -159,15 +163,14 @@ class BackfillDriver:
                 break
             if key not in self._running and key not in leased:
                 self._running[key] = self._launcher.launch(
-                    self._target, self._backfill.id, key, max_failures=self._asked_failures
+                    self._job, self._backfill.id, key, max_failures=self._asked_failures
                 )
         return any(key not in self._running for key in left)
 
-    def _standing(self, consumed: dict[str, int]) -> Standing:
-        done_events = sum(self._planned[key].events for key in self._done)
-        return Standing(
+    def _progress(self, consumed: dict[str, int]) -> DriverProgress:
+        return DriverProgress(
             events=sum(run.events for run in self._planned.values()),
-            done_events=done_events + sum(consumed.values()),
+            done_events=sum(self._planned[key].events for key in self._done) + sum(consumed.values()),
             runs=len(self._planned),
             done_runs=len(self._done),
             running=len(self._running),

@@ -1,4 +1,4 @@
-"""Backfills without a running Dagster: each run is a process of this machine that executes a file of definitions."""
+"""Backfills without a running Dagster: each run is a local process that executes a file of definitions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from typing import Final
 import dagster as dg
 from dagster.components.definitions import LazyDefinitions
 
-from eventsql_orchestration.dagster.backfill_asset import ASSETS_METADATA, backfill_of
-from eventsql_orchestration.dagster.development import failure_of
-from eventsql_orchestration.dagster.launching import DEFINE_IT, Ended, Target, backfill_tags, run_config, run_tags
+from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
+from eventsql_orchestration.dagster.backfills.launcher import DEFINE_IT, BackfillJob, Ended
+from eventsql_orchestration.dagster.local.dagster_process import failure_of
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
 
 GRACE: Final = 15.0
-"""Seconds that an interrupted run may take to give its claim back before it is killed."""
+"""Seconds that an interrupted run has to give its claim back before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class CodeLocation:
         return ["-m", self.module, "-d", str(Path.cwd())]
 
     def load(self) -> tuple[str, dg.Definitions]:
-        """Its definitions, loaded into this process, and the name that they have there.
+        """Its definitions, loaded into this process, and their name there.
 
-        Those that a function with `@dg.definitions` makes count as Dagster counts them: before any others. Raises
-        `LocalDagsterError` where there are none, where it is not clear which are meant, and where they cannot load.
+        As in Dagster, a function with `@dg.definitions` goes before other definitions. Raises `LocalDagsterError` if
+        there are none or several, and if they cannot be loaded.
         """
         directory = str(self.file.resolve().parent) if self.file is not None else str(Path.cwd())
         if directory not in sys.path:
@@ -70,9 +70,7 @@ class CodeLocation:
             found = {id(value): (name, value) for name, value in vars(module).items() if isinstance(value, kind)}
             if len(found) > 1:
                 names = ", ".join(sorted(name for name, _ in found.values()))
-                raise LocalDagsterError(
-                    f"{self} has {len(found)} Definitions at its top level, and one is needed: {names}"
-                )
+                raise LocalDagsterError(f"{self} has {len(found)} Definitions at its top level, not one: {names}")
             for only in found.values():
                 return only
         raise LocalDagsterError(
@@ -93,9 +91,9 @@ class CodeLocation:
 
 
 class LocalRuns:
-    """Launches each run as a process of its own, on the instance of DAGSTER_HOME or one that lasts as long as this.
+    """Launches each run as a process, on the instance of DAGSTER_HOME, else on one that lasts as long as this object.
 
-    `environment` is added to that of the processes.
+    `environment` is added to the environment of the processes.
     """
 
     outlives = False
@@ -114,53 +112,50 @@ class LocalRuns:
         self._instance = dg.DagsterInstance.from_config(home)
         self._processes: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
-    def target(self, topic: str, consumer: str) -> Target:
+    def job(self, topic: str, consumer: str) -> BackfillJob:
+        of = backfill_of(topic, consumer)
         name, definitions = self.location.load()
         for job in definitions.resolve_all_job_defs():
-            if job.tags.get(BACKFILL_OF_TAG) != backfill_of(topic, consumer):
-                continue
-            asset = next(
-                spec
-                for spec in definitions.resolve_all_asset_specs()
-                if ASSETS_METADATA in spec.metadata and spec.key in job.asset_layer.executable_asset_keys
-            )
-            assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "it is a backfill's"
-            assert asset.partitions_def.name is not None, "it has one"
-            return Target(
-                job.name, asset.partitions_def.name, tuple(asset.metadata[ASSETS_METADATA].value),
-                backfill_of(topic, consumer), repository=name,
-            )  # fmt: skip
+            if job.tags.get(BACKFILL_OF_TAG) == of:
+                executable = job.asset_layer.executable_asset_keys
+                specs = (each for each in definitions.resolve_all_asset_specs() if each.key in executable)
+                asset = next(each for each in specs if ASSETS_METADATA in each.metadata)
+                partitions = asset.partitions_def
+                assert isinstance(partitions, dg.DynamicPartitionsDefinition), "it is a backfill's"
+                assert partitions.name is not None, "it has one"
+                assets = tuple(asset.metadata[ASSETS_METADATA].value)
+                return BackfillJob(job.name, partitions.name, assets, of, repository=name)
         raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
     def require_running(self) -> None:
-        """Nothing needs to."""
+        """Nothing needs to run."""
 
-    def prepare(self, target: Target, keys: Sequence[str]) -> None:
-        self._instance.add_dynamic_partitions(target.partitions, list(keys))
+    def prepare(self, job: BackfillJob, keys: Sequence[str]) -> None:
+        self._instance.add_dynamic_partitions(job.partitions, list(keys))
 
-    def was_run(self, target: Target, backfill_id: str) -> bool:
-        return bool(self._instance.get_runs(dg.RunsFilter(tags=backfill_tags(target, backfill_id)), limit=1))
+    def was_run(self, job: BackfillJob, backfill_id: str) -> bool:
+        return bool(self._instance.get_runs(dg.RunsFilter(tags=job.tags(backfill_id)), limit=1))
 
-    def under_way(self, target: Target, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
-        """None: of a process that is not ours nobody knows whether it lives. The lease of its window does."""
+    def under_way(self, job: BackfillJob, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
+        """None: nothing tells whether the process of another command is alive. The lease of its window does."""
         return {}
 
-    def launch(self, target: Target, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, job: BackfillJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         number = uuid.uuid4().hex
         # fmt: off
         command = [
-            sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-a", target.repository,
-            "-j", target.job,
-            "--tags", json.dumps(run_tags(target, backfill_id, key)),
+            sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-a", job.repository,
+            "-j", job.name,
+            "--tags", json.dumps(job.run_tags(backfill_id, key)),
         ]
-        if config := run_config(target, max_failures):
+        # fmt: on
+        if config := job.config(max_failures):
             file = Path(self._logs.name, f"{number}.json")
             file.write_text(json.dumps(config), encoding="utf-8")
             command += ["-c", str(file)]
-        # fmt: on
         try:
             with self._log(number).open("wb") as log:
-                # A session of its own: a Ctrl-C of the terminal reaches this process alone, which then ends the others.
+                # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
                 process = subprocess.Popen(
                     command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -180,7 +175,7 @@ class LocalRuns:
         return ended
 
     def close(self) -> None:
-        """Interrupt the runs under way, and kill those that do not end."""
+        """Interrupt the runs, and kill those that do not end within 15 s."""
         running = [process for process, _ in self._processes.values() if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGINT)

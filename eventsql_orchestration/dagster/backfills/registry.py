@@ -1,281 +1,357 @@
 """Backfills: replaying a range of a topic through a consumer, in windows, without moving the consumer's own offset.
 
-Every window is a side consumer of its own, whose name says what it is:
-`<consumer>__backfill_<id>_<after>_<upto>`, offsets after `after` up to and with `upto`. So what is known of consuming
-holds for it: its offset moves in the transaction of the effects, claims and their epochs keep a second run out, events
-that fail are retried and become dead letters, and retention keeps what is left to replay. The windows of a backfill are
-registered in one statement and deleted together when all are done; until then, what is left is what they have left.
+Every window is a side consumer. Its name tells the window: `<consumer>__backfill_<id>_<after>_<upto>`, the offsets
+after `after` up to and with `upto`. So the guarantees of consuming hold for it: its offset moves in the transaction of
+the effects, claims and their epochs keep a second run out, events that fail are retried and become dead letters, and
+retention keeps the events that are left to replay. The windows of a backfill are registered in one statement and
+deleted together when all are done. Until then, their offsets are the only record of what is left.
+
+Offsets belong to one log, so a backfill has windows of its own on each shard, under one id.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
-from eventsql_orchestration import NOT_PARTITIONED
-from eventsql_orchestration.dagster.backfill_plans import BackfillPlanner
-from eventsql_orchestration.dagster.windows import (
+from eventsql_orchestration import NOT_PARTITIONED, Shard
+from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.dagster.backfills.planning import LogPlanner, layouts_within
+from eventsql_orchestration.dagster.backfills.windows import (
+    MAX_RUNS,
     Backfill,
+    LogPlan,
     Plan,
+    PlannedRun,
     Replayed,
+    ReplayRange,
     Window,
     check_id,
     resume_command,
 )
-from eventsql_orchestration.database import Connection, driver_connection
+from eventsql_orchestration.database import Connection, Queries, driver_connection
 from eventsql_orchestration.errors import RegistryError, ValidationError
-from eventsql_orchestration.log import layouts
-from eventsql_orchestration.log.positions import AtOffset
-from eventsql_orchestration.log.registry import consumer_states, find_topic, lock_registry
-from eventsql_orchestration.log.seek import Move
-from eventsql_orchestration.log.side_consumers import MARK, SIDE_CONSUMER
-from eventsql_orchestration.model import ConsumerState
-from eventsql_orchestration.rules import check_name
+from eventsql_orchestration.maintenance.seek import Move
+from eventsql_orchestration.topics import layouts
+from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
+from eventsql_orchestration.topics.offsets import AtOffset
+from eventsql_orchestration.topics.side_consumers import MARK, SIDE_CONSUMER
+from eventsql_orchestration.validation import check_name
 
 
-class Backfills(BackfillPlanner):
-    """Plans, registers, lists and deletes the backfills of one database."""
+class Backfills:
+    """Plans, registers, lists and deletes backfills on the shards of a platform; one database is one shard."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._logs = {shard.name: _LogBackfills(shard) for shard in shards}
 
     # Registering
 
+    def plan(self, topic: str, consumer: str, wanted: ReplayRange) -> Plan:
+        """What a backfill of a range would do now; nothing is changed.
+
+        Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `PartitionOutOfRangeError`; `ValidationError` for a range
+        that ends before it begins, for more than 1,000 runs, and for offsets over several shards.
+        """
+        if MARK in consumer:
+            raise ValidationError(f"{consumer!r} is a window of a backfill: name the consumer that it belongs to")
+        if len(self._logs) > 1 and (isinstance(wanted.start, AtOffset) or isinstance(wanted.end, AtOffset)):
+            raise ValidationError(
+                "offsets are each shard's own: name the shard with --shard, or the range by times, earliest and latest"
+            )
+        plan = Plan(topic, consumer, tuple(log.planner.plan(topic, consumer, wanted) for log in self._logs.values()))
+        if len(plan.runs) > MAX_RUNS:
+            raise ValidationError(f"{len(plan.runs):,} runs are too many ({MAX_RUNS:,} at most): take larger windows")
+        return plan
+
+    def check_into(self, into: str | None) -> None:
+        """Check the name of a consumer to leave at the end of the range. Raises `ValidationError`."""
+        if into is None:
+            return
+        if len(self._logs) > 1:
+            raise ValidationError(
+                "a consumer that a backfill leaves behind would not be on all shards at once: register it first, with "
+                "`eventsql consumer create`, and replay through that one"
+            )
+        if MARK in check_name("consumer name", into):
+            raise ValidationError(f"{into!r} would be taken for a window of a backfill: choose a name without {MARK!r}")
+
     def register(self, plan: Plan, backfill_id: str, *, into: str | None = None) -> Backfill:
-        """Create the side consumers of a plan's windows, all or none. They keep retention off what is to be replayed.
+        """Create the side consumers of a plan's windows, all or none. They keep retention off the range.
 
         With `into`, a consumer of that name is left at the end of the range when the backfill is done. Raises
-        `RegistryError` where a backfill of the consumer has the id, where `into` is a consumer that exists, and where
-        the topic was created anew or retention dropped a part of the range meanwhile; `ValidationError` for an empty
-        plan, and for `into` with some of the partitions of a topic that was repartitioned.
+        `RegistryError` if a backfill of the consumer has the id, if `into` exists, and if the topic was created anew or
+        retention dropped a part of the range meanwhile; `ValidationError` for an empty plan, and for `into` over
+        several shards or with some of the partitions of a topic that was repartitioned.
         """
         check_id(backfill_id)
+        self.check_into(into)
         if not plan.runs:
             raise ValidationError("the range holds no events: there is nothing to replay")
-        if into is not None and MARK in check_name("consumer name", into):
-            raise ValidationError(f"{into!r} would be taken for a window of a backfill: choose a name without {MARK!r}")
-        names = [window.consumer(plan.consumer, backfill_id, into) for window in plan.windows]
-        partitions = {run.partition for run in plan.runs}
-        with self._database.core() as connection:
-            lock_registry(connection)
-            driver = driver_connection(connection)
-            if into is not None and consumer_states(connection, plan.topic, into):
-                raise RegistryError(f"topic {plan.topic!r} has a consumer {into!r} already: name a new one")
-            if self._registered(plan.topic, plan.consumer, backfill_id, driver):
-                raise RegistryError(
-                    f"consumer {plan.consumer!r} has a backfill {backfill_id} already: "
-                    f"`{resume_command(plan.topic, plan.consumer, backfill_id)}` runs the rest of it"
-                )
-            registered = find_topic(connection, plan.topic)
-            if registered is None or registered.created_at != plan.topic_created_at:
-                raise RegistryError(f"topic {plan.topic!r} was deleted or created anew meanwhile: make the plan again")
-            states = consumer_states(connection, plan.topic, plan.consumer)
-            # After a repartitioning the events of before are in partitions that the consumer may not have any more.
-            if not states or (states[0].partition == NOT_PARTITIONED) != (plan.partitions == (NOT_PARTITIONED,)):
-                raise RegistryError(
-                    f"consumer {plan.consumer!r} of topic {plan.topic!r} was deleted or registered anew meanwhile: "
-                    "make the plan again"
-                )
-            if into is not None:
-                _check_whole(plan, layouts.layouts(driver, self._database.schema, plan.topic))
-            # Retention drops a log from its beginning.
-            if self._first(driver, plan.topic, plan.after, plan.upto) != plan.first_event:
-                raise RegistryError("retention dropped a part of the range meanwhile: make the plan again")
-            windows = [(names, plan.windows, partitions)]
-            if into is not None:
-                # It consumes all of the partitions from there on, those that have no events in the range too.
-                windows.append((names[:1], plan.windows[:1], {*plan.partitions} - partitions))
-            for named, cut, chosen in windows:
-                driver.execute(
-                    self._queries("register"),
-                    {
-                        "topic": plan.topic,
-                        "consumer": plan.consumer,
-                        "names": named,
-                        "afters": [window.after for window in cut],
-                        "partitions": sorted(chosen),
-                    },
-                )
-            (backfill,) = self._registered(plan.topic, plan.consumer, backfill_id, driver)
-        return backfill
+        if self.find(plan.topic, backfill_id, plan.consumer) is not None:
+            raise _taken(plan, backfill_id)
+
+        registered: dict[str | None, Backfill] = {}
+        try:
+            for log in [log for log in plan.logs if log.runs]:
+                registered[log.shard] = self._logs[log.shard].register(plan, log, backfill_id, into)
+        except BaseException:
+            for backfill in registered.values():
+                self.delete(backfill)
+            raise
+        return Backfill.merge(list(registered.values()))
 
     # Looking
 
     def registered(self, topic: str | None = None) -> list[Backfill]:
-        """The backfills that are registered, of one topic or of all: those that are not done."""
+        """The backfills that are not done, of one topic or of all."""
         if topic is not None:
-            self._platform.registry.topic(topic)
-        with self._database.connection() as connection:
-            return self._registered(topic, None, None, connection)
+            self._shards[0].registry.topic(topic)
+        return self._find(topic)
 
     def find(self, topic: str, backfill_id: str, consumer: str | None = None) -> Backfill | None:
-        """One of them; None where it is done, was deleted or never was."""
-        with self._database.connection() as connection:
-            found = self._registered(topic, consumer, backfill_id, connection)
-        return found[0] if found else None
+        """One of them; None if it is done, was deleted or never existed."""
+        return next(iter(self._find(topic, consumer, backfill_id)), None)
 
     def get(self, topic: str, backfill_id: str, consumer: str | None = None) -> Backfill:
-        """The same. Raises `TopicNotFoundError`, and `RegistryError` where there is none."""
+        """The same. Raises `TopicNotFoundError`, and `RegistryError` if there is no such backfill."""
         backfill = self.find(topic, backfill_id, consumer)
         if backfill is None:
-            self._platform.registry.topic(topic)
+            self._shards[0].registry.topic(topic)
             of = "" if consumer is None else f" of consumer {consumer!r}"
             raise RegistryError(
-                f"topic {topic!r} has no backfill {backfill_id!r}{of}: it is done or was deleted, or never was; "
+                f"topic {topic!r} has no backfill {backfill_id!r}{of}: it is done, was deleted or never existed; "
                 f"`eventsql backfill list {topic}` shows those that are left"
             )
         return backfill
 
     def left(self, topic: str, part: Replayed, limit: int) -> int:
         """How many events a window has left in a partition, counted up to `limit`."""
-        with self._database.connection() as connection:
-            return self._count(connection, topic, part.partition, after=part.offset, upto=part.window.upto, limit=limit)
+        return self._logs[part.window.shard].count(topic, part.partition, part.offset, part.window.upto, limit=limit)
 
-    def _count(self, connection: Connection, topic: str, partition: int, *, after: int, upto: int, limit: int) -> int:
-        row = connection.execute(
-            self._queries("left_of_topic" if partition == NOT_PARTITIONED else "left_of", topic=topic),
-            {"partition": partition, "after": after, "upto": upto, "limit": limit}, prepare=False,
-        ).fetchone()  # fmt: skip
-        assert row is not None, "an aggregate gives one row"
-        return int(row[0])
+    def runs_of(self, backfill: Backfill) -> tuple[PlannedRun, ...]:
+        """The runs of a backfill, including those that are done."""
+        runs: list[PlannedRun] = []
+        for shard, each in backfill.by_shard().items():
+            windows, partitions = {part.window for part in each.parts}, {part.partition for part in each.parts}
+            runs += self._logs[shard].planner.contents(each.topic, sorted(windows), sorted(partitions))[0]
+        return tuple(runs)
 
-    def _registered(
-        self, topic: str | None, consumer: str | None, backfill_id: str | None, connection: Connection
-    ) -> list[Backfill]:
-        rows = connection.execute(self._queries("windows"), {"mark": MARK, "topic": topic}).fetchall()
-        found: dict[tuple[str, str, str], list[tuple[re.Match[str], Any]]] = {}
-        for row in rows:
-            match = SIDE_CONSUMER.fullmatch(row[1])
-            # Somebody may name a consumer of his own so that it has the mark, and nothing of the rest.
-            if match is None or consumer not in {None, match["consumer"]} or backfill_id not in {None, match["id"]}:
-                continue
-            found.setdefault((row[0], match["consumer"], match["id"]), []).append((match, row))
-        return [self._backfill(connection, key, parts) for key, parts in found.items()]
-
-    def _backfill(
-        self, connection: Connection, key: tuple[str, str, str], found: Sequence[tuple[re.Match[str], Any]]
-    ) -> Backfill:
-        topic, consumer, backfill_id = key
-        parts = []
-        for match, row in found:
-            (_, name, partition, offset, consumed, paused, failed, attempts, most, failure, owner, lease, *others) = row
-            _, due, given_up = others
-            window = Window(int(match["after"]), int(match["upto"]), self._platform.shard)
-            parts.append(
-                Replayed(
-                    window, partition, name, offset, consumed,
-                    done=offset >= window.upto, paused=paused, owner=owner, lease_ends_at=lease,
-                    failed_event=failed, spent=failed is not None and attempts >= most,
-                    failure=failure if failed is not None else None, retry_in=due or 0.0,
-                    given_up=given_up,
-                )
-            )  # fmt: skip
-        parts = sorted(self._look_further(connection, topic, parts), key=lambda part: (part.window, part.partition))
-        return Backfill(
-            backfill_id, topic, consumer, found[0][0]["into"], min(row[12] for _, row in found), tuple(parts)
-        )
-
-    def _look_further(self, connection: Connection, topic: str, parts: Sequence[Replayed]) -> list[Replayed]:
-        """Those whose offset is not at the end, but has no event before it, are done too."""
-        open_parts = [number for number, part in enumerate(parts) if not part.done]
-        unfinished = set()
-        for query, chosen in (
-            ("unfinished_topic", [n for n in open_parts if parts[n].partition == NOT_PARTITIONED]),
-            ("unfinished", [n for n in open_parts if parts[n].partition != NOT_PARTITIONED]),
-        ):
-            if not chosen:
-                continue
-            rows = connection.execute(
-                self._queries(query, topic=topic),
-                {
-                    "numbers": chosen,
-                    "partitions": [parts[n].partition for n in chosen],
-                    "offsets": [parts[n].offset for n in chosen],
-                    "uptos": [parts[n].window.upto for n in chosen],
-                },
-                prepare=False,
-            )
-            unfinished |= {row[0] for row in rows}
-        return [replace(part, done=number not in unfinished) for number, part in enumerate(parts)]
+    def _find(self, topic: str | None, consumer: str | None = None, backfill_id: str | None = None) -> list[Backfill]:
+        found: dict[tuple[str, str, str], list[Backfill]] = {}
+        for log in self._logs.values():
+            for each in log.registered(topic, consumer, backfill_id):
+                found.setdefault((each.topic, each.consumer, each.id), []).append(each)
+        return [Backfill.merge(each) for each in found.values()]
 
     # Ending
 
     def renew(self, backfill: Backfill) -> None:
-        """Count failures anew, and give the windows that an event blocks, or that are paused, fresh attempts."""
+        """Count failures anew, and give fresh attempts to windows that are paused or that an event blocks."""
+        for shard, each in backfill.by_shard().items():
+            self._logs[shard].renew(each)
+
+    def finish(self, backfill: Backfill) -> bool:
+        """Delete a backfill where it is done, shard by shard, and leave its `into` consumer there, if it has one.
+
+        False if a part is left. A second call finds nothing left to do.
+        """
+        ended = [self._logs[shard].end(each, only_done=True) for shard, each in backfill.by_shard().items()]
+        return all(ended)
+
+    def delete(self, backfill: Backfill) -> None:
+        """Delete a backfill, done or not: its effects stay, the rest is not replayed.
+
+        Its runs lose their claims. Waits at most 10 seconds for a batch, then raises `DatabaseBusyError`; the rest can
+        be deleted again.
+        """
+        for shard, each in backfill.by_shard().items():
+            self._logs[shard].end(each, only_done=False)
+
+    def take_over(self, backfill: Backfill) -> Iterator[Move]:
+        """Move the consumer's own offset to the end of the range, so that only the backfill handles these events.
+
+        Goes from shard to shard and gives each move. Partitions beyond the end stay. Raises `RegistryError` if a
+        partition stands before the range, because the events in between would be skipped, and `PartitionLeasedError`
+        while a partition is leased; then no partition of that shard has moved.
+        """
+        for shard, each in backfill.by_shard().items():
+            yield from self._logs[shard].take_over(each)
+
+
+def _taken(plan: Plan, backfill_id: str) -> RegistryError:
+    return RegistryError(
+        f"consumer {plan.consumer!r} has a backfill {backfill_id} already: "
+        f"`{resume_command(plan.topic, plan.consumer, backfill_id)}` runs the rest of it"
+    )
+
+
+class _LogBackfills:
+    """The windows of backfills on the logs of one shard."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._database = shard.database
+        self._queries = Queries("backfills", shard.database.schema)
+        self.planner = LogPlanner(shard)
+
+    def register(self, plan: Plan, log: LogPlan, backfill_id: str, into: str | None) -> Backfill:
+        windows = log.windows
+        names = [window.consumer(plan.consumer, backfill_id, into) for window in windows]
+        partitions = {run.partition for run in log.runs}
+        with self._database.core() as connection:
+            lock_registry(connection)
+            driver = driver_connection(connection)
+            if into is not None and consumer_states(connection, plan.topic, into):
+                raise RegistryError(f"topic {plan.topic!r} has a consumer {into!r} already: name a new one")
+            if self._registered(driver, plan.topic, plan.consumer, backfill_id):
+                raise _taken(plan, backfill_id)
+            topic = find_topic(connection, plan.topic)
+            if topic is None or topic.created_at != log.topic_created_at:
+                raise _changed(f"topic {plan.topic!r} was deleted or created anew")
+            states = consumer_states(connection, plan.topic, plan.consumer)
+            # After a repartitioning, older events can be in partitions that the consumer does not have any more.
+            if not states or (states[0].partition == NOT_PARTITIONED) != (log.partitions == (NOT_PARTITIONED,)):
+                raise _changed(f"consumer {plan.consumer!r} of topic {plan.topic!r} was deleted or registered anew")
+            # Retention drops a log from its beginning.
+            if self.planner.first_event(driver, plan.topic, log.after, log.upto) != log.first_event:
+                raise _changed("retention dropped a part of the range")
+
+            if into is not None:
+                _check_whole(plan.topic, log, layouts.layouts(driver, self._database.schema, plan.topic))
+
+            values = {"topic": plan.topic, "consumer": plan.consumer}
+            register, afters = self._queries("register"), [window.after for window in windows]
+            driver.execute(register, {**values, "names": names, "afters": afters, "partitions": sorted(partitions)})
+            if into is not None:
+                # `into` goes on with all partitions, including those without events in the range.
+                rest = sorted({*log.partitions} - partitions)
+                driver.execute(register, {**values, "names": names[:1], "afters": afters[:1], "partitions": rest})
+            (backfill,) = self._registered(driver, plan.topic, plan.consumer, backfill_id)
+        return backfill
+
+    def registered(self, topic: str | None, consumer: str | None, backfill_id: str | None) -> list[Backfill]:
+        with self._database.connection() as connection:
+            return self._registered(connection, topic, consumer, backfill_id)
+
+    def _registered(
+        self, connection: Connection, topic: str | None, consumer: str | None, backfill_id: str | None
+    ) -> list[Backfill]:
+        found: list[Backfill] = []
+        for row in connection.execute(self._queries("windows"), {"mark": MARK, "topic": topic}).fetchall():
+            match = SIDE_CONSUMER.fullmatch(row[1])
+            # A user's own consumer can have the mark in its name, without the rest.
+            if match and consumer in {None, match["consumer"]} and backfill_id in {None, match["id"]}:
+                window = Window(int(match["after"]), int(match["upto"]), self._shard.name)
+                part = _replayed(window, row)
+                found.append(Backfill(match["id"], row[0], match["consumer"], match["into"], row[12], (part,)))
+
+        def key(backfill: Backfill) -> tuple[str, str, str]:
+            return backfill.topic, backfill.consumer, backfill.id
+
+        return [
+            self._with_done(connection, Backfill.merge(list(parts)))
+            for _, parts in groupby(sorted(found, key=key), key)
+        ]
+
+    def _with_done(self, connection: Connection, backfill: Backfill) -> Backfill:
+        """Mark as done the windows whose offset is before the end, without an event in between."""
+        parts = sorted(backfill.parts, key=lambda part: (part.window, part.partition))
+        left = [number for number, part in enumerate(parts) if not part.done]
+        unfinished = set()
+        for query, chosen in (
+            ("unfinished_topic", [number for number in left if parts[number].partition == NOT_PARTITIONED]),
+            ("unfinished", [number for number in left if parts[number].partition != NOT_PARTITIONED]),
+        ):
+            if chosen:
+                values = {
+                    "numbers": chosen,
+                    "partitions": [parts[number].partition for number in chosen],
+                    "offsets": [parts[number].offset for number in chosen],
+                    "uptos": [parts[number].window.upto for number in chosen],
+                }
+                rows = connection.execute(self._queries(query, topic=backfill.topic), values, prepare=False)
+                unfinished |= {row[0] for row in rows}
+        done = (replace(part, done=number not in unfinished) for number, part in enumerate(parts))
+        return replace(backfill, parts=tuple(done))
+
+    def count(self, topic: str, partition: int, after: int, upto: int, *, limit: int) -> int:
+        query = self._queries("left_of_topic" if partition == NOT_PARTITIONED else "left_of", topic=topic)
+        values = {"partition": partition, "after": after, "upto": upto, "limit": limit}
+        with self._database.connection() as connection:
+            row = connection.execute(query, values, prepare=False).fetchone()
+        assert row is not None, "an aggregate gives one row"
+        return int(row[0])
+
+    def renew(self, backfill: Backfill) -> None:
         for name in sorted({part.name for part in backfill.parts if not part.done and (part.spent or part.paused)}):
-            self._platform.registry.resume(backfill.topic, name)
+            self._shard.registry.resume(backfill.topic, name)
         with self._database.connection() as connection:
             connection.execute(self._queries("count_anew"), {"topic": backfill.topic, "names": backfill.names})
 
-    def finish(self, backfill: Backfill) -> bool:
-        """Delete a backfill that is done, and leave the side consumer that it is for, if it has one.
-
-        False where it is not done yet. Whoever comes second finds nothing left to do.
-        """
-        return self._end(backfill, only_done=True)
-
-    def delete(self, backfill: Backfill) -> None:
-        """Delete a backfill, done or not: what it has replayed stays, the rest never will be.
-
-        Runs that are under way lose their claims. Waits at most 10 seconds for a batch, then `DatabaseBusyError`.
-        """
-        self._end(backfill, only_done=False)
-
-    def _end(self, backfill: Backfill, *, only_done: bool) -> bool:
+    def end(self, backfill: Backfill, *, only_done: bool) -> bool:
         topic = backfill.topic
         with self._database.core() as connection:
             lock_registry(connection)
             driver = driver_connection(connection)
             for name in backfill.names:
                 consumer_states(connection, topic, name, lock=True)
-            found = self._registered(topic, backfill.consumer, backfill.id, driver)
+            found = self._registered(driver, topic, backfill.consumer, backfill.id)
             if not found:
                 return True
             (current,) = found
             if only_done and not current.done:
                 return False
+
+            names = {"topic": topic, "names": current.names}
             if only_done and current.into is not None:
-                driver.execute(
-                    self._queries("keep_side_consumer"),
-                    {"topic": topic, "names": current.names, "into": current.into, "upto": current.range.upto},
-                )
+                end = max(part.window.upto for part in current.parts)
+                driver.execute(self._queries("keep_side_consumer"), {**names, "into": current.into, "upto": end})
                 if any(part.partition != NOT_PARTITIONED for part in current.parts):
-                    end = current.range.upto
                     layouts.move(driver, self._database.schema, topic, current.into, offset=end, until=end)
-            driver.execute(self._queries("delete_windows"), {"topic": topic, "names": current.names})
+            driver.execute(self._queries("delete_windows"), names)
         return True
 
     def take_over(self, backfill: Backfill) -> list[Move]:
-        """Move the consumer's own offset to the end of a range: what of it was not consumed is left to the backfill.
-
-        Partitions that are beyond the end stay. Raises `RegistryError` where a partition stands before the range, whose
-        events in between nobody would consume, and `PartitionLeasedError` while somebody leases one of them; then none
-        of them has moved.
-        """
-        topic, begin, end = backfill.topic, backfill.range.after, backfill.range.upto
+        begin = min(part.window.after for part in backfill.parts)
+        end = max(part.window.upto for part in backfill.parts)
         wanted = {part.partition for part in backfill.parts}
 
         def behind(states: Sequence[ConsumerState]) -> Sequence[ConsumerState]:
             chosen = [state for state in states if state.partition in wanted and state.last_event_id < end]
-            with self._database.connection() as connection:
-                for state in chosen:
-                    if self._count(connection, topic, state.partition, after=state.last_event_id, upto=begin, limit=1):
-                        raise RegistryError(
-                            f"consumer {backfill.consumer!r} stands at offset {state.last_event_id}, before the range: "
-                            "what lies between would be skipped; begin the range there"
-                        )
+            for state in chosen:
+                if self.count(backfill.topic, state.partition, state.last_event_id, begin, limit=1):
+                    raise RegistryError(
+                        f"consumer {backfill.consumer!r} stands at offset {state.last_event_id}, before the range: the "
+                        "events in between would be skipped; begin the range there"
+                    )
             return chosen
 
-        return self._platform.seeker.execute(topic, backfill.consumer, AtOffset(end + 1), choose=behind)
+        return self._shard.seeker.execute(backfill.topic, backfill.consumer, AtOffset(end + 1), choose=behind)
 
 
-def _check_whole(plan: Plan, known: Sequence[layouts.Layout]) -> None:
-    """Make sure that a consumer which is left at the end of a range can go on from one layout to the next."""
-    inside = [
-        each for each, end in zip(known, [*(after.after for after in known[1:]), plan.upto + 1], strict=False)
-        if each.after < plan.upto and end > plan.after
-    ]  # fmt: skip
-    if NOT_PARTITIONED not in plan.partitions and any(each.partitions > len(plan.partitions) for each in inside):
+def _replayed(window: Window, row: Any) -> Replayed:
+    _, name, partition, offset, consumed, paused, failed, attempts, most, failure, owner, lease, _, due, given_up = row
+    return Replayed(
+        window, partition, name, offset, consumed,
+        done=offset >= window.upto, paused=paused, owner=owner, lease_ends_at=lease,
+        failed_event=failed, spent=failed is not None and attempts >= most,
+        failure=failure if failed is not None else None, retry_in=due or 0.0, given_up=given_up,
+    )  # fmt: skip
+
+
+def _changed(how: str) -> RegistryError:
+    return RegistryError(f"{how} meanwhile: make the plan again")
+
+
+def _check_whole(topic: str, log: LogPlan, known: Sequence[layouts.Layout]) -> None:
+    """Check that `into` can go on from one layout to the next: it does so with all of its partitions."""
+    within = layouts_within(known, log.after, log.upto)
+    if NOT_PARTITIONED not in log.partitions and any(each.partitions > len(log.partitions) for each in within):
         raise ValidationError(
-            f"topic {plan.topic!r} was repartitioned, and a consumer goes from one number of partitions to the next as "
-            "a whole: leave one with all of the partitions (without --partition), or none (without --into)"
+            f"topic {topic!r} was repartitioned, and a consumer goes from one number of partitions to the next as a "
+            "whole: leave one with all of the partitions (without --partition), or none (without --into)"
         )

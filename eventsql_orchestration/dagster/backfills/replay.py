@@ -1,4 +1,4 @@
-"""Replaying one window of a backfill in a run: what is left of it, exactly once, whichever run comes first."""
+"""Replaying the rest of one window of a backfill in a run, exactly once, whichever run comes first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Final
 
 import dagster as dg
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.backfills import Backfills
-from eventsql_orchestration.dagster.batches import BatchConsumer, Consumed
-from eventsql_orchestration.dagster.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.draining import Drained, run_of_owner
-from eventsql_orchestration.dagster.windows import (
+from eventsql_orchestration import Shard
+from eventsql_orchestration.consuming.batch import BatchResult
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.backfills.windows import (
     DEFAULT_MAX_FAILURES,
     Backfill,
     Replayed,
@@ -24,15 +23,18 @@ from eventsql_orchestration.dagster.windows import (
     partition_key,
     resume_command,
 )
+from eventsql_orchestration.dagster.consumers.batch import BatchConsumer
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.consumers.drain import Drained
+from eventsql_orchestration.dagster.consumers.owners import run_of_owner
 from eventsql_orchestration.errors import ClaimLostError, EventSQLError
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.rules import check_whole
+from eventsql_orchestration.validation import check_whole
 
 POLL: Final = 0.2
-"""Seconds between two looks at a window that somebody else leases, or whose failed event is not due yet."""
+"""Seconds between two looks at a window that another run leases, or whose failed event is not due yet."""
 
 PROGRESS_SECONDS: Final = 10.0
-"""Seconds between two lines of a run's log that tell how far its window is."""
+"""Seconds between two lines of progress in a run's log."""
 
 
 class WindowGoneError(dg.Failure):
@@ -41,19 +43,19 @@ class WindowGoneError(dg.Failure):
     def __init__(self, backfill_id: str, consumer: str, key: str) -> None:
         super().__init__(
             f"backfill {backfill_id} of consumer {consumer!r} has no window {key} any more: it is done, or was "
-            "deleted; to replay the range once more, make a new backfill",
+            "deleted; make a new backfill to replay the range again",
             allow_retries=False,
         )
 
 
 class WindowReplay:
-    """Replays one partition of one window: claims it piece by piece, as its side consumer, until nothing is left."""
+    """Replays one partition of one window: claims ranges of it as its side consumer until nothing is left."""
 
     def __init__(
         self,
-        platform: EventSQL,
+        platform: Shard,
         consumer: ConsumerDefinition,
-        consume: Callable[[Claim], Consumed],
+        consume: Callable[[Claim], BatchResult],
         *,
         backfill_id: str,
         window: Window,
@@ -64,7 +66,7 @@ class WindowReplay:
         max_failures: int | None = None,
     ) -> None:
         self._platform = platform
-        self._backfills = Backfills(platform)
+        self._backfills = Backfills([platform])
         self._topic = consumer.topic.name
         self._consumer = consumer.consumer.name
         self._lease = consumer.limits.lease
@@ -81,11 +83,11 @@ class WindowReplay:
         self.drained = Drained()
 
     def run(self, has_ended: Callable[[str], bool]) -> Backfill:
-        """Replay what is left; gives the backfill as it is then. `has_ended` knows runs that have ended.
+        """Replay the rest of the window; gives the backfill as it is then. `has_ended` tells whether a run has ended.
 
-        An event that fails is tried again when it is due, as often as the consumer allows, and becomes a dead letter
-        where the topic has any. Raises `dagster.Failure` where it blocks the window, where the backfill has given
-        `max_failures` events up, where another run has the window, and `WindowGoneError` where it is not there.
+        A failing event is retried when it is due, as often as the consumer allows, and becomes a dead letter if the
+        topic has a dead letter topic. Raises `dagster.Failure` if an event blocks the window, if the backfill has
+        `max_failures` dead letters, and if another run has the window; `WindowGoneError` if the window is not there.
         """
         lease_ends_at = None
         while True:
@@ -100,7 +102,7 @@ class WindowReplay:
                     self._give_back(part)
                 elif lease_ends_at not in {None, part.lease_ends_at}:
                     raise dg.Failure(f"{part.owner} replays this window now", allow_retries=False)
-                # A run that lives renews its lease; that of one that was killed ends.
+                # A live run renews its lease. The lease of a killed run ends.
                 lease_ends_at = part.lease_ends_at
                 time.sleep(POLL)
             elif part.paused:
@@ -132,7 +134,7 @@ class WindowReplay:
             # Somebody has it locked just now; or the next look says why.
             time.sleep(POLL)
             return
-        claim = replace(claim, shard=self._platform.shard)
+        claim = replace(claim, shard=self._platform.name)
         if isinstance(self._consume, BatchConsumer):
             self._consume.max_dead_letters = may_fail
         try:
@@ -151,11 +153,11 @@ class WindowReplay:
         self.drained.claims.append((claim, replace(consumed, failure=None)))
         self._tell(consumed)
 
-    def _tell(self, consumed: Consumed) -> None:
-        """Log what failed, and now and then how far the window is."""
+    def _tell(self, consumed: BatchResult) -> None:
+        """Log failures, and the progress every 10 seconds."""
         failure = consumed.failure
         if failure is not None:
-            self._log.warning("event %d failed, attempt %d: %s", failure.event.id, failure.attempts, failure.error)
+            self._log.warning("event %d failed, attempt %d: %s", failure.event_id, failure.attempts, failure.error)
         for letter in consumed.dead_letters:
             self._log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
         if time.monotonic() - self._told_at >= PROGRESS_SECONDS:
@@ -164,7 +166,7 @@ class WindowReplay:
             self._log.info("%d events are replayed so far, %d of them were given up", self.drained.events, letters)
 
     def _release(self, claim: Claim) -> None:
-        """Let nobody wait for the lease of a run that fails or is interrupted."""
+        """Give a claim back, so that the next run need not wait for the end of its lease."""
         try:
             self._platform.claims.release(claim)
         except EventSQLError as error:
@@ -179,7 +181,7 @@ class WindowReplay:
         return f"`{resume_command(self._topic, self._consumer, self._backfill_id)}`"
 
     def _stopped(self, backfill: Backfill) -> dg.Failure:
-        """The backfill has given up as many events as it may: its function does not bear what it is handed."""
+        """The error after too many dead letters."""
         own = self.drained.dead_letters
         first = f", such as event {own[0].event_id}: {own[0].error}" if own else ""
         return dg.Failure(
@@ -197,7 +199,7 @@ class WindowReplay:
         )
 
     def _blocking(self, part: Replayed) -> str | None:
-        """Why an event whose attempts are spent stays where it is; None where it becomes a dead letter."""
+        """The reason why an event without attempts left cannot become a dead letter; None if it can."""
         for state in self._platform.registry.consumer(self._topic, part.name):
             if state.partition == self._partition:
                 return self._platform.dead_letters.blocking(state)

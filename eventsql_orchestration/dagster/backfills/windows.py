@@ -1,23 +1,24 @@
-"""Windows: what a backfill consists of, what it is called, and how far it is."""
+"""The values of backfills: the range to replay, its plan, its windows, and how far each window is."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from eventsql_orchestration import NOT_PARTITIONED
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.positions import AtOffset, AtTime, Back, Place
-from eventsql_orchestration.log.side_consumers import MARK
 from eventsql_orchestration.model import MAX_AGE
-from eventsql_orchestration.rules import check_name, check_whole
+from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Latest, Place
+from eventsql_orchestration.topics.side_consumers import MARK
+from eventsql_orchestration.validation import check_name, check_whole
 
 DEFAULT_MAX_FAILURES: Final = 10
-"""An event that keeps failing takes some 15 s until it is given up: a function that fails for every event is noticed
-within minutes."""
+"""An event that keeps failing takes some 15 s until it becomes a dead letter: a function that fails for every event
+stops its backfill within minutes."""
 
 MAX_RUNS: Final = 1_000
 """A run takes seconds to start; and its window is a row for each partition, which every look at lag reads."""
@@ -30,7 +31,7 @@ _KEY: Final = re.compile(
 
 
 def check_id(backfill_id: str) -> str:
-    """Return the id of a backfill, or raise `ValidationError`: lower-case letters, digits and hyphens, 40 at most."""
+    """Return the id of a backfill. Raises `ValidationError` unless it is 1 to 40 of `a-z`, `0-9` and hyphens."""
     if not _ID.fullmatch(backfill_id):
         raise ValidationError(
             f"backfill id {backfill_id!r} is not usable: take at most 40 lower-case letters, digits and hyphens"
@@ -43,11 +44,48 @@ def new_id() -> str:
     return f"{datetime.now(UTC):%Y%m%d}-{secrets.token_hex(3)}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayRange:
+    """The part of a topic to replay, and how it is cut into windows.
+
+    The range includes the events at the offsets `start` and `end`. A time as `end` is exclusive. Windows have
+    `window_events` events each, or the events that entered the log in the same `window` of time, counted from 1970 in
+    UTC; by default there is one window. `partition` limits the range to one partition.
+
+    Raises `ValidationError` for a range that ends before it begins, and for windows that cannot be.
+    """
+
+    start: Place
+    end: Place = field(default_factory=Latest)
+    window_events: int | None = None
+    window: timedelta | None = None
+    partition: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window_events is not None and self.window is not None:
+            raise ValidationError("windows are cut by events or by time, not by both")
+        if self.window_events is not None:
+            check_whole("the events of a window", self.window_events, least=1)
+        if self.window is not None and not timedelta(seconds=1) <= self.window <= MAX_AGE:
+            raise ValidationError(f"a window lasts from a second to a hundred years, not {self.window}")
+        match self.start, self.end:
+            case AtOffset(offset=first), AtOffset(offset=last):
+                reversed_ = first > last
+            case AtTime(time=begin), AtTime(time=finish):
+                reversed_ = begin >= finish
+            case Back(duration=longer), Back(duration=shorter):
+                reversed_ = longer <= shorter
+            case _:
+                reversed_ = False
+        if reversed_:
+            raise ValidationError("the range ends before it begins")
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
-    """A part of a backfill's range: the offsets after `after` up to and with `upto`, of all partitions.
+    """A part of a range: the offsets after `after` up to and with `upto`, of all partitions of one log.
 
-    Offsets are those of `shard`, where there are several.
+    `shard` is the shard of the log, None where there is one database.
     """
 
     after: int
@@ -55,7 +93,7 @@ class Window:
     shard: str | None = None
 
     def consumer(self, consumer: str, backfill_id: str, into: str | None) -> str:
-        """The name of its side consumer. Raises `InvalidNameError` where that would be too long."""
+        """The name of its side consumer. Raises `InvalidNameError` if that is too long."""
         kept = "" if into is None else f"__into_{into}"
         name = f"{consumer}{MARK}{backfill_id}_{self.after}_{self.upto}{kept}"
         return check_name("the name of a backfill's side consumer", name)
@@ -75,7 +113,7 @@ class PlannedRun:
 
 
 def partition_key(backfill_id: str, window: Window, partition: int) -> str:
-    """`<id>:<after>-<upto>`, `:<partition>` where the consumer is partitioned, `@<shard>` where there are several."""
+    """`<id>:<after>-<upto>`, `:<partition>` if the consumer is partitioned, `@<shard>` if there are several."""
     of = "" if partition == NOT_PARTITIONED else f":{partition}"
     at = "" if window.shard is None else f"@{window.shard}"
     return f"{backfill_id}:{window.after}-{window.upto}{of}{at}"
@@ -86,28 +124,25 @@ def read_key(key: str) -> tuple[str, Window, int]:
     match = _KEY.fullmatch(key)
     if match is None:
         raise ValidationError(
-            f"{key!r} is no window of a backfill: it would be ID:AFTER-UPTO or ID:AFTER-UPTO:PARTITION, and @SHARD "
-            "where there are several"
+            f"{key!r} is no window of a backfill: write ID:AFTER-UPTO or ID:AFTER-UPTO:PARTITION, and @SHARD if there "
+            "are several"
         )
     partition = NOT_PARTITIONED if match["partition"] is None else int(match["partition"])
     return match["id"], Window(int(match["after"]), int(match["upto"]), match["shard"]), partition
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a backfill would replay: `runs` in order, their events by the time at which they entered the log.
+class LogPlan:
+    """The part of a plan on one log: `runs` in order, between the offsets `after` (exclusive) and `upto` (inclusive).
 
-    `partitions` are those that are meant, with events in the range or without; `first_event` and `topic_created_at`
-    tell whether the log is still the same. `remarks` say what the range does not hold, or what else a person should
-    know before it runs.
+    `partitions` are the partitions of the range, with events or without. `first_event` and `topic_created_at` tell
+    whether the log is still the same. The events entered the log from `first_at` to `last_at`.
     """
 
-    topic: str
-    consumer: str
+    shard: str | None
     partitions: tuple[int, ...]
     after: int
     upto: int
-    windows: tuple[Window, ...]
     runs: tuple[PlannedRun, ...]
     first_event: int | None
     topic_created_at: datetime | None
@@ -116,16 +151,51 @@ class Plan:
     remarks: tuple[str, ...]
 
     @property
+    def windows(self) -> list[Window]:
+        return sorted({run.window for run in self.runs})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a backfill would replay, log by log: a topic has one log on each shard."""
+
+    topic: str
+    consumer: str
+    logs: tuple[LogPlan, ...]
+
+    @property
+    def runs(self) -> tuple[PlannedRun, ...]:
+        return tuple(run for log in self.logs for run in log.runs)
+
+    @property
     def events(self) -> int:
         return sum(run.events for run in self.runs)
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """The offsets (after, upto); None over several shards, whose offsets are not comparable."""
+        return (self.logs[0].after, self.logs[0].upto) if len(self.logs) == 1 else None
+
+    @property
+    def first_at(self) -> datetime | None:
+        return min((log.first_at for log in self.logs if log.first_at is not None), default=None)
+
+    @property
+    def last_at(self) -> datetime | None:
+        return max((log.last_at for log in self.logs if log.last_at is not None), default=None)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the range does not hold, and what else a person should know before it runs."""
+        return [f"{log.shard}: {each}" if log.shard else each for log in self.logs for each in log.remarks]
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """How far a window is in one partition.
 
-    `owner` leases it now. `failure` is of the event that it is retrying. `given_up` counts its dead letters since the
-    backfill was begun or resumed.
+    `owner` leases it now. `failure` is the error of the event that is being retried. `given_up` counts its dead letters
+    since the backfill began or was resumed.
     """
 
     window: Window
@@ -146,7 +216,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Backfill:
-    """A backfill that is registered."""
+    """A backfill that is registered: the parts that are left of it, on all shards."""
 
     id: str
     topic: str
@@ -155,10 +225,26 @@ class Backfill:
     created_at: datetime
     parts: tuple[Replayed, ...] = field(repr=False)
 
+    @classmethod
+    def merge(cls, found: Sequence[Backfill]) -> Backfill:
+        """The backfill of one id from its parts on each shard."""
+        parts = tuple(part for each in found for part in each.parts)
+        return replace(found[0], created_at=min(each.created_at for each in found), parts=parts)
+
+    def by_shard(self) -> dict[str | None, Backfill]:
+        """Its parts on each shard, by the name of the shard."""
+        shards = dict.fromkeys(part.window.shard for part in self.parts)
+        return {
+            shard: replace(self, parts=tuple(part for part in self.parts if part.window.shard == shard))
+            for shard in shards
+        }
+
     @property
-    def range(self) -> Window:
-        """From the first window's beginning to the last one's end."""
-        return Window(min(part.window.after for part in self.parts), max(part.window.upto for part in self.parts))
+    def range(self) -> tuple[int, int] | None:
+        """The offsets (after, upto); None over several shards, whose offsets are not comparable."""
+        if len({part.window.shard for part in self.parts}) > 1:
+            return None
+        return min(part.window.after for part in self.parts), max(part.window.upto for part in self.parts)
 
     @property
     def done(self) -> bool:
@@ -166,7 +252,7 @@ class Backfill:
 
     @property
     def given_up(self) -> int:
-        """How many events became dead letters since it was begun or resumed."""
+        """How many events became dead letters since it began or was resumed."""
         return sum(part.given_up for part in self.parts)
 
     @property
@@ -175,43 +261,15 @@ class Backfill:
         return sorted({part.name for part in self.parts})
 
     def part(self, window: Window, partition: int) -> Replayed | None:
-        """One partition of one of its windows; None where it has no such."""
+        """One partition of one of its windows; None if it has no such window."""
         return next((each for each in self.parts if (each.window, each.partition) == (window, partition)), None)
 
 
 def resume_command(topic: str, consumer: str, backfill_id: str) -> str:
-    """What runs the rest of a backfill."""
+    """The command that runs the rest of a backfill."""
     return f"eventsql backfill {topic} {consumer} --resume {backfill_id} --execute"
 
 
 def letters_command(topic: str, backfill_id: str) -> str:
-    """What lists the events that a backfill gave up."""
+    """The command that lists the dead letters of a backfill."""
     return f"eventsql dlt list {topic} --backfill {backfill_id}"
-
-
-def check_cut(window_events: int | None, window: timedelta | None) -> None:
-    """Refuse windows that cannot be. Raises `ValidationError`."""
-    if window_events is not None and window is not None:
-        raise ValidationError("windows are cut by events or by time, not by both")
-    if window_events is not None:
-        check_whole("the events of a window", window_events, least=1)
-    if window is not None and not timedelta(seconds=1) <= window <= MAX_AGE:
-        raise ValidationError(f"a window lasts a second at least and a hundred years at most, not {window}")
-
-
-def check_order(start: Place, end: Place) -> None:
-    """Refuse a range that is the wrong way round whatever the log holds. Raises `ValidationError`.
-
-    It ends with the event at an offset, and before the first that was logged at a time.
-    """
-    match start, end:
-        case AtOffset(offset=first), AtOffset(offset=last):
-            wrong = first > last
-        case AtTime(time=begin), AtTime(time=finish):
-            wrong = begin >= finish
-        case Back(duration=longer), Back(duration=shorter):
-            wrong = longer <= shorter
-        case _:
-            wrong = False
-    if wrong:
-        raise ValidationError("the range ends before it begins")

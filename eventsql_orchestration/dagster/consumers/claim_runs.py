@@ -1,38 +1,70 @@
-"""The run of a claim: which one has it or is to have it, and what its age and status say."""
+"""Claims and their runs: the tags and the key that identify a run, and the state of a run.
+
+Dagster keeps its history and never takes a run key twice. But the ids of claims begin anew in a new schema, and go back
+in a restored schema. So everything that Dagster keeps about a claim has the claim's id and the time when it was made.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from datetime import UTC
+from collections.abc import Iterable, Mapping, Sequence
 
 import dagster as dg
 
-from eventsql_orchestration import Consumer, EventSQL
-from eventsql_orchestration.dagster.claim_times import claim_tags, made_at
-from eventsql_orchestration.dagster.draining import run_of_owner
-from eventsql_orchestration.dagster.tags import CLAIM_TAG, CLAIMED_AT_TAG, CONSUMER_TAG, FINISHED, TOPIC_TAG
-from eventsql_orchestration.log.claims import Claim
+from eventsql_orchestration import Consumer, Shard
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.consumers.owners import run_of_owner
+from eventsql_orchestration.dagster.tags import (
+    CLAIM_TAG,
+    CLAIMED_AT_TAG,
+    CONSUMER_TAG,
+    FINISHED,
+    TOPIC_TAG,
+    shard_tags,
+)
+from eventsql_orchestration.database import Queries
 
 
-def lease_decides(claim: Claim, run: dg.RunRecord | None) -> bool:
-    """Whether nothing but the lease tells if a live claim's owner still lives."""
-    if run is None:
-        # Its tick may not be stored yet, or never will be; or somebody deleted the run.
-        return True
-    # A run that has taken its claim over renews the lease itself, as long as it lives.
-    return run.dagster_run.status not in FINISHED and run_of_owner(claim.owner) is not None
+def made_at(shard: Shard, claims: Iterable[int]) -> dict[int, int]:
+    """The times when claims were made, in microseconds since 1970, without claims that are gone."""
+    wanted = list(claims)
+    if not wanted:
+        return {}
+    statement = Queries("claim_times", shard.database.schema)("made")
+    with shard.database.connection() as connection:
+        rows = connection.execute(statement, {"claims": wanted}).fetchall()
+    return {int(claim): int(made) for claim, made in rows}
+
+
+def claim_tags(claim_id: int, made: int, shard: str | None) -> dict[str, str]:
+    """The tags of the run that is requested for a claim. Each shard has its own ids of claims."""
+    return {CLAIM_TAG: str(claim_id), CLAIMED_AT_TAG: str(made), **shard_tags(shard)}
+
+
+def run_key(claim_id: int, made: int, shard: str | None) -> str:
+    """The run key of a claim's run. Dagster ignores a request if it has ever seen its key."""
+    return f"eventsql-claim-{claim_id}-{made}" + ("" if shard is None else f"-{shard}")
+
+
+def is_another_claim(shard: Shard, claim_id: int, tags: Mapping[str, str]) -> bool:
+    """Whether the run with these tags was requested for an earlier claim with the same id.
+
+    A run that no sensor requested has no claim tags, and may have any claim.
+    """
+    if tags.get(CLAIM_TAG) != str(claim_id) or CLAIMED_AT_TAG not in tags:
+        return False
+    made = made_at(shard, [claim_id]).get(claim_id)
+    return made is not None and tags[CLAIMED_AT_TAG] != str(made)
 
 
 def runs_of(
-    claims: Sequence[Claim], consumer: Consumer, platform: EventSQL, instance: dg.DagsterInstance
+    claims: Sequence[Claim], consumer: Consumer, shard: Shard, instance: dg.DagsterInstance
 ) -> Mapping[int, dg.RunRecord]:
-    """For each claim of a consumer on one shard, the run that has it or is to have it; of several, one that lives."""
+    """The run that owns or will own each claim of a consumer on one shard. An unfinished run goes first."""
     if not claims:
         return {}
     owners = {claim.id: owner for claim in claims if (owner := run_of_owner(claim.owner)) is not None}
-    # Ids of claims are unique within a schema as it is now, and an instance outlives it, and may serve several.
-    made = made_at(platform, [claim.id for claim in claims])
+    # Ids of claims are unique only within one schema. A Dagster instance outlives the schema and may serve several.
+    made = made_at(shard, [claim.id for claim in claims])
     tags = {
         TOPIC_TAG: consumer.topic,
         CONSUMER_TAG: consumer.name,
@@ -40,25 +72,15 @@ def runs_of(
         CLAIMED_AT_TAG: [str(moment) for moment in made.values()],
     }
     requested = instance.get_run_records(dg.RunsFilter(tags=tags)) if made else []
-    # A run that drains has claims that it was not requested for.
+    # A draining run owns claims that it was not requested for.
     owning = instance.get_run_records(dg.RunsFilter(run_ids=list(owners.values()))) if owners else []
+
     found: dict[int, dg.RunRecord] = {}
     for claim in claims:
         runs = [run for run in owning if run.dagster_run.run_id == owners.get(claim.id)]
         if claim.id in made:
-            its_own = claim_tags(claim.id, made[claim.id], platform.shard)
+            its_own = claim_tags(claim.id, made[claim.id], shard.name)
             runs += [run for run in requested if its_own.items() <= run.dagster_run.tags.items()]
         if runs:
             found[claim.id] = next((run for run in runs if run.dagster_run.status not in FINISHED), runs[0])
     return found
-
-
-def age(run: dg.RunRecord) -> float:
-    """Seconds since a run started; zero for one that has not."""
-    return 0.0 if run.start_time is None else time.time() - run.start_time
-
-
-def since_change(run: dg.RunRecord) -> float:
-    """Seconds since a run's status changed last."""
-    updated = run.update_timestamp
-    return time.time() - (updated if updated.tzinfo is not None else updated.replace(tzinfo=UTC)).timestamp()

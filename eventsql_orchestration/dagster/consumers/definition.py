@@ -8,58 +8,29 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Topic
-from eventsql_orchestration.dagster.functions import UserFunction
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Shard, Topic
+from eventsql_orchestration.consumer import DeclaredFilter
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.consumers.options import RunLimits
+from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.positions import Start
-from eventsql_orchestration.log.registration import Registration, register_consumer
-from eventsql_orchestration.model import DeclaredFilter
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a range is claimed, how large it is, and how long a run goes on. Times are seconds.
-
-    Raises `ValidationError` for limits that exclude one another.
-    """
-
-    min_events: int = 1
-    max_events: int = 10_000
-    max_wait: float = 5.0
-    drain_seconds: float = 20.0
-    drain_events: int = 1_000_000
-    drain_idle: float = 1.0
-    lease: float = 60.0
-    batch: int = 1_000
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_events <= self.max_events:
-            raise ValidationError(
-                f"1 <= min_events <= max_events is needed, not {self.min_events} and {self.max_events}"
-            )
-        if self.batch < 1:
-            raise ValidationError(f"batch must be at least 1: {self.batch}")
-        if self.lease <= 0:
-            raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")
-        for name in ("max_wait", "drain_seconds", "drain_events", "drain_idle"):
-            if getattr(self, name) < 0:
-                raise ValidationError(f"{name} must not be negative: {getattr(self, name)}")
+from eventsql_orchestration.topics.offsets import Start
+from eventsql_orchestration.topics.registration import Registration
 
 
 class ClaimConfig(dg.Config):
     """What a run consumes: the range of a claim that a sensor made.
 
-    Without a claim, as when the asset is materialized by hand, the run claims for itself what waits, of `partition` or
-    of every partition. `shard` is that of the claim where there are several, and without a claim the only one that
-    the run consumes on; where it is not given, on every one.
+    A run without a claim, for example a materialization by hand, claims the waiting events itself, of `partition` or of
+    every partition. If there are several shards, `shard` is the claim's shard. For a run without a claim, it is the
+    only shard that the run consumes on; by default the run consumes on every shard.
 
-    With `replay`, a range that was committed is handed to the function once more: its effects happen again, and the
-    offset stays where it is. Where it is not given, a run that somebody executes again after it had succeeded replays
-    its range, and no other run does. Dagster's automatic retries replay nothing, whatever `replay` says.
+    With `replay`, the function gets a committed range once more: its effects happen again, and the offset stays. By
+    default, a run replays its range only if a person executes it again after it had succeeded. Dagster's automatic
+    retries never replay, whatever the value of `replay`.
 
-    `succeeds` is a run that drains the partition: this one takes it over, as soon as it can claim, while that one goes
-    on.
+    `succeeds` is a run that drains the partition. This run takes the partition over as soon as it can claim, while the
+    draining run goes on.
     """
 
     claim: int | None = None
@@ -71,14 +42,14 @@ class ClaimConfig(dg.Config):
 
 @dataclass(frozen=True)
 class Computation:
-    """How a consumer's function gets its events, whoever claims them: its own runs and those of a backfill.
+    """How a consumer's function gets its events, in the consumer's own runs and in a backfill's runs.
 
-    `consume(context, platform, resources)` gives what consumes a claim, as a `Consumed`; `publishes` are the assets of
-    the topics that the function publishes to.
+    `consume(context, platform, resources)` returns a function from a claim to its `BatchResult`. `publishes` are the
+    assets of the topics that the function publishes to.
     """
 
     user: UserFunction
-    consume: Callable[[dg.AssetExecutionContext, EventSQL, Mapping[str, Any]], Callable[[Claim], Any]]
+    consume: Callable[[dg.AssetExecutionContext, Shard, Mapping[str, Any]], Callable[[Claim], Any]]
     publishes: tuple[dg.AssetKey, ...]
 
 
@@ -86,8 +57,7 @@ class Computation:
 class ConsumerDefinition:
     """A consumer and everything that Dagster needs to run it.
 
-    `max_attempts` and `filter` are None where they are not declared. `start` is where the consumer begins when it is
-    new.
+    `max_attempts` and `filter` are None if they are not declared. `start` is the place where a new consumer begins.
     """
 
     topic: Topic
@@ -96,7 +66,7 @@ class ConsumerDefinition:
     job: dg.UnresolvedAssetJobDefinition
     sensors: tuple[dg.SensorDefinition, ...]
     key: dg.AssetKey
-    limits: Limits
+    limits: RunLimits
     max_attempts: int | None = None
     filter: DeclaredFilter = None
     start: Start = "earliest"
@@ -108,20 +78,20 @@ class ConsumerDefinition:
         return self.topic.all_partitions if self.consumer.partitioned else (NOT_PARTITIONED,)
 
     def register(self, platform: EventSQL) -> Registration:
-        """Create the topic and the consumer, or give a consumer that exists the settings that are declared.
+        """Create the topic and the consumer, or give an existing consumer the declared settings.
 
-        Gives what became of the consumer. Raises `RedefinitionError`.
+        Returns the result for the consumer. Raises `RedefinitionError`.
         """
         platform.registry.register_topic(self.topic)
-        return register_consumer(
-            platform.registry, self.consumer, max_attempts=self.max_attempts, start=self.start, filter=self.filter
+        return platform.registry.declare_consumer(
+            self.consumer, max_attempts=self.max_attempts, start=self.start, filter=self.filter
         )
 
 
 def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
-    """Refuse consumers of which two have one name, one sensor's name, or one and the same place in a topic.
+    """Refuse two consumers with the same name, the same sensor name, or the same consumer of a topic.
 
-    Raises `ValidationError`. Those that share their runs share a job and a sensor.
+    Raises `ValidationError`. Consumers that share their runs share a job and a sensor.
     """
     names: dict[str, ConsumerDefinition] = {}
     places: dict[tuple[str, str], str] = {}

@@ -1,4 +1,4 @@
-"""What a consuming run does: takes over its claim, consumes it, and goes on with further ranges within its limits."""
+"""A consuming run: takes its claim over, consumes it, and continues with further ranges within its limits."""
 
 from __future__ import annotations
 
@@ -10,65 +10,54 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration import Consumer, EventSQL
-from eventsql_orchestration.dagster.batches import BatchConsumer, Consumed, DeadLetter, ReplayError
-from eventsql_orchestration.dagster.claim_times import is_another_claim
-from eventsql_orchestration.dagster.definition import Limits
+from eventsql_orchestration import Consumer, Shard
+from eventsql_orchestration.consuming.batch import BatchResult
+from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.consuming.failures import Failure
+from eventsql_orchestration.consuming.partition import ConsumerPartition
+from eventsql_orchestration.dagster.consumers.batch import BatchConsumer, ReplayError
+from eventsql_orchestration.dagster.consumers.claim_runs import is_another_claim
+from eventsql_orchestration.dagster.consumers.options import RunLimits
+from eventsql_orchestration.dagster.consumers.owners import owner_of_run
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.log.claim_pruning import RUN_OWNER
-from eventsql_orchestration.log.claims import Claim, NoClaim
-from eventsql_orchestration.log.consumption import ConsumerPartition, Failure
 
 POLL: Final = 0.05
-"""Seconds between two looks for further events of a run that drains: well below the transfer's own delay."""
+"""Seconds between two looks for further events, well below the transfer's own delay."""
 
 PATIENCE: Final = 30.0
-"""Seconds that a successor waits for the run before it, which may be busy with a long range."""
+"""Seconds that a successor waits for its predecessor, which may be busy with a long range."""
 
 ASK_SECONDS: Final = 1.0
-"""Seconds between two looks of a run at another one: whether that has ended, or is on its way."""
+"""Seconds between two checks if another run has ended or is about to start."""
 
 OVERTIME: Final = 30.0
-"""Seconds after the end of its window in which a run goes on for a successor that is on its way: on a machine that is
-busy, a run may take longer to start than is left of the window when it is requested."""
+"""Maximum time in seconds that a run continues after its window for a successor that is about to start. On a busy
+machine, a run may take longer to start than the window lasts after its request."""
 
-OWNER_PREFIX: Final = RUN_OWNER
-
-
-def owner_of_run(run_id: str) -> str:
-    """The owner of a claim that a run has taken over."""
-    return OWNER_PREFIX + run_id
-
-
-def run_of_owner(owner: str) -> str | None:
-    """The run that owns a claim, or None where none has taken it over yet."""
-    return owner.removeprefix(OWNER_PREFIX) if owner.startswith(OWNER_PREFIX) else None
-
-
-Consume: TypeAlias = Callable[[Claim], Consumed]
+Consume: TypeAlias = Callable[[Claim], BatchResult]
 """Consumes the rest of a claim. Raises `ClaimLostError`."""
 
 
 @dataclass(slots=True)
 class Drained:
-    """What a run came to so far: its claims in order with what became of each.
+    """The claims of a run so far, in order, with the result of each.
 
-    `lost` says how the run lost a claim that it had or was requested for; then it fails. `note` is for people: why
-    there was nothing to do, or was not all done.
+    If the run lost a claim, `lost` says how, and the run fails. `note` tells people why the run did nothing, or did not
+    consume everything.
     """
 
-    claims: list[tuple[Claim, Consumed]] = field(default_factory=list)
+    claims: list[tuple[Claim, BatchResult]] = field(default_factory=list)
     lost: str | None = None
     note: str | None = None
     started: float = field(default_factory=time.monotonic)
 
     @property
     def events(self) -> int:
-        return sum(consumed.events for _, consumed in self.claims)
+        return sum(result.consumed for _, result in self.claims)
 
     @property
     def failure(self) -> tuple[Claim, Failure] | None:
-        """The event that ended the run; never one that became a dead letter."""
+        """The event that ended the run, and its claim. A dead letter does not end a run."""
         if not self.claims:
             return None
         claim, consumed = self.claims[-1]
@@ -76,11 +65,11 @@ class Drained:
 
     @property
     def over(self) -> bool:
-        """Whether the run is to consume nothing more."""
+        """Whether the run has to end."""
         return self.failure is not None or self.lost is not None
 
     @property
-    def dead_letters(self) -> list[DeadLetter]:
+    def dead_letters(self) -> list[Failure]:
         return [letter for _, consumed in self.claims for letter in consumed.dead_letters]
 
     @property
@@ -97,24 +86,24 @@ class Drained:
                 "partition": claim.range.partition,
                 "after": claim.position,
                 "upto": claim.range.upto,
-                "events": consumed.events,
+                "events": consumed.consumed,
             }
             for claim, consumed in self.claims
         ]
 
 
 class Draining:
-    """Consumes a claim, then what comes after it, until an event fails, a limit is reached or nothing more comes.
+    """Consumes a claim, then the events after it, until an event fails, a limit is reached or no more events come.
 
-    It is on one database; a run that goes on with another shard has one `drained` for both. `successor_comes` tells, of
-    a run whose window ends, whether another was requested to take over and will be there soon.
+    It works on one shard. A run that continues on another shard uses the same `drained`. `successor_comes` returns
+    whether a successor of this run was requested and will start soon.
     """
 
     def __init__(
         self,
-        platform: EventSQL,
+        platform: Shard,
         consume: Consume,
-        limits: Limits,
+        limits: RunLimits,
         *,
         owner: str,
         drained: Drained | None = None,
@@ -133,21 +122,21 @@ class Draining:
 
     @property
     def shard(self) -> str | None:
-        """The name of its shard, where there are several."""
-        return self._platform.shard
+        """The name of its shard if there are several."""
+        return self._platform.name
 
     def require_claim_of(self, consumer: Consumer, claim_id: int) -> None:
-        """Raises `ForeignClaimError` for a claim of another consumer, whose events this one would take from it."""
+        """Raise `ForeignClaimError` if the claim belongs to another consumer."""
         try:
             claim, _ = self._platform.claims.get(claim_id)
         except ClaimLostError:
-            # Whoever takes it over says so.
+            # `take_over` reports it.
             return
         if (claim.range.topic, claim.consumer) != (consumer.topic, consumer.name):
             raise ForeignClaimError(claim, consumer)
 
     def take_over(self, claim_id: int) -> Claim | None:
-        """Adopt the claim that the run was requested for; None, with a note of why, when it is not to be had."""
+        """Adopt the claim that the run was requested for. None if the claim is lost; then `note` has the reason."""
         try:
             return self._mine(self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease))
         except ClaimLostError as error:
@@ -155,7 +144,7 @@ class Draining:
             return None
 
     def is_another_claim(self, claim_id: int, tags: Mapping[str, str]) -> bool:
-        """Whether the run of these tags was requested for another claim of that id, with a note where it was."""
+        """Whether the run with these tags was requested for another claim with this id. Then `note` tells people."""
         if not is_another_claim(self._platform, claim_id, tags):
             return False
         self.drained.note = (
@@ -166,25 +155,25 @@ class Draining:
 
     @contextmanager
     def keeping(self, claim_id: int, tags: Mapping[str, str]) -> Iterator[None]:
-        """Hold the claim that the run was requested for, as long as another of its steps goes first."""
+        """Keep the run's claim leased while another step of the run goes first."""
         if is_another_claim(self._platform, claim_id, tags):
             yield
             return
         try:
             claim = self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease)
         except ClaimLostError:
-            # Its own step has been, or finds out.
+            # The step of the claim has ended, or will find that the claim is lost.
             yield
             return
         with self._platform.claims.heartbeat(claim, lease=self._limits.lease):
             yield
 
     def first_of(self, run_id: str, consumer: Consumer, partition: int) -> int | None:
-        """The first claim of a partition that a run has committed; None where none is known of any more."""
+        """The id of the first claim of a partition that a run has committed; None if none is left."""
         return self._platform.claims.first_of(owner_of_run(run_id), consumer.topic, consumer.name, partition)
 
     def committed(self, claim_id: int) -> Claim | None:
-        """The claim, where it was committed; None in any other state. Raises `ClaimLostError` for an unknown one."""
+        """The claim if it was committed, else None. Raises `ClaimLostError` for an unknown id."""
         claim, state = self._platform.claims.get(claim_id)
         return self._mine(claim) if state == "committed" else None
 
@@ -195,9 +184,9 @@ class Draining:
         return False
 
     def replay(self, claim: Claim) -> None:
-        """Hand a committed claim's range to the function once more, without a lease; the offset stays where it is.
+        """Hand the range of a committed claim to the function again, without a lease and without moving the offset.
 
-        Raises `ReplayError` where the function cannot be handed a range twice, or events of it are gone.
+        Raises `ReplayError` if the function commits claims itself, or if events of the range are gone.
         """
         if not isinstance(self._consume, BatchConsumer):
             raise ReplayError(
@@ -211,7 +200,7 @@ class Draining:
         return [state.partition for state in self._platform.registry.consumer(consumer.topic, consumer.name)]
 
     def claim(self, topic: str, consumer: str, partition: int) -> Claim | str:
-        """Claim what waits, however little it is; a sentence where nothing can be claimed."""
+        """Claim all waiting events, even a single one. Returns the reason if nothing can be claimed."""
         found = self._platform.claims.claim(
             topic, consumer, partition,
             owner=self._owner, max_events=self._limits.max_events, lease=self._limits.lease,
@@ -222,7 +211,7 @@ class Draining:
         return replace(claim, shard=self.shard)
 
     def run(self, claim: Claim) -> None:
-        """Consume `claim` and what comes after it."""
+        """Consume `claim` and the events after it."""
         current: Claim | None = claim
         while current is not None:
             try:
@@ -246,7 +235,7 @@ class Draining:
             found = self._claim_if_due(previous.key, most=min(limits.max_events, left))
             if isinstance(found, Claim):
                 return found
-            # A successor has begun: what comes is for it. The run that this one succeeds ends when it finds that out.
+            # A successor has begun, and gets the next events. The predecessor of this run ends when it notices.
             succeeded = found.leased_by not in (None, self._predecessor)
             if time.monotonic() >= idle_until or succeeded:
                 return None
@@ -254,11 +243,11 @@ class Draining:
         return None
 
     def _goes_on(self, key: ConsumerPartition) -> bool:
-        """Whether the window lasts, or its end is put off until a successor that is on its way has claimed."""
+        """Whether the window lasts, or is extended until a successor that is about to start has claimed."""
         now = time.monotonic()
         if now < self._deadline:
             return True
-        # Windows of no length have no successors.
+        # A run without a window has no successor.
         if not self._limits.drain_seconds or now >= self._deadline + OVERTIME:
             return False
         if now >= self._asks_at:
@@ -271,10 +260,10 @@ class Draining:
     def succeed(
         self, run_id: str, topic: str, consumer: str, partition: int, *, is_over: Callable[[], bool]
     ) -> Claim | str:
-        """Claim from a run that still drains the partition, as soon as there is something to claim.
+        """Take over from a run that still drains the partition: claim as soon as events wait.
 
-        `is_over` tells whether that run has ended. A sentence where nothing could be claimed for `PATIENCE` seconds, or
-        nothing came any more.
+        `is_over` returns whether that run has ended. Returns the reason if nothing could be claimed for `PATIENCE`
+        seconds, or if no more events came.
         """
         self._predecessor = owner_of_run(run_id)
         key = ConsumerPartition(topic, consumer, partition)
@@ -294,7 +283,7 @@ class Draining:
             time.sleep(POLL)
 
     def _claim_if_due(self, key: ConsumerPartition, *, most: int) -> Claim | NoClaim:
-        """Claim what a sensor would: as many events as it waits for, or what has waited long enough."""
+        """Claim as a sensor does: if enough events wait, or if events have waited long enough."""
         found = self._platform.claims.claim(
             key.topic, key.consumer, key.partition,
             owner=self._owner,
@@ -307,7 +296,7 @@ class Draining:
 
 
 class ForeignClaimError(dg.Failure):
-    """A run was given the claim of another consumer, and has not touched it."""
+    """A run was launched with the claim of another consumer, and has not touched the claim."""
 
     def __init__(self, claim: Claim, consumer: Consumer) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What a consuming run says when it ends: its metadata, its dead letters, and the event that holds its partition up."""
+"""The report of a consuming run: its metadata, its dead letters, and the event that blocks its partition."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer
-from eventsql_orchestration.dagster.draining import Drained
-from eventsql_orchestration.dagster.lineage import input_metadata
-from eventsql_orchestration.dagster.published import leave_out
-from eventsql_orchestration.dagster.reexecution import forbid_retries
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.consumption import Failure
-from eventsql_orchestration.log.dead_letters import DeadLetters
+from eventsql_orchestration.client.admin import ClusterDeadLetters
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.failures import Failure
+from eventsql_orchestration.dagster.consumers.drain import Drained
+from eventsql_orchestration.dagster.consumers.reexecution import forbid_retries
+from eventsql_orchestration.dagster.lineage.origin import input_metadata
+from eventsql_orchestration.dagster.lineage.published import leave_out
 from eventsql_orchestration.model import how_often
 
 
 def name_of(consumer: Consumer, partition: int) -> str:
-    """A consumer's partition, for people."""
+    """The label of a consumer's partition, for people."""
     return f"topic {consumer.topic}" if partition == NOT_PARTITIONED else f"topic {consumer.topic}[{partition}]"
 
 
@@ -28,11 +28,11 @@ def report(
     key: dg.AssetKey,
     consumer: Consumer,
     drained: Drained,
-    dead_letters: DeadLetters,
+    dead_letters: ClusterDeadLetters,
 ) -> None:
-    """Say what did not go as planned.
+    """Report dead letters and failures.
 
-    Raises `dagster.Failure` for an event that holds its partition up, and `ClaimLostFailure` where a claim was lost.
+    Raises `dagster.Failure` for an event that blocks its partition, and `ClaimLostFailure` if a claim was lost.
     """
     if drained.note is not None:
         context.log.info("the run ends: %s", drained.note)
@@ -51,13 +51,13 @@ def report(
     if drained.failure is not None:
         raise _failure(consumer, *drained.failure, refused=dead_letters.accepts(consumer.topic))
     if drained.lost is not None:
-        # Whoever has the claim's events now needs no help.
+        # The claim's new owner consumes its events, so a retry has nothing to do.
         forbid_retries(context.run, context.instance)
         raise ClaimLostFailure(consumer, drained.lost)
 
 
 class ClaimLostFailure(dg.Failure):
-    """A run lost its claim to another consumption: its success would say that it had consumed the claim's events."""
+    """A run lost its claim. A success would claim that the run had consumed the claim's events."""
 
     def __init__(self, consumer: Consumer, lost: str) -> None:
         super().__init__(
@@ -71,8 +71,8 @@ class ClaimLostFailure(dg.Failure):
 
 
 def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: bool) -> dg.Failure:
-    """`refused`: whether something takes dead letters, which then did not take a blocked event."""
-    topic, event = consumer.topic, failure.event
+    """The failure of an event. `refused`: dead letters are accepted, but a blocked event did not become one."""
+    topic = consumer.topic
     resume = f"`eventsql consumer resume {topic} {consumer.name}`"
     if failure.outcome == Failure.BLOCKED and refused:
         advice = (
@@ -87,13 +87,13 @@ def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: boo
     else:
         advice = f"it is tried again after a pause; with topic {topic}_dlt it goes there when its attempts are spent"
     return dg.Failure(
-        f"event {event.id} of {name_of(consumer, claim.range.partition)} failed {how_often(failure.attempts)} in "
-        f"consumer {consumer.name} ({failure.error}): {advice}",
+        f"event {failure.event_id} of {name_of(consumer, claim.range.partition)} failed "
+        f"{how_often(failure.attempts)} in consumer {consumer.name} ({failure.error}): {advice}",
         metadata={
             "topic": topic,
             "consumer": consumer.name,
-            "partition": event.partition,
-            "event": event.id,
+            "partition": failure.partition,
+            "event": failure.event_id,
             "attempts": failure.attempts,
             "error": failure.error,
             "outcome": failure.outcome,
@@ -114,7 +114,7 @@ def _dead_letters(drained: Drained) -> dg.MetadataValue:
 
 
 def metadata_of(consumer: Consumer, drained: Drained, *, without: Collection[str]) -> dict[str, Any]:
-    """The metadata of a run's asset; what it says of publishing to the topics of `without` is theirs."""
+    """The metadata of a run's asset, without the metadata about publishing to the topics in `without`."""
     partitions = sorted({claim.range.partition for claim, _ in drained.claims})
     metadata: dict[str, Any] = {
         **{name: value for said in drained.said for name, value in leave_out(said, without).items()},

@@ -1,4 +1,4 @@
-"""What a step of a consuming run consumes, by its config and the run that it belongs to."""
+"""A step of a consuming run: its config and its run decide which events it consumes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from typing import Any, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration import Consumer, EventSQL
-from eventsql_orchestration.dagster.batches import ReplayError
-from eventsql_orchestration.dagster.definition import ClaimConfig
-from eventsql_orchestration.dagster.draining import Draining, owner_of_run
-from eventsql_orchestration.dagster.reexecution import ancestors, forbid_retries, is_automatic_retry, repeats_success
-from eventsql_orchestration.dagster.reporting import name_of
+from eventsql_orchestration import Consumer, Shard
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.consumers.batch import ReplayError
+from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
+from eventsql_orchestration.dagster.consumers.drain import Draining
+from eventsql_orchestration.dagster.consumers.owners import owner_of_run
+from eventsql_orchestration.dagster.consumers.reexecution import (
+    ancestors,
+    forbid_retries,
+    is_automatic_retry,
+    repeats_success,
+)
+from eventsql_orchestration.dagster.consumers.reporting import name_of
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.log.claims import Claim
 
-DrainingOn: TypeAlias = Callable[[EventSQL], Draining]
-"""What drains on a shard, or on the only database."""
+DrainingOn: TypeAlias = Callable[[Shard], Draining]
+"""Returns the `Draining` for a shard."""
 
 
 def drain(
@@ -30,10 +36,10 @@ def drain(
     config: ClaimConfig,
     consumer: Consumer,
 ) -> None:
-    """Consume what a step of a run is to consume: its claim, what waits where it has none, or a range once more.
+    """Consume the step's claim; without a claim, the waiting events; or replay a range.
 
-    That is done on the shard of the run; a run that has none, because somebody launched it, goes from one to the other,
-    and passes over those that are down. Raises `ReplayError`, `ForeignClaimError` for a claim of another consumer, and
+    The run's tag names its shard. A run without the tag, launched by hand, visits all shards and skips those that are
+    down. Raises `ReplayError`, `ForeignClaimError` for a claim of another consumer, and
     `ShardSetError` for a claim whose shard is not known.
     """
     shards = _shards(context, eventsql, config)
@@ -43,7 +49,7 @@ def drain(
         try:
             _drain(context, draining, config, consumer)
         except DatabaseUnavailableError as error:
-            down.append(shard.shard or str(shard.database))
+            down.append(shard.name or str(shard.database))
             if len(down) == len(shards):
                 raise
             context.log.warning("shard %s is down: %s", down[-1], error)
@@ -52,7 +58,7 @@ def drain(
             return
 
 
-def _shards(context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig) -> Sequence[EventSQL]:
+def _shards(context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig) -> Sequence[Shard]:
     shard, claim = config.shard or context.run.tags.get(SHARD_TAG), config.claim
     if SHARED_TAG in context.run.tags and (requested := _requested(context)):
         shard, claim = shard or requested.get("shard"), requested["claim"]
@@ -77,7 +83,7 @@ def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimC
             context.log.info("%s is taken over by this run", claim)
             draining.run(claim)
         if shared and not draining.drained.over:
-            # The sensor claims for one partition only.
+            # The sensor claims one partition only.
             _claim_and_drain(context, draining, config, consumer)
     elif config.succeeds is not None and _replays(context, config):
         _replay_successor(context, draining, config, consumer)
@@ -91,7 +97,7 @@ def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimC
 
 
 def _requested(context: dg.AssetExecutionContext) -> Mapping[str, Any]:
-    """The config of that step which has the claim that a shared run was requested for; empty where none has."""
+    """The config of the step with the claim that a shared run was requested for; empty if the run has no claim."""
     run_config: Mapping[str, Any] = context.run.run_config
     configs = (step.get("config", {}) for step in run_config.get("ops", {}).values())
     return next((config for config in configs if config.get("claim") is not None), {})
@@ -100,7 +106,7 @@ def _requested(context: dg.AssetExecutionContext) -> Mapping[str, Any]:
 def _claim_and_drain(
     context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer
 ) -> None:
-    """Consume what waits, of one partition or of each that the consumer has now."""
+    """Consume the waiting events of one partition, or of each partition of the consumer."""
     for partition in draining.partitions(consumer) if config.partition is None else (config.partition,):
         if config.succeeds is None:
             found = draining.claim(consumer.topic, consumer.name, partition)
@@ -122,10 +128,10 @@ def _claim_and_drain(
 
 
 def _come_too_late(context: dg.AssetExecutionContext, draining: Draining, claim_id: int) -> None:
-    """Note that the run's claim was over when the run came to take it over, and whether the run has lost it.
+    """Record that the run's claim had ended before the run could take it over, and whether the run lost it.
 
-    A run that executes another one again has nothing to lose, and a committed claim is not lost. But a run of which
-    Dagster was told that it is dead must not write a success over that.
+    A re-execution has no claim to lose, and a committed claim is not lost. But a run that was reported as dead must not
+    overwrite the report with a success.
     """
     instance, run_id = context.instance, context.run.run_id
     late = context.run.parent_run_id is None and not draining.is_committed(claim_id)
@@ -143,11 +149,11 @@ def _is_over(context: dg.AssetExecutionContext, run_id: str) -> bool:
 
 
 def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:
-    """Whether a run is to consume its range once more, if that was committed.
+    """Whether a run replays its range if the range was committed.
 
-    Dagster tries failed runs again by itself, and so do people who only want them to have run: neither may repeat what
-    was committed. Somebody who executes a run again that had succeeded wants nothing else. Raises `ReplayError` for an
-    automatic retry of a run whose config asks for a replay.
+    A retry of a failed run, by Dagster or by hand, must not repeat committed events. A re-execution of a run that had
+    succeeded can only mean a replay. Raises `ReplayError` for an automatic retry of a run whose config asks for a
+    replay.
     """
     if config.replay is None:
         return repeats_success(context.run, context.instance)
@@ -157,7 +163,7 @@ def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:
 
 
 def _no_second_replay(context: dg.AssetExecutionContext, why: str) -> ReplayError:
-    """Refuse to replay what was replayed in part, as nobody has asked for that; another retry would find the same."""
+    """The error for a second replay of a partly replayed range that no person requested. Forbids further retries."""
     forbid_retries(context.run, context.instance)
     return ReplayError(
         f"nothing is replayed: {why}, and a part of it may have taken effect. To replay the whole range, execute the "
@@ -168,7 +174,7 @@ def _no_second_replay(context: dg.AssetExecutionContext, why: str) -> ReplayErro
 def _replay_successor(
     context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer
 ) -> None:
-    """Consume once more what a run that took a partition over had claimed first; it was requested for no claim."""
+    """Replay the first range that a successor had claimed. A successor is requested without a claim."""
     assert config.partition is not None, "a partition is taken over"
     firsts = (
         draining.first_of(run_id, consumer, config.partition) for run_id in ancestors(context.run, context.instance)
@@ -183,8 +189,10 @@ def _replay_successor(
 
 
 def _replay(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> bool:
-    """Consume a run's range once more; False where nobody asked for a replay and the range was never committed, or by
-    this very run, whose step is retried.
+    """Replay a run's range.
+
+    False if no person requested a replay, and the range was never committed, or this run committed it and its step is
+    retried.
     """
     assert config.claim is not None, "a replay is that of a claim"
     claim, run_id = draining.committed(config.claim), context.run.run_id

@@ -1,4 +1,4 @@
-"""Consumers that share their runs, where a run costs more to start than to work: one Spark session for all of them."""
+"""Consumers that share their runs, for runs that cost more to start than to work: one Spark session serves all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.consumer_watch import ConsumerWatch
-from eventsql_orchestration.dagster.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.sensors import build_shared_sensor
+from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch, SharedWatch
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, TickOptions
+from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.tags import (
     CONSUMER_TAG,
     HOUSEKEEPING_CONSUMER,
@@ -20,25 +21,25 @@ from eventsql_orchestration.dagster.tags import (
 from eventsql_orchestration.errors import ValidationError
 
 _OF_ONE = (TOPIC_TAG, CONSUMER_TAG)
-"""Tags of a consumer's own runs, which those of several do not carry."""
+"""Tags of a consumer's own runs that shared runs do not have."""
 
 
 def share_runs(
     name: str,
     consumers: Sequence[ConsumerDefinition],
     *,
+    ticks: TickOptions = DEFAULT_TICKS,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> tuple[ConsumerDefinition, ...]:
-    """The consumers as they are, but with one job and one sensor for all of them, both called `name`.
+    """The consumers with one common job and one common sensor, both named `name`.
 
-    The sensor claims for one of them and requests a run, whose process consumes that claim and then, one consumer after
-    the other, what waits for each. What starts once for a process, such as a Spark session and its workers, starts once
-    for all. There is one run at a time (on each shard, where there are several), so what comes for a consumer that had
-    its turn waits until the run has ended: the `drain_seconds` of all of them, at most. A consumer that fails keeps no
-    other from its turn.
+    The sensor claims for one of them and requests a run. The run consumes that claim and then the events that wait for
+    each consumer, one consumer after the other, in one process: a Spark session starts once for all. There is one run
+    at a time on each shard. So events that come for a consumer after its turn wait until the run has ended: at most the
+    `drain_seconds` of all consumers. A consumer that fails delays no other.
 
-    Raises `ValidationError` for fewer than two consumers, and where one of them reads what another materializes, whose
-    step would have to come first: such consumers have runs of their own.
+    Raises `ValidationError` for fewer than two consumers. Also raises it if a consumer reads an asset that another
+    materializes: their steps have an order, so each needs its own runs.
     """
     if len(consumers) < 2:
         raise ValidationError("runs are shared by two consumers at least")
@@ -69,8 +70,8 @@ def share_runs(
         },
     )
     members = [
-        ConsumerWatch(each.topic, each.consumer, "_".join(each.key.path), each.limits, sensor=name)
+        ConsumerWatch(each.topic, each.consumer, "_".join(each.key.path), each.limits, name, ticks)
         for each in consumers
     ]
-    sensor = build_shared_sensor(members=members, job=job, default_status=default_status)
+    sensor = build_sensor(SharedWatch(tuple(members)), job, default_status)
     return tuple(replace(consumer, job=job, sensors=(sensor,)) for consumer in consumers)

@@ -1,33 +1,28 @@
-"""A tick of a sensor over all shards: each is decided about by itself, and one that is down keeps no other waiting."""
+"""A tick of a sensor over all shards. It decides about each shard by itself. A shard that is down delays no other."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC
+from typing import Any, Protocol, TypeVar
 
 import dagster as dg
 
-from eventsql_orchestration import EventSQL
+from eventsql_orchestration import EventSQL, Shard
+from eventsql_orchestration.dagster.consumers.decision import RunState
+from eventsql_orchestration.dagster.consumers.options import TickOptions
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, SchemaOutdatedError
-
-TICK_BUDGET: Final = 20.0
-"""Seconds after which a tick over many partitions begins with no further one. With the statement under way and what
-Dagster's own storage takes, that stays well below the 60 of a tick."""
-
-MAX_REQUESTS: Final = 25
-"""Runs that one tick requests at most: Dagster creates them one after the other, some 4 to 10 a second, and no further
-tick of this sensor begins meanwhile."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class Budget:
-    """What is left to a tick: the time until when it begins with something, and the runs that it may request."""
+    """What a tick may still do: it begins nothing after this `time.monotonic()`, and requests this number of runs."""
 
     deadline: float
     requests: int
@@ -36,29 +31,56 @@ class Budget:
         return self.requests <= 0 or time.monotonic() >= self.deadline
 
 
+@dataclass(frozen=True)
+class Tick:
+    """One evaluation of a sensor on a shard: the shard, Dagster, and the clock, in seconds since 1970."""
+
+    shard: Shard
+    instance: dg.DagsterInstance
+    log: logging.Logger
+    budget: Budget
+    clock: Callable[[], float] = time.time
+
+    def state(self, run: dg.RunRecord) -> RunState:
+        """A run as it is now."""
+        now, updated = self.clock(), run.update_timestamp
+        changed = (updated if updated.tzinfo is not None else updated.replace(tzinfo=UTC)).timestamp()
+        return RunState(
+            run.dagster_run.run_id,
+            run.dagster_run.status,
+            run.dagster_run.tags,
+            age=0.0 if run.start_time is None else now - run.start_time,
+            unchanged=now - changed,
+        )
+
+
 class NothingYet(dg.SkipReason):
-    """No run is requested because too few events wait, or none: the next one that comes may change that."""
+    """No run is requested because no events or too few events wait. The next event may change that."""
 
 
 class Leased(NothingYet):
-    """No run is requested because somebody leases the partition: what changes that is the end of the lease."""
+    """No run is requested because the partition is leased. The end of the lease changes that."""
 
 
 class Watch(Protocol):
     """Decides what a tick does on one database."""
 
     @property
-    def topics(self) -> Collection[str]:
-        """Those whose events it waits for."""
+    def options(self) -> TickOptions: ...
 
-    def evaluate(
-        self,
-        platform: EventSQL,
-        instance: dg.DagsterInstance,
-        log: logging.Logger,
-        cursor: str | None,
-        budget: Budget,
-    ) -> dg.SensorResult: ...
+    @property
+    def sensor(self) -> str:
+        """The sensor's name."""
+
+    @property
+    def description(self) -> str:
+        """The sensor's description."""
+
+    @property
+    def topics(self) -> Collection[str]:
+        """The topics of the events that the sensor waits for."""
+
+    def evaluate(self, tick: Tick, cursor: str | None) -> dg.SensorResult: ...
 
 
 def evaluate(
@@ -66,45 +88,49 @@ def evaluate(
 ) -> dg.SensorResult:
     """One tick, on the only database, or on one shard after the other.
 
-    What goes wrong on a shard is told, and the others have their turn: it fails the tick where no other requests a run,
-    and a shard that is down does not even then, unless all are. Raises what `watch` raises, `ShardSetError` where the
-    databases are not the shards of one set.
+    The tick logs a shard's fault and goes on with the other shards. It fails only if no other shard requests a run. A
+    shard that is down does not fail the tick, unless all shards are down. Raises the errors of `watch`, and
+    `ShardSetError` if the databases are not the shards of one set.
     """
-    budget = Budget(time.monotonic() + TICK_BUDGET, MAX_REQUESTS)
+    budget = Budget(time.monotonic() + watch.options.budget, watch.options.max_requests)
+    tick = Tick(platform.shards[0], instance, log, budget)
     if len(platform.shards) == 1:
-        return watch.evaluate(platform, instance, log, cursor, budget)
+        return watch.evaluate(tick, cursor)
     try:
-        shards = {each.shard or str(each.database): each for each in platform.open().shards}
+        shards = {each.name or str(each.database): each for each in platform.open().shards}
     except SchemaOutdatedError as error:
         return dg.SensorResult(skip_reason=error.message, cursor=cursor)
-    before, after = _Cursor.parse(cursor), _Cursor()
-    tick = _Tick()
+
+    before, after, results = _Cursor.parse(cursor), _Cursor(), _Results()
     for name in beginning_with(before.begin, sorted(shards)):
         after.of[name] = before.of.get(name)
         if budget.spent():
             after.begin = after.begin or name
-            tick.reasons[name] = "it has its turn in the next tick"
+            results.reasons[name] = "it has its turn in the next tick"
             continue
         try:
-            result = watch.evaluate(shards[name], instance, log, before.of.get(name), budget)
+            result = watch.evaluate(replace(tick, shard=shards[name]), before.of.get(name))
         except EventSQLError as error:
-            tick.failed(name, error, log)
+            results.failed(name, error, log)
         else:
             after.of[name] = result.cursor
-            tick.requests += result.run_requests or []
-            tick.reasons[name] = "" if result.skip_reason is None else str(result.skip_reason.skip_message)
-            tick.yet |= isinstance(result.skip_reason, NothingYet)
-    return tick.result(after.text(cursor))
+            results.add(name, result)
+    return results.result(after.text(cursor))
 
 
 @dataclass(slots=True)
-class _Tick:
-    """What has come of a tick so far; why there is no run, by shard."""
+class _Results:
+    """The result of all shards: their requests, or the reasons why there is no run, by shard."""
 
     requests: list[dg.RunRequest] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     errors: list[EventSQLError] = field(default_factory=list)
     yet: bool = False
+
+    def add(self, name: str, result: dg.SensorResult) -> None:
+        self.requests += result.run_requests or []
+        self.reasons[name] = "" if result.skip_reason is None else str(result.skip_reason.skip_message)
+        self.yet |= isinstance(result.skip_reason, NothingYet)
 
     def failed(self, name: str, error: EventSQLError, log: logging.Logger) -> None:
         is_down = isinstance(error, DatabaseUnavailableError)
@@ -125,14 +151,14 @@ class _Tick:
 
 @dataclass(slots=True)
 class _Cursor:
-    """What a tick leaves to the next one: the shard to begin with, and the cursor of each."""
+    """The cursor of a tick for the next tick: the first shard, and the cursor of each shard."""
 
     begin: str | None = None
     of: dict[str, str | None] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str | None) -> _Cursor:
-        """A cursor's text; one from when there was one database counts for none."""
+        """Parse a cursor's text. A text of an only database gives an empty cursor."""
         try:
             content: Any = json.loads(text or "{}")
         except ValueError:
@@ -149,6 +175,6 @@ class _Cursor:
 
 
 def beginning_with(cursor: str | None, each: Sequence[_T]) -> Sequence[_T]:
-    """Those of a sequence in the order in which a tick looks at them."""
+    """The elements of a sequence from the cursor's element on, then those before it."""
     first = next((n for n, one in enumerate(each) if str(one) == cursor), 0)
     return [*each[first:], *each[:first]]

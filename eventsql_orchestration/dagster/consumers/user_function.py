@@ -1,4 +1,4 @@
-"""A user's function and its parameters: what this package hands over, and the resources that Dagster does."""
+"""A user's function with its parameters: arguments from this package, and resources from Dagster."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import dagster as dg
 
+from eventsql_orchestration.consuming.batch import is_asynchronous
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
-from eventsql_orchestration.log.handlers import is_asynchronous
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function with the names of its parameters: those that are handed over, and resources with their types."""
+    """A function with its parameters: names of arguments, and resources with their types."""
 
     call: Callable[..., Any]
     handed_over: tuple[str, ...]
@@ -26,19 +26,19 @@ class UserFunction:
     def of(cls, function: Callable[..., Any], *, required: tuple[str, ...], optional: tuple[str, ...]) -> UserFunction:
         """Read a function's signature.
 
-        Raises `DagsterInvalidDefinitionError` where a required parameter is missing, where one is neither handed over
-        nor annotated as a resource, and for an asynchronous function: nothing would await it.
+        Raises `DagsterInvalidDefinitionError` if a required parameter is missing, if a parameter is neither an argument
+        nor annotated as a resource, and if the function is asynchronous, because it would never run.
         """
         name = getattr(function, "__name__", repr(function))
         if is_asynchronous(function):
             raise dg.DagsterInvalidDefinitionError(
-                f"{name}() is asynchronous, and nothing awaits it: make it a plain function"
+                f"{name}() is asynchronous and would never run: make it a plain function"
             )
         parameters = inspect.signature(function).parameters
         for parameter in required:
             if parameter not in parameters:
                 raise dg.DagsterInvalidDefinitionError(
-                    f"{name}() needs a parameter called {parameter}: it takes {', '.join(required)}, and, as it likes, "
+                    f"{name}() needs a parameter called {parameter}: it takes {', '.join(required)}, and optionally "
                     f"{', '.join(optional)} and resources"
                 )
         try:
@@ -59,7 +59,7 @@ class UserFunction:
         return cls(function, handed_over, resources)
 
     def __call__(self, resources: Mapping[str, Any], **handed_over: Any) -> Any:
-        """Call it with its resources and with those of `handed_over` that it takes."""
+        """Call the function with its resources and with its arguments from `handed_over`."""
         return self.call(
             **{name: handed_over[name] for name in self.handed_over},
             **{name: resources[name] for name in self.resources},
@@ -70,14 +70,14 @@ class UserFunction:
         config: type[dg.Config],
         compute: Callable[[dg.AssetExecutionContext, Any, Mapping[str, Any]], Any],
     ) -> Callable[..., Any]:
-        """`compute(context, config, resources)` in the form that Dagster's decorators take, with these resources."""
+        """Give `compute(context, config, resources)` the form that Dagster's decorators take, with these resources."""
         resources = {RESOURCE_KEY: EventSQLResource, **self.resources}
 
         def entry(context: dg.AssetExecutionContext, config: Any, **given: Any) -> Any:
             return compute(context, config, given)
 
         parameters = [("context", dg.AssetExecutionContext), ("config", config), *resources.items()]
-        # Dagster reads what to hand over from the signature.
+        # Dagster reads the arguments from the signature.
         entry.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # functions take any attribute
             [
                 inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)

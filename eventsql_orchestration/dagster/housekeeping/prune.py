@@ -1,28 +1,47 @@
-"""Deletes old events that belong to no run from Dagster's event storage: what the lag sensor has reported.
+"""Deletes old history: runs, ticks and reports of Dagster, claims, records of publications, partitions of backfills.
 
-Dagster deletes events with their run, and the whole history of an asset; for events without a run it has no call. On
-PostgreSQL, where this package keeps Dagster's storage, they are deleted from its tables by what Dagster itself deletes
-by: an event with its tags, as `delete_run` does. What Dagster asks for as the newest stays: the last observation and
-materialization of each asset, the last result of each check.
+Dagster deletes events with their run, and the whole history of an asset. It has no call that deletes events without a
+run, such as the reports of the lag sensor. On PostgreSQL, where this package keeps Dagster's storage, they are deleted
+from its tables as `delete_run` does it: an event with its tags. The last observation and materialization of each asset
+and the last result of each check stay, because Dagster asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import dagster as dg
 import sqlalchemy as sa
 
-from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
+from eventsql_orchestration import Shard
+from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
+from eventsql_orchestration.dagster.backfills.windows import Backfill, read_key
+from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
+from eventsql_orchestration.dagster.lineage.origin import claim_of, run_of
+from eventsql_orchestration.dagster.shards import OnShards
+from eventsql_orchestration.dagster.tags import (
+    BACKFILL_OF_TAG,
+    BACKFILL_TAG,
+    FINISHED,
+    HOUSEKEEPING_INTERNAL,
+    HOUSEKEEPING_TAG,
+)
+from eventsql_orchestration.database import Queries
+from eventsql_orchestration.errors import ValidationError
 
 BATCH: Final = 1_000
-"""Events that one statement deletes: a few milliseconds, in which nobody waits."""
+"""Rows that one statement deletes: a few milliseconds, during which nobody waits."""
+
+PAGE: Final = 100
+"""Runs, and writers of publications, that are read at once."""
+
+MAX_ID: Final = 2**63 - 1
 
 NO_RUN: Final = ""
-"""What Dagster has for the run of an event that belongs to none."""
+"""The run id that Dagster stores for an event without a run."""
 
 _ASSETS: Final = sa.text("SELECT asset_key FROM asset_keys")
 
@@ -30,9 +49,9 @@ _TAGS: Final = {
     dg.DagsterEventType.ASSET_OBSERVATION.value: "asset_observation",
     dg.DagsterEventType.ASSET_MATERIALIZATION.value: "materialization",
 }
-"""Where an event of each type has its tags, within its JSON: Dagster's table of tags has only some of its own."""
+"""The key of an event's tags within its JSON, by type: Dagster's table of tags has only some of its own tags."""
 
-# Ids grow with time: the index (asset_key, type, id) gives the oldest first, and the first young one ends the look.
+# Ids grow with time: the index (asset_key, type, id) gives the oldest first, and the first young event ends the scan.
 _DELETE_EVENTS: Final = sa.text("""
 WITH old AS (
     SELECT e.id FROM event_logs e
@@ -65,7 +84,7 @@ WITH old AS (
 SELECT count(*) FROM executions
 """)
 
-# Of runs that were deleted: `delete_run` leaves the results of the checks that they executed.
+# `delete_run` leaves the results of the checks that the run executed.
 _DELETE_ORPHANS: Final = sa.text("""
 DELETE FROM asset_check_executions x
 WHERE x.asset_key = :asset AND x.check_name = :check AND x.run_id <> :run AND x.evaluation_event_timestamp < :before
@@ -74,62 +93,171 @@ WHERE x.asset_key = :asset AND x.check_name = :check AND x.run_id <> :run AND x.
 """)
 
 
-class EventHistory:
-    """The events without a run in an instance's storage, where that is PostgreSQL; `supported` says whether it is."""
+def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime, page: int = PAGE) -> int:
+    """Delete the finished runs of a kind that ended before a time, with their logs; gives their number."""
+    old = dg.RunsFilter(tags={HOUSEKEEPING_TAG: kind}, statuses=list(FINISHED), updated_before=before)
+    deleted = 0
+    while runs := instance.get_run_records(old, limit=page):
+        for run in runs:
+            run_id = run.dagster_run.run_id
+            instance.compute_log_manager.delete_logs(prefix=[run_id])
+            instance.delete_run(run_id)
+            deleted += 1
+    return deleted
 
-    def __init__(self, instance: dg.DagsterInstance) -> None:
-        self._storage: Any = instance.event_log_storage
 
-    @property
-    def supported(self) -> bool:
-        """Whether anything can be deleted."""
-        # Without dagster-postgres no instance has its storage there.
-        try:
-            from dagster_postgres import PostgresEventLogStorage  # noqa: PLC0415 - it need not be installed
-        except ModuleNotFoundError:
-            return False
-        return isinstance(self._storage, PostgresEventLogStorage)
+def purge_ticks(
+    instance: dg.DagsterInstance, names: Collection[str], *, before: datetime, failures_before: datetime | None = None
+) -> None:
+    """Delete the ticks of the sensors and schedules of these names from before a time.
 
-    def delete_events(self, *, before: datetime) -> int:
-        """Delete this package's observations and materializations without a run from before a time; gives how many."""
-        with self._connection() as connection:
-            assets = connection.execute(_ASSETS).scalars().all()
-            return sum(
-                self._in_batches(
-                    connection, _DELETE_EVENTS,
-                    asset=asset, type=kind, before=_stored(before),
-                    entry=entry, tag=HOUSEKEEPING_TAG, own=HOUSEKEEPING_INTERNAL,
+    Failed ticks have a time of their own, because they explain gaps; without one, they stay.
+    """
+    for state in instance.all_instigator_state():
+        if state.instigator_name in names:
+            origin, selector = state.instigator_origin_id, state.selector_id
+            instance.purge_ticks(origin, selector, before.timestamp(), _statuses("SKIPPED", "STARTED", "SUCCESS"))
+            if failures_before is not None:
+                instance.purge_ticks(origin, selector, failures_before.timestamp(), _statuses("FAILURE"))
+
+
+def _statuses(*names: str) -> list[Any]:
+    """Statuses of ticks, read from their stored form, because Dagster does not export their type."""
+    return [dg.deserialize_value(json.dumps({"__enum__": f"TickStatus.{name}"})) for name in names]
+
+
+def delete_reports(
+    instance: dg.DagsterInstance, checks: Collection[dg.AssetCheckKey], *, before: datetime, batch: int = BATCH
+) -> int | None:
+    """Delete this package's reports from before a time; gives their number, None if the storage is not PostgreSQL.
+
+    These are observations and materializations without a run, and results of `checks` without a run or of a deleted
+    one.
+    """
+    # Without dagster-postgres, no instance has its storage there.
+    try:
+        from dagster_postgres import PostgresEventLogStorage  # noqa: PLC0415 - it need not be installed
+    except ModuleNotFoundError:
+        return None
+    storage: Any = instance.event_log_storage
+    if not isinstance(storage, PostgresEventLogStorage):
+        return None
+
+    # Dagster stores times in UTC, without a zone.
+    common = {"before": before.astimezone(UTC).replace(tzinfo=None), "run": NO_RUN, "batch": batch}
+    own = {**common, "tag": HOUSEKEEPING_TAG, "own": HOUSEKEEPING_INTERNAL}
+    deleted = 0
+    # In autocommit mode: each batch is a transaction.
+    with storage.index_connection() as connection:
+        for asset in connection.execute(_ASSETS).scalars().all():
+            for kind, entry in _TAGS.items():
+                deleted += _in_batches(
+                    connection, _DELETE_EVENTS, {**own, "asset": asset, "type": kind, "entry": entry}
                 )
-                for asset in assets
-                for kind, entry in _TAGS.items()
-            )  # fmt: skip
+        for check in checks:
+            values = {**common, "asset": check.asset_key.to_string(), "check": check.name}
+            deleted += _in_batches(connection, _DELETE_EVALUATIONS, values)
+            deleted += connection.execute(_DELETE_ORPHANS, values).rowcount
+    return deleted
 
-    def delete_evaluations(self, checks: Collection[dg.AssetCheckKey], *, before: datetime) -> int:
-        """Delete the results of some checks from before a time, of no run or one that is gone; gives how many."""
-        deleted = 0
-        with self._connection() as connection:
-            for check in checks:
-                values = {"asset": check.asset_key.to_string(), "check": check.name, "before": _stored(before)}
-                deleted += self._in_batches(connection, _DELETE_EVALUATIONS, **values)
-                deleted += connection.execute(_DELETE_ORPHANS, {**values, "run": NO_RUN}).rowcount
-        return deleted
 
-    def _in_batches(self, connection: sa.Connection, statement: sa.TextClause, **values: Any) -> int:
-        deleted = 0
-        while True:
-            result = connection.execute(statement, {**values, "run": NO_RUN, "batch": BATCH})
-            done: int = result.scalar_one() if result.returns_rows else result.rowcount
+def _in_batches(connection: sa.Connection, statement: sa.TextClause, values: dict[str, Any]) -> int:
+    deleted = 0
+    while True:
+        result = connection.execute(statement, values)
+        done: int = result.scalar_one() if result.returns_rows else result.rowcount
+        deleted += done
+        if done < values["batch"]:
+            return deleted
+
+
+def delete_claims(shard: Shard, *, before: datetime, batch: int = BATCH) -> int:
+    """Delete the claims of one database that ended before a time; gives their number.
+
+    A claim that has not ended stays, whatever its age. A run whose claim is deleted cannot replay it, and
+    `eventsql trace` does not find the origin of the events that were made from it.
+    """
+    queries = Queries("claim_history", shard.database.schema)
+    deleted = 0
+    with shard.database.connection() as connection:
+        young = connection.execute(queries("first_since"), {"before": before}).fetchone()
+        values = {"first": MAX_ID if young is None else young[0], "before": before, "batch": batch}
+        while (done := connection.execute(queries("delete_before"), values).rowcount) == batch:
             deleted += done
-            if done < BATCH:
-                return deleted
-
-    @contextmanager
-    def _connection(self) -> Iterator[sa.Connection]:
-        # In autocommit mode: each batch is a transaction.
-        with self._storage.index_connection() as connection:
-            yield connection
+    return deleted + done
 
 
-def _stored(moment: datetime) -> datetime:
-    """A time as Dagster stores it: in UTC, without saying so."""
-    return moment.astimezone(UTC).replace(tzinfo=None)
+def delete_publications(shard: Shard, instance: dg.DagsterInstance, *, before: datetime, page: int = PAGE) -> int:
+    """Delete the records of publications of one database from before a time; gives their number.
+
+    The record keeps a repeated publication from being published again. The record of an asset's publication stays as
+    long as the instance has its run, which could be executed again, unless it committed a claim: a claim is committed
+    once. Of other writers, streams above all, the newest batch stays for ever: a stream repeats its last batch when it
+    goes on.
+    """
+    queries = Queries("publications", shard.database.schema)
+    deleted, after = 0, ""
+    with shard.database.connection() as connection:
+        while True:
+            values = {"after": after, "before": before, "limit": page}
+            writers = [str(row[0]) for row in connection.execute(queries("old_writers"), values).fetchall()]
+            if not writers:
+                break
+            gone = _not_repeated(writers, instance)
+            deleted += connection.execute(queries("delete_writers"), {"writers": gone, "before": before}).rowcount
+            after = writers[-1]
+        deleted += connection.execute(queries("delete_batches"), {"before": before}).rowcount
+    return deleted
+
+
+def _not_repeated(writers: Sequence[str], instance: dg.DagsterInstance) -> list[str]:
+    """The writers that cannot publish again: they committed a claim, or their run is deleted."""
+    runs = {writer: run for writer in writers if (run := run_of(writer)) is not None}
+    wanted = sorted(set(runs.values()))
+    kept = {run.run_id for run in instance.get_runs(dg.RunsFilter(run_ids=wanted))} if wanted else set()
+    return [
+        writer for writer in writers if (writer in runs and runs[writer] not in kept) or claim_of(writer) is not None
+    ]
+
+
+def delete_windows(
+    registered: OnShards[Sequence[Backfill]], instance: dg.DagsterInstance, specs: Iterable[dg.AssetSpec]
+) -> dict[str, int]:
+    """Delete the partitions of ended backfills from the assets among `specs` that have some; gives counts by asset.
+
+    The partitions of a backfill stay while it is `registered`, while it may be registered on a shard that is left out
+    there, and while Dagster has a run of it.
+    """
+    deleted: dict[str, int] = {}
+    for spec in specs:
+        partitions = spec.partitions_def
+        if ASSETS_METADATA not in spec.metadata or not isinstance(partitions, dg.DynamicPartitionsDefinition):
+            continue
+        name = str(partitions.name)
+        topic, consumer = str(spec.metadata[CONSUMED_TOPIC]), str(spec.metadata["consumer"])
+        of_consumer = [
+            each
+            for found in registered.of.values()
+            for each in found
+            if (each.topic, each.consumer) == (topic, consumer)
+        ]
+        kept = {each.id for each in of_consumer}
+        by_id: dict[str, list[str]] = {}
+        for key in instance.get_dynamic_partitions(name):
+            try:
+                backfill_id, window, _ = read_key(key)
+            except ValidationError:
+                # A user has added this partition.
+                continue
+            by_id.setdefault(backfill_id, []).append(key)
+            if registered.left_out and window.shard not in registered.of:
+                kept.add(backfill_id)
+
+        for backfill_id in by_id.keys() - kept:
+            tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: backfill_of(topic, consumer)}
+            if instance.get_runs(dg.RunsFilter(tags=tags), limit=1):
+                continue
+            for key in by_id[backfill_id]:
+                instance.delete_dynamic_partition(name, key)
+            deleted[name] = deleted.get(name, 0) + len(by_id[backfill_id])
+    return deleted

@@ -1,23 +1,26 @@
 """Housekeeping: keeps topics to their retention, and this package's own frequent runs and ticks in bounds."""
 
-import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
 
 import dagster as dg
 from dagster_shared.check import CheckError
 
-from eventsql_orchestration.dagster.backfill_history import delete_windows
-from eventsql_orchestration.dagster.backfills import Backfills
-from eventsql_orchestration.dagster.checks import ConsumerCheck
-from eventsql_orchestration.dagster.claim_history import delete_claims
-from eventsql_orchestration.dagster.history import EventHistory
-from eventsql_orchestration.dagster.publications import delete_publications
+from eventsql_orchestration import Shard
+from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.housekeeping.prune import (
+    delete_claims,
+    delete_publications,
+    delete_reports,
+    delete_runs,
+    delete_windows,
+    purge_ticks,
+)
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.shards import on_each
 from eventsql_orchestration.dagster.tags import (
-    FINISHED,
     HOUSEKEEPING_BACKFILL,
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_INTERNAL,
@@ -25,202 +28,176 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.errors import ValidationError
 
-PAGE: Final = 100
+_TAGS = {HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL}
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRetention:
+    """How many hours old history is kept. Raises `ValidationError` for a negative number.
+
+    - `internal_hours`: runs of the transfer and of housekeeping, and ticks that did not fail;
+    - `failure_hours`: ticks that failed;
+    - `consumer_hours`: consuming runs, which materialize assets;
+    - `observation_hours`: reports of the lag sensor, which are observations and results of checks, if Dagster's storage
+      is PostgreSQL. The newest observation of an asset and the newest result of a check stay;
+    - `publication_hours`: records of publications. They stay longer while a run or a stream could repeat one;
+    - `backfill_hours`: runs of backfills. The partitions of an ended backfill go with its last run;
+    - `claim_hours`: claims that ended.
+    """
+
+    internal_hours: float = 24.0
+    failure_hours: float = 720.0
+    consumer_hours: float = 168.0
+    observation_hours: float = 72.0
+    publication_hours: float = 720.0
+    backfill_hours: float = 720.0
+    claim_hours: float = 720.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) >= 0:
+                raise ValidationError(f"{field.name} must not be negative")
 
 
 def build_housekeeping_schedule(
+    retention: HistoryRetention | None = None,
     *,
-    name: str = "housekeeping",
-    keep_hours: float = 24.0,
-    keep_consumer_hours: float = 168.0,
-    keep_observation_hours: float = 72.0,
-    keep_publication_hours: float = 720.0,
-    keep_failure_hours: float = 720.0,
-    keep_backfill_hours: float = 720.0,
-    keep_claim_hours: float = 720.0,
     checks: Collection[ConsumerCheck] = (),
+    name: str = "housekeeping",
     cron_schedule: str = "17 * * * *",
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
 ) -> dg.ScheduleDefinition:
-    """A schedule that drops what topics need not keep, by the retention of each, and deletes old history.
+    """A schedule that keeps topics to their retention and deletes the old history of this package.
 
-    History is this package's own finished runs, with their logs, old ticks of its sensors, and what these report
-    without a run. Runs of the transfer and of housekeeping itself, and ticks, are kept `keep_hours`, ticks that
-    failed `keep_failure_hours`; consuming runs, which materialize assets, `keep_consumer_hours`; what the lag sensor
-    reports, observations and the results of `checks`, `keep_observation_hours`, where Dagster's storage is PostgreSQL.
-    No other run or event is touched, and the newest observation of an asset and result of a check stay. The records by
-    which a publication is not repeated are kept `keep_publication_hours`, and longer as long as a run or a stream could
-    repeat it. Runs of backfills are kept `keep_backfill_hours`, and the partitions of one that is over as long as its
-    runs; claims that are over `keep_claim_hours`, on each shard.
-
-    A shard that is down keeps what it has until the next run. The others are cleared all the same; then the run fails,
-    and names that shard.
+    `retention` says how long history is kept, `checks` are the checks whose results are deleted. Runs and events of
+    others are not touched. A shard that is down keeps its history until the next run: the other shards are cleared,
+    then the run fails and names the shard.
     """
-    kept_for = (
-        keep_hours, keep_consumer_hours, keep_observation_hours, keep_publication_hours, keep_failure_hours,
-        keep_backfill_hours, keep_claim_hours,
-    )  # fmt: skip
-    if min(kept_for) < 0:
-        raise ValidationError("keep_hours and the other times to keep must not be negative")
-    judged = tuple(check.key for check in checks)
-    kept = {
-        HOUSEKEEPING_INTERNAL: keep_hours,
-        HOUSEKEEPING_CONSUMER: keep_consumer_hours,
-        HOUSEKEEPING_BACKFILL: keep_backfill_hours,
-    }
+    kept = HistoryRetention() if retention is None else retention
 
-    @dg.op(name="delete_old_history", description="Deletes finished runs of this package's jobs, and old ticks.")
-    def delete_old_history(context: dg.OpExecutionContext) -> None:
-        now = datetime.now(UTC)
-        deleted = {
-            kind: delete_runs(context.instance, kind, before=now - timedelta(hours=hours))
-            for kind, hours in kept.items()
-        }
-        if own := _own_instigators(context):
-            purge_ticks(
-                context.instance,
-                own,
-                before=now - timedelta(hours=keep_hours),
-                failures_before=now - timedelta(hours=keep_failure_hours),
-            )
-        reported = delete_reports(context.instance, judged, before=now - timedelta(hours=keep_observation_hours))
-        context.log.info(
-            "deleted %s, %s",
-            ", ".join(f"{count} {kind} runs" for kind, count in deleted.items()),
-            "no reports: only those in PostgreSQL can be" if reported is None else f"{reported} reports",
-        )
-        context.add_output_metadata(
-            {**{f"{kind} runs deleted": count for kind, count in deleted.items()}, "reports deleted": reported or 0}
-        )
+    def forget_publications(context: dg.OpExecutionContext, shard: Shard) -> str:
+        deleted = delete_publications(shard, context.instance, before=_ago(kept.publication_hours))
+        return f"deleted {deleted} records of publications"
 
-    @dg.op(name="drop_old_segments", description="Drops the segments of topics that are beyond their retention.")
-    def drop_old_segments(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
-        found = on_each(eventsql.shards, lambda shard: shard.retention.run_once())
-        for shard, segments in found.of.items():
-            for dropped in segments:
-                held = f"; {dropped.held_by} has not passed the next that is due" if dropped.held_by else ""
-                context.log.info(
-                    "topic %s%s lost %d segments (about %d events, %d bytes)%s",
-                    dropped.topic, "" if shard is None else f" on shard {shard}", dropped.segments, dropped.events,
-                    dropped.bytes, held,
-                )  # fmt: skip
-        found.require_all(context.log)
-
-    @dg.op(
-        name="delete_old_publications",
-        description="Deletes the records of publications that nothing repeats any more.",
-        ins={"done": dg.In(dg.Nothing)},
+    delete_old_history = _history_op(kept, tuple(check.key for check in checks))
+    drop_old_segments = _shard_op(
+        "drop_old_segments", "Drops the segments of topics that are beyond their retention.", _drop_segments
     )
-    def delete_old_publications(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
-        before = datetime.now(UTC) - timedelta(hours=keep_publication_hours)
-        found = on_each(eventsql.shards, lambda shard: delete_publications(shard, context.instance, before=before))
-        context.log.info("deleted the records of %d publications", sum(found.of.values()))
-        found.require_all(context.log)
-
-    @dg.op(name="delete_old_claims", description="Deletes claims that ended long ago.")
-    def delete_old_claims(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
-        before = datetime.now(UTC) - timedelta(hours=keep_claim_hours)
-        found = on_each(eventsql.shards, lambda shard: delete_claims(shard, before=before))
-        context.log.info("deleted %d claims", sum(found.of.values()))
-        found.require_all(context.log)
-
-    @dg.op(
-        name="delete_old_windows",
-        description="Deletes the partitions of backfills that are over and whose runs are deleted.",
-        ins={"done": dg.In(dg.Nothing)},
+    delete_old_claims = _shard_op(
+        "delete_old_claims",
+        "Deletes claims that ended long ago.",
+        lambda _, shard: f"deleted {delete_claims(shard, before=_ago(kept.claim_hours))} claims",
     )
-    def delete_old_windows(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
-        registered = on_each(eventsql.shards, lambda shard: Backfills(shard).registered())
-        for asset, deleted in delete_windows(registered, context.instance, _own_assets(context)).items():
-            context.log.info("deleted %d partitions of asset %s", deleted, asset)
-        registered.require_all(context.log)
+    delete_old_publications = _shard_op(
+        "delete_old_publications",
+        "Deletes the records of publications that nothing repeats any more.",
+        forget_publications,
+        after_history=True,
+    )
 
     @dg.job(
         name=name,
         description="Keeps topics to their retention, and the history of the platform's own runs in bounds.",
         executor_def=dg.in_process_executor,
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
+        tags=_TAGS,
     )
     def housekeeping() -> None:
         drop_old_segments()
         delete_old_claims()
-        # Runs that are gone repeat nothing.
+        # Runs that are deleted repeat nothing.
         history = delete_old_history()
         delete_old_publications(history)
         delete_old_windows(history)
 
     return dg.ScheduleDefinition(
-        name=name,
-        job=housekeeping,
-        cron_schedule=cron_schedule,
-        default_status=default_status,
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
+        name=name, job=housekeeping, cron_schedule=cron_schedule, default_status=default_status, tags=_TAGS
     )
 
 
-def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime) -> int:
-    """Delete the finished runs of a kind that ended before a time, with their logs; gives their number."""
-    old = dg.RunsFilter(tags={HOUSEKEEPING_TAG: kind}, statuses=list(FINISHED), updated_before=before)
-    deleted = 0
-    while runs := instance.get_run_records(old, limit=PAGE):
-        for run in runs:
-            run_id = run.dagster_run.run_id
-            instance.compute_log_manager.delete_logs(prefix=[run_id])
-            instance.delete_run(run_id)
-            deleted += 1
-    return deleted
+def _history_op(retention: HistoryRetention, checks: Collection[dg.AssetCheckKey]) -> dg.OpDefinition:
+    kept = {
+        HOUSEKEEPING_INTERNAL: retention.internal_hours,
+        HOUSEKEEPING_CONSUMER: retention.consumer_hours,
+        HOUSEKEEPING_BACKFILL: retention.backfill_hours,
+    }
+
+    @dg.op(description="Deletes finished runs of this package's jobs, and old ticks.")
+    def delete_old_history(context: dg.OpExecutionContext) -> None:
+        deleted = {kind: delete_runs(context.instance, kind, before=_ago(hours)) for kind, hours in kept.items()}
+        if own := _own_instigators(context):
+            before, failures_before = _ago(retention.internal_hours), _ago(retention.failure_hours)
+            purge_ticks(context.instance, own, before=before, failures_before=failures_before)
+        reports = delete_reports(context.instance, checks, before=_ago(retention.observation_hours))
+        context.log.info(
+            "deleted %s, %s",
+            ", ".join(f"{count} {kind} runs" for kind, count in deleted.items()),
+            "no reports: only those in PostgreSQL can be" if reports is None else f"{reports} reports",
+        )
+        context.add_output_metadata(
+            {**{f"{kind} runs deleted": count for kind, count in deleted.items()}, "reports deleted": reports or 0}
+        )
+
+    return delete_old_history
 
 
-def delete_reports(
-    instance: dg.DagsterInstance, checks: Collection[dg.AssetCheckKey], *, before: datetime
-) -> int | None:
-    """Delete what the lag sensor reported before a time; gives how much, None where the storage is not PostgreSQL."""
-    history = EventHistory(instance)
-    if not history.supported:
-        return None
-    return history.delete_events(before=before) + history.delete_evaluations(checks, before=before)
+def _shard_op(
+    name: str,
+    description: str,
+    clear: Callable[[dg.OpExecutionContext, Shard], str],
+    *,
+    after_history: bool = False,
+) -> dg.OpDefinition:
+    """An op that clears one shard after the other and logs the message that `clear` gives, if any."""
+
+    @dg.op(name=name, description=description, ins={"done": dg.In(dg.Nothing)} if after_history else {})
+    def clear_shards(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
+        found = on_each(eventsql.shards, lambda shard: clear(context, shard))
+        for shard, message in found.of.items():
+            if message:
+                context.log.info("%s%s", "" if shard is None else f"shard {shard}: ", message)
+        found.require_all(context.log)
+
+    return clear_shards
 
 
-def purge_ticks(
-    instance: dg.DagsterInstance, names: Collection[str], *, before: datetime, failures_before: datetime | None = None
-) -> None:
-    """Delete the ticks before a time of the sensors and schedules of these names.
-
-    Those that failed are deleted before a time of their own, and stay where there is none: they are what somebody who
-    looks for the reason of a gap wants to see.
-    """
-    for state in instance.all_instigator_state():
-        if state.instigator_name in names:
-            origin, selector = state.instigator_origin_id, state.selector_id
-            instance.purge_ticks(origin, selector, before.timestamp(), _statuses("SKIPPED", "STARTED", "SUCCESS"))
-            if failures_before is not None:
-                instance.purge_ticks(origin, selector, failures_before.timestamp(), _statuses("FAILURE"))
+def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
+    return "; ".join(
+        f"topic {each.topic} lost {each.segments} segments (about {each.events} events, {each.bytes} bytes)"
+        + (f", {each.held_by} has not passed the next that is due" if each.held_by else "")
+        for each in shard.retention.run_once()
+    )
 
 
-def _statuses(*names: str) -> list[Any]:
-    """Statuses of ticks, whose type Dagster does not export, as its storage has them."""
-    return [dg.deserialize_value(json.dumps({"__enum__": f"TickStatus.{name}"})) for name in names]
+@dg.op(
+    description="Deletes the partitions of backfills that are over and whose runs are deleted.",
+    ins={"done": dg.In(dg.Nothing)},
+)
+def delete_old_windows(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
+    """Needs all shards at once: a backfill may be over on one of them only."""
+    registered = on_each(eventsql.shards, lambda shard: Backfills([shard]).registered())
+    repository = _repository(context)
+    assets = {} if repository is None else repository.assets_defs_by_key
+    specs = [spec for asset in {id(each): each for each in assets.values()}.values() for spec in asset.specs]
+    for asset, deleted in delete_windows(registered, context.instance, specs).items():
+        context.log.info("deleted %d partitions of asset %s", deleted, asset)
+    registered.require_all(context.log)
+
+
+def _ago(hours: float) -> datetime:
+    return datetime.now(UTC) - timedelta(hours=hours)
 
 
 def _own_instigators(context: dg.OpExecutionContext) -> frozenset[str]:
-    if (repository := _repository(context)) is None:
+    repository = _repository(context)
+    if repository is None:
         context.log.info("no ticks are deleted: this job was executed by itself, outside of a code location")
         return frozenset()
-    instigators: list[dg.SensorDefinition | dg.ScheduleDefinition] = [
-        *repository.sensor_defs,
-        *repository.schedule_defs,
-    ]
-    return frozenset(each.name for each in instigators if HOUSEKEEPING_TAG in each.tags)
-
-
-def _own_assets(context: dg.OpExecutionContext) -> list[dg.AssetSpec]:
-    repository = _repository(context)
-    assets = {} if repository is None else repository.assets_defs_by_key
-    return [spec for asset in {id(each): each for each in assets.values()}.values() for spec in asset.specs]
+    own: list[dg.SensorDefinition | dg.ScheduleDefinition] = [*repository.sensor_defs, *repository.schedule_defs]
+    return frozenset(each.name for each in own if HOUSEKEEPING_TAG in each.tags)
 
 
 def _repository(context: dg.OpExecutionContext) -> dg.RepositoryDefinition | None:
-    """The code location of a job; None where it is executed by itself."""
+    """The code location of a job; None if the job is executed by itself."""
     try:
         return context.repository_def
     except CheckError:

@@ -1,6 +1,6 @@
-"""Events in the forms in which assets return them: frames of Spark, pandas and Arrow, and iterables of publications.
+"""The forms in which assets return events: frames of Spark, pandas and Arrow, and iterables of publications.
 
-Neither pandas nor pyspark is loaded here: what an object is, is told by the module of its class.
+Neither pandas nor pyspark is loaded here: the module of an object's class tells what it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEADERS: Final = pa.map_(pa.string(), pa.string())
 
 BATCH: Final = 1_000
 BATCH_BYTES: Final = 4 * 1024 * 1024
-"""Publications that are staged at once, and how large their values may be together."""
+"""The most publications that are staged at once, and the most bytes of their values."""
 
 LOADED: Final = pa.schema(
     {
@@ -60,10 +60,10 @@ def is_pandas_frame(type_: object) -> bool:
 
 
 def event_batches(value: object, topic: str) -> Iterator[pa.RecordBatch]:
-    """What an asset returned as batches with a column `value` and, as it likes, `key`, `partition` and `headers`.
+    """The value of an asset as batches with a column `value` and optionally `key`, `partition` and `headers`.
 
-    An iterable is read as the batches are. Raises `ValidationError`, and `InvalidPublicationError` for a publication
-    that cannot be stored.
+    An iterable is read lazily. Raises `ValidationError`, and `InvalidPublicationError` for a publication that cannot be
+    stored.
     """
     if is_pandas_frame(type(value)):
         value = pa.Table.from_pandas(value, preserve_index=False)
@@ -76,17 +76,14 @@ def event_batches(value: object, topic: str) -> Iterator[pa.RecordBatch]:
         return (_conform(batch, topic) for batch in value)
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ValidationError(
-            f"{type(value).__name__} is nothing to publish to topic {topic!r}: return a DataFrame of Spark or pandas, "
+            f"{type(value).__name__} cannot be published to topic {topic!r}: return a DataFrame of Spark or pandas, "
             "an Arrow table or RecordBatchReader, or an iterable of publications"
         )
     return _publications(value, topic)
 
 
 def events_as_arrow(batches: Iterable[tuple[str | None, Sequence[Event]]], *, shards: bool) -> pa.RecordBatchReader:
-    """Events as a reader with the columns `LOADED`, and with that of their `shard`, where there are several.
-
-    A batch is read when it is asked for.
-    """
+    """Events as a reader with the columns `LOADED`, and the column `shard` if `shards`. Batches are read lazily."""
     schema = LOADED.append(pa.field("shard", pa.string())) if shards else LOADED
     return pa.RecordBatchReader.from_batches(schema, (_as_arrow(events, schema, shard) for shard, events in batches))
 
@@ -110,8 +107,8 @@ def _check_columns(schema: pa.Schema, topic: str) -> None:
             continue
         if field.name not in _TYPES:
             raise ValidationError(
-                f"column {field.name!r} has no place in an event of topic {topic!r}: return {', '.join(_TYPES)}, the "
-                "rest within value"
+                f"column {field.name!r} is no part of an event of topic {topic!r}: return {', '.join(_TYPES)}, and put "
+                "other data into value"
             )
         if not _fits(field.name, field.type):
             raise ValidationError(f"column {field.name!r} must be {_ACCEPTED[field.name]}, not {field.type}")
@@ -156,7 +153,7 @@ def _cast(name: str, column: Any) -> Any:
         if pt.is_dictionary(column.type):
             column = column.dictionary_decode()
         if pt.is_struct(column.type):
-            # What pandas makes of dictionaries: a name that one of them lacks is null in it.
+            # pandas makes structs of dictionaries: a name that a dictionary lacks is null in its struct.
             return pa.array([None if row is None else _entries(row) for row in column.to_pylist()], HEADERS)
         return column.cast(_TYPES[name])
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:

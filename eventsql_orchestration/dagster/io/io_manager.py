@@ -1,4 +1,4 @@
-"""An IO manager over topics: what an asset returns is published, what an asset takes is read from a topic's log."""
+"""An IO manager over topics: publishes the values of assets, and loads inputs from the logs of topics."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Final, Literal
 import dagster as dg
 from pydantic import Field, field_validator
 
-from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange
-from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID, Origin, input_metadata
-from eventsql_orchestration.dagster.metadata import (
+from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange, Shard
+from eventsql_orchestration.dagster.io.publish import publish
+from eventsql_orchestration.dagster.lineage.metadata_keys import (
     CONSUMED_TOPIC,
     PUBLISHED_AS,
     PUBLISHED_EVENTS,
@@ -22,8 +22,8 @@ from eventsql_orchestration.dagster.metadata import (
     PUBLISHED_RUN,
     PUBLISHED_TOPIC,
 )
-from eventsql_orchestration.dagster.publishing import publish
-from eventsql_orchestration.dagster.registering import require_topic
+from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID, Origin, input_metadata
+from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
@@ -32,24 +32,24 @@ from eventsql_orchestration.model import MAX_PARTITIONS, check_partition, check_
 Reads = Literal["topic", "materialization"]
 
 TOPIC: Final = "topic"
-"""The metadata of an asset or an output that names its topic."""
+"""The metadata key of an asset, an input or an output that names its topic."""
 
 READS: Final = "reads"
 AFTER: Final = "after"
 UPTO: Final = "upto"
 TOPIC_PARTITION: Final = "topic partition"
 SHARD: Final = "shard"
-"""The metadata of an input (`dg.AssetIn(metadata=…)`) that says what of the topic it takes."""
+"""Metadata keys of an input (`dg.AssetIn(metadata=…)`) that choose the events to load."""
 
 COLUMNS: Final = ("key", "value", "topic", "partition", "offset", "timestamp")
-"""Of a frame of Spark, as the data source has them; frames of Arrow have the same. Over shards there is one more."""
+"""The columns of frames, as in Spark's data source. Over shards there is also a column `shard`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is loaded: the events of a range, or, with `origin`, those of them whose metadata has all of that.
+    """The events to load: those of a range and, with `origin`, with these entries in their metadata.
 
-    `shard` is that of the range, where there are several.
+    `shard` holds the range; None if there is one database.
     """
 
     range: OffsetRange
@@ -57,28 +57,35 @@ class Selection:
     shard: str | None = None
 
     def has(self, headers: Mapping[str, Any]) -> bool:
+        """Whether an event with this metadata is selected."""
         return all(headers.get(name) == text for name, text in self.origin.items())
+
+    def metadata(self) -> dict[str, Any]:
+        """The range for the metadata of an input."""
+        found = {"partition": self.range.partition, AFTER: self.range.after, UPTO: self.range.upto}
+        return found if self.shard is None else {SHARD: self.shard, **found}
 
 
 class EventSQLIOManager(dg.ConfigurableIOManager):
-    """Publishes what assets return to their topics, and loads topics for the assets that take them.
+    """Publishes the values of assets to their topics, and loads topics as inputs of assets.
 
-    An asset's topic is named by its metadata `topic`, by `topics` here, or by its key `topic/<name>`; that of a
-    consumer is none that it publishes to, and is not taken for one. An asset may return a
-    DataFrame of Spark or pandas, an Arrow table or RecordBatchReader (with a column `value` and, as wanted, `key`,
-    `partition` and `headers`), or an iterable of publications or of mappings with `value`, `key`, `partition` and
-    `metadata`; a generator within a `dg.Output`, since Dagster takes it for one of its events else. It is published
-    in one transaction, exactly once for each asset, partition and run, however often a step is retried or the run
-    re-executed.
+    The topic of an asset is named by its metadata `topic`, by `topics` here, or by its key `topic/<name>`. The topic
+    that a consumer reads is not its output topic.
+
+    An asset may return a DataFrame of Spark or pandas, an Arrow table or RecordBatchReader, with a column `value` and
+    optionally `key`, `partition` and `headers`; or an iterable of publications or of mappings with `value`, `key`,
+    `partition` and `metadata`. Wrap a generator in a `dg.Output`, else Dagster takes its items for events of Dagster.
+    The value is published in one transaction, exactly once for each asset, partition and run: retried steps and
+    re-executed runs publish nothing again.
 
     An input is a Spark DataFrame unless it is annotated as a pandas DataFrame, `pyarrow.Table`,
-    `pyarrow.RecordBatchReader` or `list[Event]`. It holds the whole topic as it is then, or, where `reads` (here, or in
-    the metadata of the input) is `materialization`, the events of the last materialization of the asset; always so for
-    a partitioned asset, of each partition that is asked for. The input's metadata `after`, `upto` and `topic partition`
-    name a range. Over shards, frames have one more column `shard`, and the input's metadata `shard` names one of them,
-    as `after` and `upto` need it.
+    `pyarrow.RecordBatchReader` or `list[Event]`. It holds the whole topic as it is then. If `reads` (here, or in the
+    input's metadata) is `materialization`, it holds the events of the asset's last materialization; a partitioned asset
+    is always read so, for each partition that is asked for. The input's metadata `after`, `upto` and `topic partition`
+    name a range. Over shards, frames have a column `shard`, and `after` and `upto` need the shard's name in the input's
+    metadata `shard`.
 
-    Errors are those of this package, and leave nothing published.
+    Errors are of this package; after an error, nothing is published.
     """
 
     eventsql: EventSQLResource
@@ -98,12 +105,12 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         return value
 
     def handle_output(self, context: dg.OutputContext, obj: object) -> None:
-        """Publish what was returned; the materialization gets topic, number of events and offsets as metadata."""
+        """Publish a value. Its materialization gets the topic, the number of events and their offsets as metadata."""
         topic = self._topic_of_output(context)
         if obj is None:
             raise ValidationError(
-                f"nothing was returned to publish to topic {topic!r}: return an empty list where there are no events, "
-                "or annotate the function with -> None"
+                f"the function returned None, which cannot be published to topic {topic!r}: return an empty list if "
+                "there are no events, or annotate the function with -> None"
             )
         output = f"output {context.step_key}.{context.name}"
         if context.mapping_key is not None:
@@ -113,22 +120,14 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         context.add_output_metadata(published.metadata())
 
     def load_input(self, context: dg.InputContext) -> Any:
-        """The events that an asset asks for, in the form of its annotation."""
+        """Load the events that an input asks for, as the type of its annotation."""
         annotation = context.dagster_type.typing_type
         form = _form(annotation)
         topic = self._topic_of_input(context)
         require_topic(self.eventsql.platform, topic)
         parts = self._selections(context, topic)
         selections = [each for part in parts for each in part]
-        ranges = [
-            {
-                **({} if each.shard is None else {SHARD: each.shard}),
-                "partition": each.range.partition,
-                AFTER: each.range.after,
-                UPTO: each.range.upto,
-            }
-            for each in selections
-        ]
+        ranges = [each.metadata() for each in selections]
         if len(parts) == 1:
             context.add_input_metadata(input_metadata(topic, ranges))
         else:
@@ -138,28 +137,19 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
     def _topic_of_output(self, context: dg.OutputContext) -> str:
         metadata = {**context.definition_metadata, **context.output_metadata}
-        if context.has_asset_key:
-            return self._topic(context.asset_key, metadata)
-        if TOPIC in metadata:
-            return check_topic_name(_plain(metadata[TOPIC]))
-        raise ConfigurationError(
-            f"output {context.name!r} of {context.step_key} names no topic: give it metadata={{'topic': …}}"
-        )
+        key = context.asset_key if context.has_asset_key else None
+        return self._topic(metadata, key, f"output {context.name!r} of {context.step_key}")
 
     def _topic_of_input(self, context: dg.InputContext) -> str:
-        if TOPIC in context.definition_metadata:
-            return check_topic_name(_plain(context.definition_metadata[TOPIC]))
-        upstream = context.upstream_output
-        metadata = {} if upstream is None else upstream.definition_metadata
-        if context.has_asset_key:
-            return self._topic(context.asset_key, metadata)
-        if TOPIC in metadata:
-            return check_topic_name(_plain(metadata[TOPIC]))
-        raise ConfigurationError(f"input {context.name!r} names no topic: give it metadata={{'topic': …}}")
+        upstream = {} if context.upstream_output is None else context.upstream_output.definition_metadata
+        key = context.asset_key if context.has_asset_key else None
+        return self._topic({**upstream, **context.definition_metadata}, key, f"input {context.name!r}")
 
-    def _topic(self, key: dg.AssetKey, metadata: Mapping[str, Any]) -> str:
+    def _topic(self, metadata: Mapping[str, Any], key: dg.AssetKey | None, what: str) -> str:
         if TOPIC in metadata:
             return check_topic_name(_plain(metadata[TOPIC]))
+        if key is None:
+            raise ConfigurationError(f"{what} names no topic: give it metadata={{'topic': …}}")
         name = key.to_user_string()
         if name in self.topics:
             return self.topics[name]
@@ -167,8 +157,8 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             return check_topic_name(key.path[1])
         if CONSUMED_TOPIC in metadata:
             raise ConfigurationError(
-                f"asset {name} consumes topic {_plain(metadata[CONSUMED_TOPIC])!r}, which holds nothing that it made: "
-                "take an asset topic/<name> that it publishes to, or name its topic in `topics` of the IO manager"
+                f"asset {name} consumes topic {_plain(metadata[CONSUMED_TOPIC])!r} and does not make it: take the "
+                "asset topic/<name> that it publishes to, or name its topic in `topics` of the IO manager"
             )
         raise ConfigurationError(
             f"asset {name} has no topic: give it metadata={{'topic': …}}, name one in `topics` of the IO manager, or "
@@ -176,7 +166,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         )
 
     def _selections(self, context: dg.InputContext, topic: str) -> list[list[Selection]]:
-        """What is loaded, for each partition of the asset that is asked for."""
+        """The selections for each partition of the asset that is asked for."""
         metadata = {name: _plain(value) for name, value in context.definition_metadata.items()}
         reads = metadata.get(READS, self.reads)
         if reads not in typing.get_args(Reads):
@@ -192,8 +182,8 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         return [self._named_ranges(context.name, topic, metadata)]
 
     def _materialized(self, context: dg.InputContext, topic: str, partition: str | None) -> list[Selection]:
-        # Of nothing there is a frame too.
-        nothing = Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].shard)
+        # No events make an empty frame.
+        nothing = Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].name)
         return _materialized(context, topic, partition) or [nothing]
 
     def _named_ranges(self, name: str, topic: str, metadata: Mapping[str, Any]) -> list[Selection]:
@@ -202,26 +192,26 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         if len(shards) > 1 and {AFTER, UPTO} & metadata.keys():
             raise ConfigurationError(
                 f"input {name!r}: offsets are those of one shard: name it in metadata shard, one of "
-                f"{', '.join(str(each.shard) for each in shards)}"
+                f"{', '.join(str(each.name) for each in shards)}"
             )
         return [self._named_range(name, topic, metadata, each) for each in shards]
 
-    def _named_range(self, name: str, topic: str, metadata: Mapping[str, Any], platform: EventSQL) -> Selection:
+    def _named_range(self, name: str, topic: str, metadata: Mapping[str, Any], shard: Shard) -> Selection:
         for each in (AFTER, UPTO, TOPIC_PARTITION):
             if each in metadata and type(metadata[each]) is not int:
                 raise ConfigurationError(f"input {name!r}: metadata {each} is a whole number, not {metadata[each]!r}")
         partition = metadata.get(TOPIC_PARTITION, NOT_PARTITIONED)
         if partition != NOT_PARTITIONED:
-            found = platform.registry.topic(topic)
-            # One that was repartitioned may have had more of them.
+            found = shard.registry.topic(topic)
+            # A topic that was repartitioned may have had more partitions.
             check_partition(topic, partition, found.partitions if found.layout == 1 else MAX_PARTITIONS)
         after = metadata.get(AFTER, 0)
-        # An end that is named is taken as it is: events may still come before it.
-        upto = metadata[UPTO] if UPTO in metadata else max(after, platform.reader.end(topic))
-        return Selection(OffsetRange(topic, partition, after, upto), shard=platform.shard)
+        # An explicit end is taken as it is: events may still arrive before it.
+        upto = metadata[UPTO] if UPTO in metadata else max(after, shard.reader.end(topic))
+        return Selection(OffsetRange(topic, partition, after, upto), shard=shard.name)
 
     def _load_spark(self, selections: Sequence[Selection]) -> Any:
-        # They start no Java before an input needs it.
+        # Imported here so that Java starts only for an input that needs it.
         from pyspark.sql import SparkSession  # noqa: PLC0415
         from pyspark.sql import functions as f  # noqa: PLC0415
 
@@ -261,7 +251,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         return [event for _, batch in self._batches(selections) for event in batch]
 
     def _load_arrow_reader(self, selections: Sequence[Selection]) -> Any:
-        from eventsql_orchestration.dagster.frames import events_as_arrow  # noqa: PLC0415 - pyarrow takes 0.2 s to load
+        from eventsql_orchestration.dagster.io.frames import events_as_arrow  # noqa: PLC0415 - pyarrow takes 0.2 s to load
 
         return events_as_arrow(self._batches(selections), shards=len(self.eventsql.platform.shards) > 1)
 
@@ -277,8 +267,8 @@ def _plain(value: Any) -> Any:
 
 
 def _form(annotation: Any) -> str:
-    """Which `_load_…` gives what an input is annotated as. Raises `ConfigurationError` for what none does."""
-    from eventsql_orchestration.dagster.frames import is_pandas_frame, is_spark_frame  # noqa: PLC0415 - pyarrow
+    """The suffix of the `_load_…` method for an annotation. Raises `ConfigurationError` for any other annotation."""
+    from eventsql_orchestration.dagster.io.frames import is_pandas_frame, is_spark_frame  # noqa: PLC0415 - pyarrow
 
     if annotation is Any or annotation is type(None) or is_spark_frame(annotation):
         return "spark"
@@ -298,7 +288,7 @@ def _form(annotation: Any) -> str:
 
 
 def _materialized(context: dg.InputContext, topic: str, partition: str | None) -> list[Selection]:
-    """The events of the last materialization of an asset, or of one of its partitions; none where it had none."""
+    """The events of the last materialization of an asset, or of one of its partitions; empty if it published none."""
     what = context.asset_key.to_user_string() + ("" if partition is None else f" [{partition}]")
     records = context.instance.fetch_materializations(
         dg.AssetRecordsFilter(asset_key=context.asset_key, asset_partitions=None if partition is None else [partition]),

@@ -1,8 +1,8 @@
-"""Publishing what an asset computed, once, and with its origin in every event.
+"""Publishing the output of an asset, once, with its origin in every event.
 
-One way for all forms: events are staged under an attempt that nobody reads, then one transaction records the
-publication as its writer's and moves them into the buffer. A writer that is recorded publishes no more, so what repeats
-a publication, be it Spark's, Dagster's or a user's doing, changes nothing.
+All forms of output are published alike: events are staged under an attempt that nobody reads, then one transaction
+records the publication under its writer and moves the events into the buffer. A recorded writer does not publish again,
+so a repetition by Spark, Dagster or a user changes nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any, Final
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.lineage import ExecutionContext, Origin, step_of
-from eventsql_orchestration.dagster.published import Published, Span
-from eventsql_orchestration.dagster.registering import require_topic
+from eventsql_orchestration import Shard
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, Origin, step_of
+from eventsql_orchestration.dagster.lineage.published import Published, Span
+from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.log.claims import Claim
-from eventsql_orchestration.log.parts import Parts
-from eventsql_orchestration.log.shard_store import ShardStore
+from eventsql_orchestration.publishing.two_phase_participant import TwoPhaseParticipant
+from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 TRANSFER_TIMEOUT: Final = 5.0
-"""Seconds to wait for another transfer to give the published events their offsets, which only metadata asks for."""
+"""Seconds to wait until a transfer has given the published events their offsets, which only metadata needs."""
 
 
 def publish_events(
@@ -44,13 +44,14 @@ def publish_events(
     claim: Claim | None = None,
     batch: int = 0,
 ) -> dict[str, Any]:
-    """Publish what an asset computed, in one transaction; gives metadata for the materialization.
+    """Publish the output of an asset in one transaction; gives metadata for the materialization.
 
-    `events` is a DataFrame of Spark or pandas, an Arrow table or RecordBatchReader, with a column `value` and, as
-    wanted, `key`, `partition` and `headers`, or an iterable of publications or of mappings. Each event's metadata names
-    the run, the asset and its partition. With `claim` the claim is committed in the same transaction: consumed and
-    published exactly once. Without one, each step publishes once per run, partition, topic and `batch`, however often
-    it is retried or the run re-executed: a second call in it for the same topic needs another `batch`.
+    `events` is a DataFrame of Spark or pandas, an Arrow table or RecordBatchReader, with a column `value` and
+    optionally `key`, `partition` and `headers`, or an iterable of publications or of mappings. The metadata of each
+    event names the run, the asset and its partition. `claim` is committed in the same transaction, so its events are
+    consumed and the output is published exactly once. Without a claim, each step publishes once per run, partition,
+    topic and `batch`, also when it is retried or its run re-executed: a second call in a step for the same topic needs
+    another `batch`.
 
     The events are transferred at once, so that the metadata can say their offsets. Raises `ClaimLostError`,
     `TopicNotFoundError`, `ValidationError` or `DatabaseError`; then nothing was published.
@@ -91,14 +92,14 @@ def publish(
     Once for each asset, partition, topic, `output` and `batch` of a run and its re-executions, or of a `claim`. Raises
     as `publish_events`.
     """
-    from eventsql_orchestration.dagster.frames import is_spark_frame  # noqa: PLC0415 - pyarrow takes 0.2 s to load
+    from eventsql_orchestration.dagster.io.frames import is_spark_frame  # noqa: PLC0415 - pyarrow takes 0.2 s to load
 
     require_topic(eventsql.platform, topic)
     if claim is not None:
         origin = replace(origin, shard=claim.shard)
     writer = origin.writer(topic, claim=None if claim is None else claim.id, output=output)
     publications = _Publications(eventsql, topic, None if claim is None else claim.shard)
-    # Whoever has a claim must hear what became of it, published before or not.
+    # With a claim, go on even if it is recorded: the caller must learn whether the claim is committed or lost.
     repeated = claim is None and publications.is_finished(writer, batch)
     if not repeated:
         write = _Write(eventsql, topic, origin.metadata(), writer, batch, claim)
@@ -111,7 +112,7 @@ def publish(
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """What a publication is written as."""
+    """The destination and the identity of a publication."""
 
     eventsql: EventSQLResource
     topic: str
@@ -147,16 +148,16 @@ def _write_frame(frame: Any, write: _Write) -> None:
 
 
 def _stage_and_publish(value: object, write: _Write) -> bool:
-    """What the tasks and the driver of a Spark write do, here; False when it had been published before."""
+    """Do in this process the work of a Spark write's tasks and driver; False if it had been published before."""
     # These load Arrow's drivers.
-    from eventsql_orchestration.dagster.frames import event_batches  # noqa: PLC0415
-    from eventsql_orchestration.spark.publication import Publications  # noqa: PLC0415
+    from eventsql_orchestration.dagster.io.frames import event_batches  # noqa: PLC0415
+    from eventsql_orchestration.spark.commit_protocol import Publications  # noqa: PLC0415
     from eventsql_orchestration.spark.staging import stage  # noqa: PLC0415
 
     batches = event_batches(value, write.topic)
     with Publications(write.eventsql.source()) as publications:
         hold = None if write.claim is None else publications.hold(write.claim.id, write.claim.shard)
-        attempt = stage(publications.places(write.topic, write.headers), batches)
+        attempt = stage(publications.write_targets(write.topic, write.headers), batches)
         try:
             return publications.publish(write.writer, write.batch, [attempt], hold)
         except BaseException:
@@ -166,28 +167,28 @@ def _stage_and_publish(value: object, write: _Write) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Portion:
-    """How many events of a publication a shard got, and when."""
+    """The number of a publication's events on a shard, and the time when they were published."""
 
-    shard: EventSQL
+    shard: Shard
     events: int
     at: datetime
 
 
 class _Publications:
-    """Finds a publication to a topic again, and its events in the log."""
+    """Finds the record of a publication to a topic, and its events in the log."""
 
     def __init__(self, eventsql: EventSQLResource, topic: str, shard: str | None) -> None:
-        """`shard` is that of the claim, which has the record of the publication; else the first of all has it."""
+        """`shard` is the claim's shard, which has the publication's record. Without a claim, the first shard has it."""
         self._topic = topic
         self._shards = eventsql.shards
         self._alone = len(self._shards) == 1
         if shard is None and not self._alone:
-            states = (ShardStore(each.database).state() for each in self._shards if each.shard is not None)
+            states = (ShardStore(each.database).state() for each in self._shards if each.name is not None)
             shard = next(states).first
         self._decider = eventsql.shard(shard)
 
     def find(self, writer: str, batch: int) -> tuple[int, datetime] | None:
-        """How many events a writer published with a batch, and when; None where it did not yet."""
+        """The number of events in a writer's batch and the time of its publication; None if it is not published."""
         row = _one(self._decider, Queries("lineage", _schema(self._decider))("publication"), writer=writer, batch=batch)
         return None if row is None else (row[0], row[1])
 
@@ -195,11 +196,11 @@ class _Publications:
         """Whether there is nothing left to publish."""
         if self.find(writer, batch) is None:
             return False
-        left = () if self._alone else Parts(self._decider.database).announced()
+        left = () if self._alone else TwoPhaseParticipant(self._decider.database).announced()
         return not any((each.writer, each.batch) == (writer, batch) for each in left)
 
     def outcome(self, writer: str, batch: int, origin: Origin, *, repeated: bool) -> Published:
-        """What has become of a publication, with the offsets that the transfer gives its events."""
+        """The result of a publication, with the offsets of its events if they are transferred in time."""
         found = self.find(writer, batch)
         if found is None or not found[0]:
             return Published(self._topic, 0, origin.run_id, origin.asset, repeated)
@@ -213,7 +214,7 @@ class _Publications:
                 count, first, last, found_run = self._offsets(portion, origin)
                 run = run or found_run
                 if count >= portion.events and first is not None and last is not None:
-                    spans.append(Span(portion.shard.shard, first, last))
+                    spans.append(Span(portion.shard.name, first, last))
             published = Published(self._topic, events, run or origin.run_id, origin.asset, repeated)
             if len(spans) == len(portions):
                 return replace(published, spans=tuple(spans))
@@ -227,8 +228,8 @@ class _Publications:
         portions = []
         for shard in self._shards:
             if shard is not self._decider:
-                query = Queries("parts", _schema(shard))("part")
-                row = _one(shard, query, decider=self._decider.shard, writer=writer, batch=batch)
+                query = Queries("two_phase", _schema(shard))("published_part")
+                row = _one(shard, query, decider=self._decider.name, writer=writer, batch=batch)
                 if row is not None:
                     portions.append(_Portion(shard, row[0], row[1]))
         left = events - sum(portion.events for portion in portions)
@@ -252,11 +253,11 @@ class _Publications:
         return count, first, last, run
 
 
-def _schema(platform: EventSQL) -> str:
+def _schema(platform: Shard) -> str:
     return platform.database.schema
 
 
-def _one(platform: EventSQL, statement: sql.SQL, **values: object) -> tuple[Any, ...] | None:
+def _one(platform: Shard, statement: sql.SQL, **values: object) -> tuple[Any, ...] | None:
     with platform.database.connection() as connection:
         row: tuple[Any, ...] | None = connection.cursor(row_factory=tuple_row).execute(statement, values).fetchone()
     return row

@@ -1,4 +1,4 @@
-"""What Spark does for a run, in the run's log while it does it, and in its metadata afterwards."""
+"""The progress of Spark's stages in the log of a run, and their figures in its metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # it has no types
 
-from eventsql_orchestration.dagster.lineage import ExecutionContext
+from eventsql_orchestration.dagster.lineage.origin import ExecutionContext
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS: Final = 2.0
-"""How often the run's log is told of a stage that goes on: a line of Dagster's log is a row of its storage."""
+"""Seconds between two lines about a stage: each line of Dagster's log is a row of its storage."""
 
 THREAD: Final = "eventsql-spark-progress"
 
@@ -71,7 +71,7 @@ class SparkProgress:
             known.update(() if info is None else info.stageIds)
         found = []
         for stage in sorted(known):
-            # Of a stage that has not begun, or was skipped because its shuffle is there, nothing is to be told.
+            # Leave out stages that have not begun, or were skipped because their shuffle exists.
             if tracker.getStageInfo(stage) is not None:
                 data = store.lastStageAttempt(stage)
                 if data.numTasks() and data.status().toString() in {"ACTIVE", "COMPLETE", "FAILED"}:
@@ -107,10 +107,10 @@ def _progress(stage: int, data: Any) -> StageProgress:
 def spark_progress(
     context: ExecutionContext, spark: SparkSession, *, every: float = EVERY_SECONDS
 ) -> Iterator[SparkProgress]:
-    """Say in the run's log how far Spark's stages are, for the block: every so many seconds what has changed.
+    """Log the progress of Spark's stages while the block runs: the changes, `every` so many seconds.
 
-    What is asked of Spark in this block, in this thread, is one group of jobs, which Spark's own UI shows under the
-    run's id. Give `metadata()` to the materialization.
+    The Spark jobs that this thread starts in the block are one group. Spark's own UI shows it under the run's id. Give
+    `metadata()` to the materialization.
     """
     group = f"{context.run.run_id}/{uuid.uuid4().hex[:8]}"
     spark.sparkContext.setJobGroup(group, f"run {context.run.run_id}")
@@ -125,7 +125,7 @@ def spark_progress(
                     told[stage.id] = stage
                     context.log.info("%s", stage)
         except Py4JError as error:
-            # What Spark does matters, and not that it is told.
+            # A failure to report must not fail Spark's work.
             logger.warning("the progress of Spark is not known: %s", error)
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The names by which materializations and inputs of this package speak of topics and offsets in their metadata."""
+"""The metadata keys of this package's materializations and inputs, for topics and offsets."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ PUBLISHED_EVENTS: Final = "published events"
 PUBLISHED_FIRST: Final = "published first offset"
 PUBLISHED_LAST: Final = "published last offset"
 PUBLISHED_RANGES: Final = "published ranges"
-"""Where there are several shards, instead of the two: JSON of a list with `shard`, `first` and `last` of each."""
+"""Over several shards, instead of the first and last offset: a JSON list with `shard`, `first` and `last` of each."""
 PUBLISHED_RUN: Final = "published by run"
-"""The run that the events name: another one than the materialization's where that found them published."""
+"""The run that the events name: an earlier run than the materialization's if the events were published before."""
 PUBLISHED_AS: Final = "published by asset"
 """The asset that the events name."""
 PUBLISHED_TO: Final = "published to"
 PUBLISHED_TRACE: Final = "trace published"
 
 CONSUMED_TOPIC: Final = "consumed topic"
-"""Of a consumer's asset. Not `topic`, which names where an asset publishes what it returns."""
+"""The topic that a consumer's asset reads. The key `topic` names the topic to which an asset publishes."""
 
 INPUT_TOPIC: Final = "topic"
 INPUT_CONSUMER: Final = "consumer"
 INPUT_RANGES: Final = "ranges"
-"""What a run has read: a topic, and ranges of its offsets as JSON, `after` exclusive and `upto` inclusive."""
+"""The input of a run: a topic, and ranges of its offsets as JSON, `after` exclusive and `upto` inclusive."""
 INPUT_SHARD: Final = "shard"
-"""Of what a run has read, and of what was published, where all of it is of one shard; each range names its own."""
+"""The shard, if all ranges are on one; each range names its own shard too."""
 INPUT_ASSET: Final = "input"
 INPUT_TRACE: Final = "trace"
 
 
 def trace_command(topic: str, offset: int, shard: str | None = None) -> str:
-    """What shows where an event comes from."""
+    """The command that shows where an event comes from."""
     return command(shard, f"trace {topic} {offset}")

@@ -1,4 +1,4 @@
-"""Lineage: what an event that an asset publishes says of its origin, and what materializations say of offsets."""
+"""Lineage: the origin in the metadata of published events, and the offsets in the metadata of materializations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.metadata import (
+from eventsql_orchestration.dagster.lineage.metadata_keys import (
     INPUT_ASSET,
     INPUT_CONSUMER,
     INPUT_RANGES,
@@ -28,7 +28,7 @@ RUN_ID: Final = "dagster_run_id"
 ASSET_KEY: Final = "dagster_asset_key"
 PARTITION: Final = "dagster_partition"
 SHARD: Final = "eventsql_shard"
-"""In an event's metadata: the shard on which the run consumed what the event was made of."""
+"""In an event's metadata: the shard whose events the run consumed to make this one."""
 
 _RUN: Final = "run "
 _CLAIM: Final = re.compile(r"claim (?P<id>\d+)(?: of (?P<shard>.+))?")
@@ -36,10 +36,10 @@ _CLAIM: Final = re.compile(r"claim (?P<id>\d+)(?: of (?P<shard>.+))?")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where events come from: a run, and the asset and partition that it computes, as far as there are any.
+    """The origin of events: a run, and the asset and partition that it computes, if any.
 
-    `root_run_id` is the run that it repeats: the same for a run and for all of its retries and re-executions. `shard`
-    is the one that the run consumes on, where there are several.
+    `root_run_id` is the same for a run and for all of its retries and re-executions. `shard` is the shard that the run
+    consumes on; None if there is one database.
     """
 
     run_id: str
@@ -50,7 +50,7 @@ class Origin:
 
     @classmethod
     def of(cls, context: ExecutionContext) -> Origin:
-        """The origin of what an asset or an op publishes while it is computed."""
+        """The origin of events that an asset or an op publishes while it is computed."""
         run = context.run
         partition = None
         if context.has_partition_key:
@@ -62,7 +62,7 @@ class Origin:
 
     @classmethod
     def of_output(cls, context: dg.OutputContext) -> Origin:
-        """The origin of what an asset or an op has returned."""
+        """The origin of the value that an asset or an op has returned."""
         run = context.step_context.dagster_run
         asset = context.asset_key.to_user_string() if context.has_asset_key else None
         partition = None
@@ -74,15 +74,15 @@ class Origin:
         return cls(run.run_id, run.root_run_id or run.run_id, asset, partition, run.tags.get(SHARD_TAG))
 
     def metadata(self) -> dict[str, str]:
-        """For every event."""
+        """The metadata of every event."""
         named = {RUN_ID: self.run_id, ASSET_KEY: self.asset, PARTITION: self.partition, SHARD: self.shard}
         return {name: text for name, text in named.items() if text is not None}
 
     def writer(self, topic: str, *, claim: int | None = None, output: str | None = None) -> str:
-        """Who publishes, for the platform to publish it once: whatever else is repeated, this is the same.
+        """The id under which a publication is recorded. It is the same for every repetition of the publication.
 
-        With a claim, which is one of `shard` where there are several, the claim's range tells publications apart, and
-        else the first run. `output` is the step that publishes, or that of its outputs which is published.
+        It names the claim, which is on `shard`, or else the root run. `output` is the step or the output that
+        publishes.
         """
         of = "" if self.shard is None else f" of {self.shard}"
         cause = f"{_RUN}{self.root_run_id}" if claim is None else f"claim {claim}{of}"
@@ -90,19 +90,19 @@ class Origin:
 
 
 def asset_of(writer: str) -> str | None:
-    """The asset of an `Origin.writer`; None where it has none, or is the writer of somebody else."""
+    """The asset of an `Origin.writer`; None if it has none, or if the id has another form."""
     asset = _read_writer(writer)[0]
     return asset if isinstance(asset, str) else None
 
 
 def claim_of(writer: str) -> int | None:
-    """The claim that an `Origin.writer` committed with what it published, where it had one."""
+    """The claim of an `Origin.writer`; None if it had none."""
     found = _claim(writer)
     return None if found is None else int(found["id"])
 
 
 def shard_of(writer: str) -> str | None:
-    """The shard of that claim, where there are several."""
+    """The shard of that claim; None if there is one database."""
     found = _claim(writer)
     return None if found is None else found["shard"]
 
@@ -113,7 +113,7 @@ def _claim(writer: str) -> re.Match[str] | None:
 
 
 def run_of(writer: str) -> str | None:
-    """The first of the runs that an `Origin.writer` is of, where it had no claim."""
+    """The root run of an `Origin.writer` without a claim, else None."""
     cause = _read_writer(writer)[-1]
     return cause.removeprefix(_RUN) if isinstance(cause, str) and cause.startswith(_RUN) else None
 
@@ -132,10 +132,7 @@ def _range(keys: dg.PartitionKeyRange) -> str:
 
 
 def asset_name(context: ExecutionContext) -> str | None:
-    """The key of the asset that is computed, as `a/b`; None in an op that computes none.
-
-    Of an asset that comes with the topics it publishes to, the asset's own key.
-    """
+    """The key of the asset that is computed, as `a/b`, without the topics that it publishes to; None in a plain op."""
     if not context.has_assets_def:
         return None
     keys = sorted(context.selected_asset_keys)
@@ -144,23 +141,22 @@ def asset_name(context: ExecutionContext) -> str | None:
 
 
 def step_of(context: ExecutionContext) -> str:
-    """The step that is executed: of an op, within the graphs that it is in, with the key that it is mapped to."""
+    """The key of the step that is executed, with the graphs around it and its mapping key."""
     op = context.op_execution_context if isinstance(context, dg.AssetExecutionContext) else context
     return str(op.get_step_execution_context().step.key)
 
 
 def lineage(context: ExecutionContext | None) -> dict[str, str]:
-    """Metadata for the events that a run publishes: its run, asset and partition, as far as there are any."""
+    """Metadata for the events that a run publishes: the run, asset and partition, if any."""
     return {} if context is None else Origin.of(context).metadata()
 
 
 def input_metadata(
     topic: str, ranges: Iterable[Mapping[str, Any]], *, consumer: str | None = None
 ) -> dict[str, dg.MetadataValue[Any]]:
-    """What a run has read of a topic, for its materialization or its loaded input, with a link to the topic's asset.
+    """Metadata of the ranges that a run has read from a topic, for a materialization or a loaded input.
 
-    Each range has `partition`, `after` (exclusive), `upto` (inclusive), `events`, and its `shard` where there are
-    several.
+    Each range has `partition`, `after` (exclusive), `upto` (inclusive), `events`, and `shard` if there are several.
     """
     listed = [dict(each) for each in ranges]
     metadata: dict[str, dg.MetadataValue[Any]] = {

@@ -1,4 +1,4 @@
-"""What was published: to how many events a publication came, where they lie, and what materializations say of it."""
+"""The result of a publication: its events, their offsets, and its metadata in materializations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.metadata import (
+from eventsql_orchestration.dagster.lineage.metadata_keys import (
     PUBLISHED_AS,
     PUBLISHED_EVENTS,
     PUBLISHED_FIRST,
@@ -31,7 +31,7 @@ PUBLISHED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The offsets of the first and the last event that were published to a shard; None is the one database."""
+    """The offsets of the first and the last event that were published to a shard; None if there is one database."""
 
     shard: str | None
     first: int
@@ -40,9 +40,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What was published to a topic; `spans` is empty where the offsets are not known yet, or nothing was published.
+    """A publication to a topic. `spans` is empty if nothing was published, and if the offsets are not known yet.
 
-    `run_id` and `asset` are those that the events name, and `repeated` whether they had been published before.
+    The events name `run_id` and `asset`. `repeated` says that they had been published before.
     """
 
     topic: str
@@ -53,7 +53,7 @@ class Published:
     spans: tuple[Span, ...] = ()
 
     def metadata(self) -> dict[str, Any]:
-        """For a materialization. Other events may lie between the first and the last."""
+        """The metadata for a materialization. Other events can lie between the first and the last."""
         metadata: dict[str, Any] = {
             PUBLISHED_TOPIC: self.topic,
             PUBLISHED_EVENTS: self.events,
@@ -77,7 +77,7 @@ class Published:
 
 
 def _offsets_of(spans: Collection[Span]) -> dict[str, Any]:
-    """Metadata for offsets: of the one database two numbers, of shards those of each."""
+    """Metadata for offsets: two numbers for one database, a list for shards."""
     if {span.shard for span in spans} == {None}:
         return {
             PUBLISHED_FIRST: min(span.first for span in spans),
@@ -99,7 +99,7 @@ def _spans(metadata: Mapping[str, Any]) -> list[Span]:
 
 
 def add_up(published: Iterable[Mapping[str, Any]], topic: str) -> dict[str, Any]:
-    """The metadata of several publications to a topic as those of one."""
+    """The metadata of several publications to a topic, added up."""
     mine = [metadata for metadata in published if metadata.get(PUBLISHED_TOPIC) == topic]
     if not mine:
         return {}
@@ -108,13 +108,13 @@ def add_up(published: Iterable[Mapping[str, Any]], topic: str) -> dict[str, Any]
         PUBLISHED_TOPIC: topic,
         PUBLISHED_EVENTS: sum(int(metadata.get(PUBLISHED_EVENTS, 0)) for metadata in mine),
         **(_offsets_of(spans) if spans else {}),
-        # Those of the last: all are of one run and one topic.
+        # The links of the last one: all are of one run and one topic.
         **{name: metadata[name] for metadata in mine for name in _LINKS if name in metadata},
     }
 
 
 def leave_out(metadata: Mapping[str, Any], topics: Collection[str]) -> dict[str, Any]:
-    """Metadata without what it says of a publication to one of `topics`."""
+    """Metadata without the entries of a publication to one of `topics`."""
     if metadata.get(PUBLISHED_TOPIC) not in topics:
         return dict(metadata)
     return {name: value for name, value in metadata.items() if name not in PUBLISHED}

@@ -18,11 +18,9 @@ from typing import Any, Final
 
 import dagster as dg
 import requests
-from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError
-from gql.transport.requests import RequestsHTTPTransport
 
+from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.dagster.tags import FINISHED
-from eventsql_orchestration.dagster.webserver import Webserver
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
 
 logger = logging.getLogger(__name__)
@@ -42,13 +40,6 @@ _LOCATIONS = """
 } }
 """
 
-_JOBS = """
-{ repositoriesOrError {
-    ... on RepositoryConnection { nodes { jobs { name tags { key value } } } }
-    ... on PythonError { message }
-} }
-"""
-
 
 def free_port(preferred: int) -> int:
     """`preferred` if nobody listens there, else one that the system chooses."""
@@ -62,7 +53,7 @@ def free_port(preferred: int) -> int:
 
 
 def running_url(instance_home: Path) -> str | None:
-    """Where the Dagster of an `eventsql dev` on this instance answers; None where none does."""
+    """The URL of the `eventsql dev` that runs on this instance; None if none answers."""
     with contextlib.suppress(OSError, requests.RequestException):
         url = (instance_home / _URL_FILE).read_text(encoding="utf-8")
         requests.get(f"{url}/server_info", timeout=10, proxies=Webserver(url).proxies).raise_for_status()
@@ -72,9 +63,9 @@ def running_url(instance_home: Path) -> str | None:
 
 @contextlib.contextmanager
 def only_one(instance_home: Path) -> Iterator[None]:
-    """Keep every other `eventsql dev` off an instance meanwhile; what a killed one left running is ended first.
+    """Keep every other `eventsql dev` off an instance. Processes that a killed one left are ended first.
 
-    Raises `LocalDagsterError` where another one runs.
+    Raises `LocalDagsterError` if another one runs.
     """
     instance_home.mkdir(parents=True, exist_ok=True)
     with _lock_file(instance_home / _OWNER_LOCK) as lock:
@@ -101,11 +92,11 @@ def _locked(descriptor: int) -> bool:
 
 
 def _end_orphans(path: Path, *, timeout: float = 10.0) -> None:
-    """Kill the processes of an owner that was killed itself, and could not end them."""
+    """Kill the processes that a killed owner left."""
     with _lock_file(path) as lock:
         if _locked(lock):
             return
-        # `dagster dev` inherited the lock, so it lives, and its number is that of no other process by now.
+        # `dagster dev` inherited the lock, so it is alive, and no other process has its number.
         group = os.read(lock, 32)
         if group:
             _kill_group(int(group))
@@ -119,14 +110,14 @@ def _end_orphans(path: Path, *, timeout: float = 10.0) -> None:
 
 
 def _kill_group(group: int) -> None:
-    # macOS refuses where all that is left of the group has ended.
+    # macOS refuses to signal a group whose processes have all ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def _heeding_interrupts() -> Iterator[None]:
-    """Let children heed SIGINT, which those of a process that a shell started in the background ignore as it does."""
+    """Let children heed SIGINT. A shell starts background processes with SIGINT ignored, and children inherit that."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -156,13 +147,13 @@ class LocalDagster:
 
     @property
     def url(self) -> str:
-        """Where the UI is."""
+        """The URL of the UI."""
         return f"http://{HOST}:{self.port}"
 
     def start(self, *, timeout: float = 120.0, on_wait: Callable[[str], None] = lambda _: None) -> None:
         """Start the processes and wait at most `timeout` seconds until the location is loaded.
 
-        `on_wait` is told what is being waited for. Raises `LocalDagsterError`.
+        `on_wait` gets the name of the part that is not ready yet. Raises `LocalDagsterError`.
         """
         self._give_up_leftovers()
         # fmt: off
@@ -175,7 +166,7 @@ class LocalDagster:
         with self.log.open("wb") as log, _lock_file(self.instance_home / _PROCESSES_LOCK) as lock:
             if not _locked(lock):
                 raise LocalDagsterError(f"Dagster runs on {self.instance_home} already")
-            # A session of its own: a Ctrl-C of the terminal reaches this process alone, which then ends the others.
+            # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
             with _heeding_interrupts():
                 self._process = subprocess.Popen(
                     command,
@@ -202,20 +193,20 @@ class LocalDagster:
             time.sleep(0.25)
 
     def require_running(self) -> None:
-        """Raises `LocalDagsterError` when the processes have ended by themselves."""
+        """Raises `LocalDagsterError` if the processes have ended by themselves."""
         if self._process is None or self._process.poll() is not None:
             raise LocalDagsterError(f"Dagster does not run any more: {self._last_words()}; see {self.log}")
 
     def _give_up_leftovers(self) -> None:
-        """End runs whose processes went down with an earlier start of this instance; nobody else would."""
+        """Cancel runs whose processes ended with an earlier start of this instance."""
         with self.instance() as instance:
             for run in instance.get_runs(UNDER_WAY):
                 instance.report_run_canceled(run, message="Its processes ended with an earlier `eventsql dev`.")
 
     def _not_ready(self) -> str | None:
-        """What is still missing for the start, or None. Raises `LocalDagsterError` when the location cannot load."""
+        """The part that is not ready yet, or None. Raises `LocalDagsterError` if the location cannot load."""
         try:
-            workspace = self._webserver.ask(_LOCATIONS)["workspaceOrError"]
+            workspace = Webserver(self.url, timeout=10).ask(_LOCATIONS)["workspaceOrError"]
         except (LocalDagsterError, KeyError):
             return "the webserver"
         entries = workspace.get("locationEntries")
@@ -229,17 +220,9 @@ class LocalDagster:
         return None
 
     def jobs_with(self, tag: str) -> list[str]:
-        """The jobs of the location that carry a tag. Raises `LocalDagsterError` where the webserver does not say."""
-        try:
-            repositories = self._webserver.ask(_JOBS)["repositoriesOrError"]["nodes"]
-        except (LocalDagsterError, KeyError) as error:
-            raise LocalDagsterError(f"{self.url} does not tell its jobs; see {self.log}") from error
-        jobs = [job for repository in repositories for job in repository["jobs"]]
+        """The jobs of the location that carry a tag. Raises `LocalDagsterError` if the webserver does not answer."""
+        jobs = [job for repository in Webserver(self.url).repositories() for job in repository["jobs"]]
         return [job["name"] for job in jobs if tag in {each["key"] for each in job["tags"]}]
-
-    @property
-    def _webserver(self) -> Webserver:
-        return Webserver(self.url, timeout=10)
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):
@@ -250,30 +233,23 @@ class LocalDagster:
 
     @contextlib.contextmanager
     def instance(self) -> Iterator[dg.DagsterInstance]:
-        """The instance whose runs these are."""
+        """The instance of these processes."""
         with dg.DagsterInstance.from_config(str(self.instance_home)) as instance:
             yield instance
 
-    def _client(self) -> DagsterGraphQLClient:
-        webserver = self._webserver
-        transport = RequestsHTTPTransport(webserver.endpoint, timeout=60, proxies=webserver.proxies)
-        return DagsterGraphQLClient(HOST, port_number=self.port, transport=transport)
+    def launch(self, job: str, *, run_config: Mapping[str, Any] | None = None) -> str:
+        """Launch a run of `job`; gives its id. Raises `RunFailedError` if Dagster refuses it."""
+        webserver = Webserver(self.url)
+        for repository in webserver.repositories():
+            if job in {each["name"] for each in repository["jobs"]}:
+                name, location = repository["name"], repository["location"]["name"]
+                return webserver.launch(name, location, job, config=run_config or {}, tags={})
+        raise RunFailedError(f"job {job!r} could not be launched: {self.definitions.name} has no such job")
 
-    def launch(
-        self, job: str, *, run_config: Mapping[str, Any] | None = None, tags: Mapping[str, str] | None = None
-    ) -> str:
-        """Launch a run of `job`; gives its id. Raises `RunFailedError` when Dagster refuses it."""
-        try:
-            return self._client().submit_job_execution(job, run_config=dict(run_config or {}), tags=dict(tags or {}))
-        except DagsterGraphQLClientError as error:
-            raise RunFailedError(f"job {job!r} could not be launched: {' '.join(str(error).split())[:500]}") from error
-
-    def wait(
-        self, instance: dg.DagsterInstance, run_id: str, *, timeout: float, on_wait: Callable[[], None] = lambda: None
-    ) -> dg.DagsterRun:
+    def wait(self, instance: dg.DagsterInstance, run_id: str, *, timeout: float) -> dg.DagsterRun:
         """Wait until a run has succeeded.
 
-        Raises `RunFailedError` when it does not within `timeout` seconds, `LocalDagsterError` when Dagster ends.
+        Raises `RunFailedError` if it does not within `timeout` seconds, `LocalDagsterError` if Dagster ends.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -289,11 +265,10 @@ class LocalDagster:
             if time.monotonic() > deadline:
                 raise RunFailedError(f"the run of job {run.job_name!r} took more than {timeout:.0f} s: see {where}")
             self.require_running()
-            on_wait()
             time.sleep(0.25)
 
     def stop(self, *, timeout: float = 30.0) -> None:
-        """End the runs under way, then the processes; those that do not end in `timeout` seconds are killed."""
+        """End the runs, then the processes. Processes that do not end within `timeout` seconds are killed."""
         if self._process is not None:
             (self.instance_home / _URL_FILE).unlink(missing_ok=True)
             self._stop(self._process, timeout)
@@ -307,21 +282,19 @@ class LocalDagster:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout)
         finally:
-            # What is left of the session: children that outlived their parent, or all, after a second Ctrl-C.
+            # Kill the rest of the session: children that outlived their parent, or all after a second Ctrl-C.
             _kill_group(process.pid)
             process.wait()
 
     def _end_runs(self, *, timeout: float) -> None:
         try:
             with self.instance() as instance:
-                client = self._client()
-                for run_id in [run.run_id for run in instance.get_runs(UNDER_WAY)]:
-                    with contextlib.suppress(DagsterGraphQLClientError):
-                        client.terminate_run(run_id)
+                for run in instance.get_runs(UNDER_WAY):
+                    Webserver(self.url).terminate(run.run_id)
                 deadline = time.monotonic() + timeout
                 while instance.get_runs_count(UNDER_WAY) and time.monotonic() < deadline:
                     time.sleep(0.1)
-        except Exception as error:  # noqa: BLE001 - whatever Dagster says here, its processes end next
+        except Exception as error:  # noqa: BLE001 - the processes end next, whatever fails here
             logger.warning("runs that were under way could not be ended: %s", error)
 
     def __enter__(self) -> LocalDagster:
@@ -334,7 +307,7 @@ class LocalDagster:
 
 
 def failure_of(instance: dg.DagsterInstance, run_id: str) -> str | None:
-    """What a failed run's first failed step says, in one line; None where none failed."""
+    """The error of a run's first failed step, in one line; None if no step failed."""
     for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.STEP_FAILURE):
         if entry.dagster_event is not None and (error := entry.dagster_event.step_failure_data.error) is not None:
             cause = error.cause or error

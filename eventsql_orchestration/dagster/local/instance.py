@@ -1,4 +1,4 @@
-"""A Dagster instance that suits the platform: storage beside the events, threads, bounded history and concurrency."""
+"""A Dagster instance for the platform: storage beside the events, threads, bounded history and concurrency."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ STORAGE_SCHEMA: Final = "dagster_dev"
 """Not `dagster`, where a deployment has its tables: two daemons on one storage end each other's runs."""
 
 STORAGE_VARIABLE: Final = "DAGSTER_PG_URL"
-"""The environment variable that names the storage. Dagster repeats dagster.yaml in the command lines of its processes,
-which every user of the machine can read, so no password may stand there."""
+"""The environment variable with the URL of the storage. Dagster repeats dagster.yaml in the command lines of its
+processes, which every user of the machine can read, so the file must not hold a password."""
 
 CONFIG_FILE: Final = "dagster.yaml"
 
 
 def instance_directory(home: Path) -> Path:
-    """Where the instance of a home lives: what DAGSTER_HOME says."""
+    """The directory of a home's instance, for DAGSTER_HOME."""
     return (home / "dagster").resolve()
 
 
 def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = None) -> Path:
     """Write `<home>/dagster/dagster.yaml`, and create its storage in schema `dagster_dev` of a database.
 
-    Gives the directory, for DAGSTER_HOME. The file names the storage by the environment variable DAGSTER_PG_URL, which
-    is set for this process and its children. It is written anew at each call. `max_concurrent_runs` is three for each
-    core by default.
+    Gives the directory, for DAGSTER_HOME. The file reads the storage's URL from the environment variable
+    DAGSTER_PG_URL, which this function sets for this process and its children. Each call writes the file anew.
+    `max_concurrent_runs` is by default three for each core.
 
-    Raises `DatabaseUnavailableError`, `ConfigurationError` for a `dsn` that is no PostgreSQL URL.
+    Raises `DatabaseUnavailableError`, and `ConfigurationError` for a `dsn` that is no PostgreSQL URL.
     """
     directory = instance_directory(home)
     directory.mkdir(parents=True, exist_ok=True)
@@ -46,25 +46,25 @@ def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = No
     _write(directory / CONFIG_FILE, "# Written by eventsql: changes are lost.\n" + config)
     with Database(dsn) as database, database.errors(), database.engine.connect() as connection:
         connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {STORAGE_SCHEMA}")
-    # Several of Dagster's processes that create its tables at once get in one another's way.
+    # Create Dagster's tables here: several processes that create them at once collide.
     with dg.DagsterInstance.from_config(str(directory)) as instance:
         instance.get_runs_count()
     return directory
 
 
 def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
-    """What `dagster.yaml` says; deploy/dagster.yaml is the same."""
+    """The content of `dagster.yaml`; deploy/dagster.yaml is the same."""
     return {
         "storage": {"postgres": {"postgres_url": {"env": STORAGE_VARIABLE}}},
         "run_coordinator": {
             "module": "dagster.core.run_coordinator",
             "class": "QueuedRunCoordinator",
             "config": {
-                # Dagster's own 5 s are half of what a cold partition may wait for its run.
+                # Dagster's default of 5 s is half of the time that a cold partition may wait for its run.
                 "dequeue_interval_seconds": 1,
                 "dequeue_use_threads": True,
                 "dequeue_num_workers": 4,
-                # A code server that does not answer in time, on a machine that is busy, is asked again.
+                # On a busy machine, a code server does not always answer in time.
                 "max_user_code_failure_retries": 5,
                 "user_code_failure_retry_delay": 5,
             },
@@ -72,11 +72,11 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
         "concurrency": {
             "runs": {
                 "max_concurrent_runs": max_concurrent_runs,
-                # A backfill's runs last: live ones shall not wait until one of them ends.
+                # Runs of backfills take long: live runs must not wait for them.
                 "tag_concurrency_limits": [{"key": BACKFILL_OF_TAG, "limit": max(max_concurrent_runs // 2, 1)}],
             },
-            # One Spark session uses all cores of its machine, and its run may go on to further steps. The limit is that
-            # of every pool, for which `dagster instance concurrency set` has not set another.
+            # One Spark session uses all cores of its machine, and its run may go on to further steps. The limit holds
+            # for every pool that has none of its own (`dagster instance concurrency set`).
             "pools": {"granularity": "run", "default_limit": 1},
         },
         "run_monitoring": {
@@ -85,7 +85,7 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
             "cancel_timeout_seconds": 60,
             "poll_interval_seconds": 10,
         },
-        # None by themselves: the tag dagster/max_retries asks for them.
+        # Only runs with the tag dagster/max_retries are retried.
         "run_retries": {"enabled": True},
         "sensors": {"use_threads": True, "num_workers": 8, "num_submit_workers": 4},
         "schedules": {"use_threads": True, "num_workers": 2},
@@ -101,7 +101,7 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
 def storage_url(dsn: str) -> str:
     """The database URL in the form that dagster-postgres needs.
 
-    Its SQL is psycopg 2's: with a bare `postgresql://`, SQLAlchemy takes psycopg 3 and no run can be launched.
+    Its SQL is for psycopg 2. With a bare `postgresql://`, SQLAlchemy takes psycopg 3 and no run can be launched.
     """
     url = parse_dsn(dsn).set(drivername="postgresql+psycopg2")
     named = url.query.get("options", "")

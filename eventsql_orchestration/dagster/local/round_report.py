@@ -1,21 +1,27 @@
-"""A round: what happened to every topic between two moments, and whether anything is missing, repeated or left over."""
+"""A round: the events of every topic between two moments, and whether any are missing, repeated or left over."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.metadata import INPUT_CONSUMER, INPUT_TOPIC, PUBLISHED_EVENTS, PUBLISHED_TOPIC
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.dagster.lineage.metadata_keys import (
+    INPUT_CONSUMER,
+    INPUT_TOPIC,
+    PUBLISHED_EVENTS,
+    PUBLISHED_TOPIC,
+)
 from eventsql_orchestration.dagster.tags import TOPIC_TAG
-from eventsql_orchestration.platform import EventSQL
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many events each topic has, and how many each consumer has had, at one moment.
+    """The events of each topic, and those that each consumer has consumed, at one moment.
 
     `logged` and `buffered` are per topic; `consumed` and `lag` per (topic, consumer), over its partitions.
     """
@@ -42,8 +48,38 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class RunCounts:
+    """What the runs of a round tell of each topic.
+
+    `published` counts events by the materializations of the runs. `runs` counts runs: a run counts for the topic that
+    it was requested for, and for each topic that it consumed, because a shared run consumes several. `failed` says that
+    a run failed.
+    """
+
+    published: Counter[str] = field(default_factory=Counter)
+    runs: Counter[str] = field(default_factory=Counter)
+    failed: bool = False
+
+    @classmethod
+    def take(cls, instance: dg.DagsterInstance, runs: Collection[dg.DagsterRun]) -> RunCounts:
+        """Read the materializations of these runs."""
+        counts = cls(failed=any(run.status is dg.DagsterRunStatus.FAILURE for run in runs))
+        for run in runs:
+            topics = {run.tags[TOPIC_TAG]} if TOPIC_TAG in run.tags else set()
+            for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
+                logged: Any = entry.dagster_event
+                metadata = logged.step_materialization_data.materialization.metadata
+                if INPUT_CONSUMER in metadata:
+                    topics.add(str(metadata[INPUT_TOPIC].value))
+                if PUBLISHED_TOPIC in metadata and PUBLISHED_EVENTS in metadata:
+                    counts.published[str(metadata[PUBLISHED_TOPIC].value)] += int(metadata[PUBLISHED_EVENTS].value)
+            counts.runs.update(topics)
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
 class TopicRound:
-    """What a round did to one topic; `consumed` is the sum over its `consumers`, `runs` are as of `runs_of_topics`."""
+    """The events of one topic in a round; `consumed` is the sum over its `consumers`."""
 
     topic: str
     published: int
@@ -55,90 +91,41 @@ class TopicRound:
     faults: tuple[str, ...]
 
 
-def published_by(instance: dg.DagsterInstance, runs: Iterable[dg.DagsterRun]) -> Counter[str]:
-    """How many events the materializations of these runs say they published, per topic."""
-    published: Counter[str] = Counter()
-    for run in runs:
-        for materialization in _materializations(instance, run):
-            topic = materialization.metadata.get(PUBLISHED_TOPIC)
-            events = materialization.metadata.get(PUBLISHED_EVENTS)
-            if topic is not None and events is not None:
-                published[str(topic.value)] += int(str(events.value))
-    return published
+def account(before: Counts, after: Counts, runs: RunCounts) -> list[TopicRound]:
+    """Compare two moments, topic by topic, with the publications that the runs between them report.
 
-
-def runs_of_topics(instance: dg.DagsterInstance, runs: Iterable[dg.DagsterRun]) -> Counter[str]:
-    """How many of these runs each topic had: a run counts for the topic it was requested for, and for each it consumed.
-
-    A shared run is requested for one topic, and takes what waits of the others.
+    A fault is an event that was published and is not in the log, an event in the log that no run published, and an
+    event that a consumer has not consumed, or has consumed twice. After a failed run, events that no run reports are no
+    fault: a run can die between the commit of its publication and its report.
     """
-    counted: Counter[str] = Counter()
-    for run in runs:
-        topics = {run.tags[TOPIC_TAG]} if TOPIC_TAG in run.tags else set()
-        for materialization in _materializations(instance, run):
-            if INPUT_CONSUMER in materialization.metadata:
-                topics.add(str(materialization.metadata[INPUT_TOPIC].value))
-        counted.update(topics)
-    return counted
-
-
-def _materializations(instance: dg.DagsterInstance, run: dg.DagsterRun) -> Iterator[dg.AssetMaterialization]:
-    for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
-        yield entry.dagster_event.step_materialization_data.materialization  # type: ignore[union-attr]
-
-
-def account(
-    before: Counts,
-    after: Counts,
-    *,
-    published: Counter[str],
-    runs: Iterable[dg.DagsterRun],
-    runs_of: Counter[str],
-) -> list[TopicRound]:
-    """Compare two moments, topic by topic, with what the runs between them say they published.
-
-    `runs` are all of them, `runs_of` how many each topic had.
-
-    A fault is an event that was published and is not in the log, one that is in the log and nobody published, one that
-    a consumer has not had, and one that it has had twice. Where a run failed, events that nobody reports are none: a
-    run may die between the commit of what it publishes and its report.
-    """
-    reported = all(run.status is not dg.DagsterRunStatus.FAILURE for run in runs)
     rounds = []
     for topic in sorted(after.logged):
+        published = runs.published[topic]
         arrived = after.logged[topic] + after.buffered[topic] - before.logged[topic] - before.buffered[topic]
-        transferred = after.logged[topic] - before.logged[topic]
         faults = []
-        if arrived < published[topic]:
-            faults.append(f"{published[topic] - arrived} published events are missing")
-        if arrived > published[topic] and reported:
-            faults.append(f"{arrived - published[topic]} events are there that no run of this round published")
+        if arrived < published:
+            faults.append(f"{published - arrived} published events are missing")
+        if arrived > published and not runs.failed:
+            faults.append(f"{arrived - published} events are there that no run of this round published")
         if after.buffered[topic]:
             faults.append(f"{after.buffered[topic]} events are left in the buffer")
+
         consumers = sorted(consumer for of, consumer in after.consumed if of == topic)
         consumed = lag = 0
         for consumer in consumers:
             key = (topic, consumer)
-            # A consumer that is new has the whole topic before it.
+            # A new consumer has the whole topic before it.
             due = before.lag[key] if key in before.lag else before.logged[topic] + before.buffered[topic]
-            expected = due + arrived
-            had = after.consumed[key] - before.consumed[key]
+            expected, had = due + arrived, after.consumed[key] - before.consumed[key]
             if had > expected:
                 faults.append(f"consumer {consumer} had {had - expected} events twice")
             elif had < expected:
                 faults.append(f"consumer {consumer} has not had {expected - had} events")
             consumed += had
             lag += after.lag[key]
-        rounds.append(
-            TopicRound(
-                topic,
-                max(arrived, published[topic]),
-                transferred,
-                consumed,
-                len(consumers),
-                runs_of[topic],
-                lag,
-                tuple(faults),
-            )
-        )
+
+        transferred = after.logged[topic] - before.logged[topic]
+        rounds.append(TopicRound(
+            topic, max(arrived, published), transferred, consumed, len(consumers), runs.runs[topic], lag, tuple(faults)
+        ))  # fmt: skip
     return rounds

@@ -1,25 +1,55 @@
-"""A webserver of Dagster, asked by GraphQL."""
+"""A webserver of Dagster, asked by GraphQL: its jobs, its runs, and launching one."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import requests
 
-from eventsql_orchestration.errors import LocalDagsterError, ValidationError
+from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
 
 TIMEOUT: Final = 60.0
 """Seconds that an answer may take; a webserver asks the code location for some."""
 
+_REPOSITORIES: Final = """
+{ repositoriesOrError {
+    ... on RepositoryConnection { nodes {
+        name
+        location { name }
+        jobs { name tags { key value } }
+        assetNodes {
+            jobNames partitionDefinition { name } metadataEntries { label ... on JsonMetadataEntry { jsonString } }
+        }
+    } }
+    ... on PythonError { message }
+} }
+"""
+
+_LAUNCH: Final = """
+mutation ($parameters: ExecutionParams!) {
+    launchRun(executionParams: $parameters) {
+        __typename
+        ... on LaunchRunSuccess { run { runId } }
+        ... on RunConfigValidationInvalid { errors { message } }
+        ... on PipelineNotFoundError { message }
+        ... on UnauthorizedError { message }
+        ... on PythonError { message }
+    }
+}
+"""
+
+_TERMINATE: Final = "mutation ($run: String!) { terminateRun(runId: $run) { __typename } }"
+
 
 class Webserver:
-    """The webserver at a URL, `timeout` in seconds for each answer. `remedy` ends the message where none answers.
+    """The webserver at a URL. `timeout` is in seconds, for each answer. `remedy` ends the error if none answers.
 
-    A user and a password of the URL are sent, and shown to nobody: `url` is without them.
+    The user and the password of the URL are sent to the webserver only: `url` is without them.
     """
 
     def __init__(self, url: str, *, timeout: float = TIMEOUT, remedy: str = "") -> None:
@@ -37,7 +67,7 @@ class Webserver:
         self._remedy = remedy
 
     def ask(self, query: str, **variables: Any) -> dict[str, Any]:
-        """The data of an answer. Raises `LocalDagsterError` where none comes, or a refusal."""
+        """The data of an answer. Raises `LocalDagsterError` if no answer comes, or a refusal."""
         try:
             response = requests.post(
                 self.endpoint, json={"query": query, "variables": variables},
@@ -46,16 +76,46 @@ class Webserver:
             response.raise_for_status()
             answer = response.json()
         except (requests.RequestException, ValueError) as error:
-            # What `requests` says repeats the URL.
+            # The message of `requests` repeats the URL.
             raise LocalDagsterError(
                 f"no Dagster answers at {self.url} ({type(error).__name__}){self._remedy}"
             ) from None
         if not isinstance(answer, dict):
-            raise LocalDagsterError(f"what answers at {self.url} is no webserver of Dagster")
+            raise LocalDagsterError(f"the server at {self.url} is no webserver of Dagster")
         data = answer.get("data")
         if answer.get("errors") or not isinstance(data, dict):
             raise LocalDagsterError(f"{self.url} refused a query: {one_line(json.dumps(answer.get('errors')))}")
         return data
+
+    def repositories(self) -> list[dict[str, Any]]:
+        """Its repositories, with `name`, `location`, `jobs` and `assetNodes`. Raises `LocalDagsterError`."""
+        found = self.ask(_REPOSITORIES).get("repositoriesOrError", {})
+        if "nodes" not in found:
+            raise LocalDagsterError(f"{self.url} could not load its code locations: {found.get('message')}")
+        return list(found["nodes"])
+
+    def launch(
+        self, repository: str, location: str, job: str, *, config: Mapping[str, Any], tags: Mapping[str, str]
+    ) -> str:
+        """Launch a run of a job; gives its id. Raises `RunFailedError` if Dagster refuses it."""
+        selector = {"repositoryLocationName": location, "repositoryName": repository, "jobName": job}
+        parameters = {
+            "selector": selector, "runConfigData": config, "executionMetadata": {"tags": listed_tags(tags)},
+        }  # fmt: skip
+        answer = self.ask(_LAUNCH, parameters=parameters)["launchRun"]
+        if answer["__typename"] != "LaunchRunSuccess":
+            why = answer.get("message") or "; ".join(error["message"] for error in answer.get("errors", []))
+            raise RunFailedError(f"job {job!r} could not be launched: {one_line(why) or answer['__typename']}")
+        return str(answer["run"]["runId"])
+
+    def terminate(self, run_id: str) -> None:
+        """Ask Dagster to end a run. A run that has ended stays as it is."""
+        self.ask(_TERMINATE, run=run_id)
+
+
+def listed_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    """Tags as GraphQL takes them."""
+    return [{"key": name, "value": text} for name, text in tags.items()]
 
 
 def _is_loopback(host: str) -> bool:
@@ -66,11 +126,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def without_credentials(url: str) -> str:
-    """A webserver's URL as it may be shown: without a user and a password, and without a slash at its end."""
+    """A webserver's URL as it may be shown: without user, password and a slash at its end."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def one_line(text: str) -> str:
-    """The message of an error without what Dagster puts before it."""
+    """The message of an error, in one line of up to 500 characters, without Dagster's prefix."""
     return re.sub(r"^dagster\.\S+: |^Failure: ", "", " ".join(text.split()))[:500]

@@ -1,7 +1,7 @@
-"""Alerts: tells somebody when an asset check turns red, and when it is green again.
+"""Alerts: calls a function when an asset check turns red, and when it is green again.
 
-Dagster's own alert policies are part of Dagster+; without it, this sensor reads what its event log says of the checks,
-whoever evaluated them. For failed runs Dagster has `run_failure_sensor`.
+Dagster's own alert policies need Dagster+. This sensor reads the results of checks from Dagster's event log. For failed
+runs, Dagster has `run_failure_sensor`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.checks import ConsumerCheck, latest_evaluation
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, latest_evaluation
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import ValidationError
 
@@ -22,7 +22,7 @@ GREEN: Final = "green"
 
 @dataclass(frozen=True, slots=True)
 class CheckAlert:
-    """A check that has turned red, or green again. `at` is when it was evaluated, in seconds since the epoch."""
+    """A check that turned red, or green again. `at` is the time of its result, in seconds since the epoch."""
 
     asset: dg.AssetKey
     check: str
@@ -50,9 +50,9 @@ def build_alert_sensor(
 ) -> dg.SensorDefinition:
     """A sensor that calls `notify(alert)` when one of `checks` turns red, and when it is green again.
 
-    A check that stays red for another severity alerts anew. Each alert is sent at least once: one for which `notify`
-    raises is sent again at the next tick, without keeping others from being sent, and the tick fails where none went
-    out. Raises `ValidationError` without checks, or for a `notify` that cannot be called.
+    A check that stays red with another severity alerts again. Each alert is sent at least once: if `notify` raises, the
+    alert is sent again at the next tick, and other alerts are sent meanwhile. The tick fails if no alert could be sent.
+    Raises `ValidationError` without checks, or for a `notify` that is not callable.
     """
     keys = tuple(
         key for check in checks for key in ([check.key] if isinstance(check, ConsumerCheck) else check.check_keys)
@@ -74,16 +74,22 @@ def build_alert_sensor(
         sent = 0
         failure: Exception | None = None
         for key in keys:
-            latest = _latest(context.instance, key)
-            if latest is None:
+            found = latest_evaluation(context.instance, key)
+            if found is None:
                 continue
+            latest = _alert(key, *found)
             state = GREEN if latest.passed else latest.severity.value
             if state == known.get(key.to_user_string(), GREEN):
                 continue
             try:
                 notify(latest)
-            except Exception as error:  # noqa: BLE001 - whatever a user's function raises, other alerts must go out
-                context.log.error("not sent, it is tried again: %s (%s: %s)", latest, type(error).__name__, error)
+            except Exception as error:  # noqa: BLE001 - one error of a user's function must not stop other alerts
+                context.log.error(
+                    "not sent, the next tick tries again: %s (%s: %s)",
+                    latest,
+                    type(error).__name__,
+                    error,
+                )
                 failure = error
             else:
                 known[key.to_user_string()] = state
@@ -97,18 +103,8 @@ def build_alert_sensor(
     return alert
 
 
-def _latest(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> CheckAlert | None:
-    """How a check was evaluated last; None where it never was."""
-    latest = latest_evaluation(instance, key)
-    if latest is None:
-        return None
-    evaluation, at = latest
+def _alert(key: dg.AssetCheckKey, evaluation: dg.AssetCheckEvaluation, at: float) -> CheckAlert:
+    metadata = {name: value.value for name, value in evaluation.metadata.items()}
     return CheckAlert(
-        key.asset_key,
-        key.name,
-        evaluation.passed,
-        evaluation.severity,
-        evaluation.description or "",
-        {name: value.value for name, value in evaluation.metadata.items()},
-        at,
+        key.asset_key, key.name, evaluation.passed, evaluation.severity, evaluation.description or "", metadata, at
     )

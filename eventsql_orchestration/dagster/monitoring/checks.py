@@ -1,6 +1,6 @@
-"""Asset checks of consumers, and `lag` among them: red when one is too far behind.
+"""Asset checks of consumers, and the check `lag`: red while a consumer is too far behind.
 
-The lag sensor evaluates them by itself and reports the results without a run; each can also be executed by hand.
+The lag sensor evaluates the checks and reports the results without a run. A person can execute each of them too.
 """
 
 import time
@@ -11,26 +11,26 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.lag import AssetLag, read_lag
-from eventsql_orchestration.dagster.registering import consumer_missing
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.monitoring.lag import AssetLag, read_lags
+from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.errors import TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 
 LAG_CHECK: Final = "lag"
 
 BEYOND_SINCE: Final = "beyond since"
 
 UNDER_WAY: Final = 5
-"""Executions of one check that may be under way, or have died, since its newest result."""
+"""The most executions of one check, under way or dead, that are expected since its newest result."""
 
 Memory: TypeAlias = Mapping[str, Any]
-"""What a check keeps from one evaluation to the next, as JSON has it."""
+"""State of a check that is kept from one evaluation to the next, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a check judges: a consumer as it is `now` (seconds since the epoch), and what the check kept before."""
+    """The input of a check: a consumer's state at `now` (seconds since the epoch), and the check's memory."""
 
     platform: EventSQL
     lag: AssetLag
@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check says. It is news where its `face` is another one than before; `memory` is for the next look."""
+    """The result of a check. It is reported at once if its `face` has changed. `memory` is for the next evaluation."""
 
     passed: bool
     description: str
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class ConsumerCheck:
-    """A check of a consumer's asset; `definition` is what Dagster loads."""
+    """A check of a consumer's asset; `definition` is for Dagster."""
 
     consumer: ConsumerDefinition
     name: str
@@ -64,7 +64,7 @@ class ConsumerCheck:
         return dg.AssetCheckKey(self.consumer.key, self.name)
 
     def evaluation(self, verdict: Verdict) -> dg.AssetCheckEvaluation:
-        """A verdict as an event that is reported without a run."""
+        """A result as an event that is reported without a run."""
         return dg.AssetCheckEvaluation(
             asset_key=self.consumer.key,
             check_name=self.name,
@@ -83,11 +83,11 @@ def build_lag_check(
     grace: float = 0.0,
     severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.WARN,
 ) -> ConsumerCheck:
-    """A check `lag` of a consumer's asset: red when it is behind by more than so many events or so many seconds.
+    """A check `lag` of a consumer's asset: red while its lag is above `max_events` or `max_seconds`.
 
-    With `grace`, only when it has been so for that many seconds without a break. The result says why, as the lag's
-    cause, with the numbers. While a shard is down it is red too: nobody knows how far the consumer is behind there.
-    Raises `ValidationError` where no threshold is given, or one is negative.
+    With `grace` (seconds), it turns red only after the lag was above for that long without a break. The result has the
+    cause and the numbers. The check is also red while a shard is down, because the lag there is unknown. Raises
+    `ValidationError` if no threshold is given, or a negative one.
     """
     if max_events is None and max_seconds is None:
         raise ValidationError("a lag check needs max_events, max_seconds, or both")
@@ -114,10 +114,7 @@ def define_check(
 
     @dg.asset_check(asset=consumer.key, name=name, description=description)
     def check(context: dg.AssetCheckExecutionContext, eventsql: EventSQLResource) -> dg.AssetCheckResult:
-        try:
-            lag = read_lag(eventsql.platform, consumer)
-        except TopicNotFoundError:
-            lag = AssetLag(())
+        lag = read_lags(eventsql.platform, [consumer]).get(consumer.key, AssetLag(()))
         verdict = judge(Look(eventsql.platform, lag, time.time(), _remembered(context.instance, key)))
         return dg.AssetCheckResult(
             passed=verdict.passed, severity=severity, description=verdict.description, metadata=verdict.metadata
@@ -127,7 +124,7 @@ def define_check(
 
 
 def _remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
-    """What an execution by hand knows of the looks before it: the sensor's memory is in its cursor."""
+    """The memory for an execution by hand, read from the newest result: the sensor's memory is in its cursor."""
     latest = latest_evaluation(instance, key)
     since = None if latest is None else latest[0].metadata.get(BEYOND_SINCE)
     return {} if since is None else {BEYOND_SINCE: since.value}
@@ -136,8 +133,8 @@ def _remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
 def latest_evaluation(
     instance: dg.DagsterInstance, key: dg.AssetCheckKey
 ) -> tuple[dg.AssetCheckEvaluation, float] | None:
-    """The newest evaluation of a check that has ended, whoever made it, and when; None where there is none."""
-    # An execution that is planned or under way is the newest record, without a result.
+    """The newest result of a check and its time in seconds since the epoch; None if there is none."""
+    # The newest records can be executions that are planned or under way, without a result.
     for record in instance.event_log_storage.get_asset_check_execution_history(key, limit=UNDER_WAY + 1):
         if isinstance(record.evaluation, dg.AssetCheckEvaluation):
             return record.evaluation, record.create_timestamp if record.event is None else record.event.timestamp
@@ -188,5 +185,5 @@ def _behind(lag: AssetLag) -> str:
 
 
 def unregistered(consumer: ConsumerDefinition) -> Verdict:
-    """What a check says of a consumer that is not there."""
+    """The result for a consumer that is not registered."""
     return Verdict(False, consumer_missing(consumer.consumer), AssetLag(()).metadata(), "missing")

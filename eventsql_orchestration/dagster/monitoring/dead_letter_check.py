@@ -1,4 +1,4 @@
-"""The check `delivered` of a consumer: red when an event failed for good and is not settled."""
+"""The check `delivered` of a consumer: red while a dead letter is open, or an event blocks a partition."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.checks import ConsumerCheck, Look, Memory, Verdict, define_check, unregistered
-from eventsql_orchestration.dagster.definition import ConsumerDefinition
+from eventsql_orchestration import Shard
+from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming import dead_letter_values
+from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.monitoring.checks import (
+    ConsumerCheck,
+    Look,
+    Memory,
+    Verdict,
+    define_check,
+    unregistered,
+)
 from eventsql_orchestration.dagster.shards import command, place, shards_of
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError
-from eventsql_orchestration.log import dead_letters
-from eventsql_orchestration.log.dead_letters import DeadLetter, LetterFilter
-from eventsql_orchestration.model import ConsumerState, how_often
+from eventsql_orchestration.model import how_often
 
 DELIVERED_CHECK: Final = "delivered"
 
@@ -25,22 +33,22 @@ OPEN_LETTERS: Final = "open dead letters"
 BLOCKED_PARTITIONS: Final = "blocked partitions"
 
 LETTERS_SHOWN: Final = 10
-"""Dead letters that a check names at most, the oldest: their values are read with them, at each tick of the sensor."""
+"""The most dead letters that a check names, the oldest ones: each tick of the sensor reads them with their values."""
 
 _NONE_BEFORE: Final = "no open letter up to"
 _TOPIC_MADE: Final = "of the topic created at"
 _UNSETTLED: Final = "not all was delivered"
-"""Of one of several shards: what is known of it while it is down."""
+"""In the memory of a shard: whether it had open dead letters or blocked partitions when it was last reached."""
 
 
 def build_delivered_check(
     consumer: ConsumerDefinition, *, severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR
 ) -> ConsumerCheck:
-    """A check `delivered` of a consumer's asset: red while an event that it gave up is not settled.
+    """A check `delivered` of a consumer's asset: red while an event failed for good and nobody has settled it.
 
-    That is while a dead letter of it lies in `<topic>_dlt` and was not redriven, or while a failed event blocks one of
-    its partitions. The result names the events with their errors, and the commands that show and redrive them. A shard
-    that is down counts as it was when it was looked at last.
+    It is red while `<topic>_dlt` holds a dead letter of the consumer that was not redriven, and while a failed event
+    blocks one of its partitions. The result names the events with their errors, and the commands that show and redrive
+    them. A shard that is down counts with its last known state.
     """
     description = f"Consumer {consumer.consumer.name} has no open dead letter, and no event blocks it."
     return define_check(consumer, DELIVERED_CHECK, description, severity, _DeliveredRule(consumer))
@@ -48,7 +56,7 @@ def build_delivered_check(
 
 @dataclass(slots=True)
 class _Found:
-    """What is not settled, on one database or on several, and what the next look needs to know."""
+    """Open dead letters and blocked partitions, and the memory for the next evaluation."""
 
     letters: list[DeadLetter]
     blocked: list[tuple[ConsumerState, str]]
@@ -67,12 +75,12 @@ class _DeliveredRule:
             return unregistered(self.consumer)
         shards = shards_of(look.platform)
         if len(shards) == 1:
-            return self._verdict(self._look(look.platform, look.memory), [], doubtful=False)
+            return self._verdict(self._look(shards[0], look.memory), [], doubtful=False)
         found, down, doubtful = _Found([], [], {}), [], False
         for shard in shards:
-            name = shard.shard or str(shard.database)
+            name = shard.name or str(shard.database)
             before = look.memory.get(name, {})
-            known_down = shard.shard is None or name in look.lag.unreachable
+            known_down = shard.name is None or name in look.lag.unreachable
             here = None if known_down else self._look_if_up(shard, before)
             if here is None:
                 found.memory[name] = before
@@ -87,21 +95,21 @@ class _DeliveredRule:
         found.letters.sort(key=lambda letter: letter.buffered_at)
         return self._verdict(found, down, doubtful=doubtful)
 
-    def _look_if_up(self, platform: EventSQL, memory: Memory) -> _Found | None:
+    def _look_if_up(self, shard: Shard, memory: Memory) -> _Found | None:
         try:
-            return self._look(platform, memory)
+            return self._look(shard, memory)
         except DatabaseUnavailableError:
             return None
 
-    def _look(self, platform: EventSQL, memory: Memory) -> _Found:
+    def _look(self, shard: Shard, memory: Memory) -> _Found:
         topic, name = self.consumer.topic.name, self.consumer.consumer.name
-        letters, memory = _open_letters(platform, memory, topic, name)
+        letters, memory = _open_letters(shard, memory, topic, name)
         try:
-            states = platform.registry.consumer(topic, name)
+            states = shard.registry.consumer(topic, name)
         except ConsumerNotFoundError:
-            # It is registered on other shards, and its sensor says so.
+            # It is registered on other shards only, and its sensor says so.
             states = []
-        blocked = [(s, reason) for s in states if (reason := platform.dead_letters.blocking(s)) is not None]
+        blocked = [(s, reason) for s in states if (reason := shard.dead_letters.blocking(s)) is not None]
         return _Found(letters, blocked, dict(memory))
 
     def _verdict(self, found: _Found, down: Sequence[str], *, doubtful: bool) -> Verdict:
@@ -110,10 +118,10 @@ class _DeliveredRule:
         metadata: dict[str, Any] = {OPEN_LETTERS: min(len(letters), LETTERS_SHOWN), BLOCKED_PARTITIONS: len(blocked)}
         unknown = f"{', '.join(down)} cannot be reached"
         if doubtful:
-            unknown += ", and not everything was delivered there when that was looked at last"
+            unknown += ", and had undelivered events when it was last reached"
         if not found and not doubtful:
             description = (
-                f"every event was delivered, as far as is known: {unknown}" if down else ("every event was delivered")
+                f"every event was delivered, as far as is known: {unknown}" if down else "every event was delivered"
             )
             return Verdict(True, description, metadata, " ".join(["delivered", *down]), found.memory)
         description = "; ".join(
@@ -135,23 +143,23 @@ class _DeliveredRule:
 
 
 def _open_letters(
-    platform: EventSQL, memory: Memory, topic: str, consumer: str
+    shard: Shard, memory: Memory, topic: str, consumer: str
 ) -> tuple[list[DeadLetter], Mapping[str, Any]]:
-    """The oldest dead letters that are open, one more than is shown, and up to where there was none.
+    """The oldest open dead letters, one more than is shown, and the memory of the offset before which none is open.
 
-    A letter is redriven once and for all, so those before the first open one need not be looked at again: looking
-    through 300,000 letters for one consumer's would take each tick hundreds of milliseconds.
+    A redriven letter is never open again, so the search starts at the first one that was open. Searching 300,000
+    letters for those of one consumer would take hundreds of milliseconds at each tick.
     """
-    source = platform.dead_letters.topic_of(topic)
+    source = shard.dead_letters.topic_of(topic)
     if source is None:
         return [], {}
-    made = str(platform.registry.topic(source).created_at)
+    made = str(shard.registry.topic(source).created_at)
     after = int(memory.get(_NONE_BEFORE, 0)) if memory.get(_TOPIC_MADE) == made else 0
-    end = platform.reader.end(source)
-    letters = platform.dead_letters.list(
+    end = shard.reader.end(source)
+    letters = shard.dead_letters.list(
         topic, LetterFilter(consumer=consumer, after=after), limit=LETTERS_SHOWN + 1, redriven=False
     )
-    # What came after `end` was read is looked at next time.
+    # Letters that arrived after `end` was read are found next time.
     return letters, {_NONE_BEFORE: letters[0].id - 1 if letters else max(after, end), _TOPIC_MADE: made}
 
 
@@ -169,10 +177,10 @@ def _given_up(letters: list[DeadLetter]) -> str:
 
 def _named(letter: DeadLetter) -> str:
     cause = letter.metadata
-    often = how_often(cause.get(dead_letters.ATTEMPTS, "some"))
+    often = how_often(cause.get(dead_letter_values.ATTEMPTS, "some"))
     return (
         f"event {letter.origin or 'of unknown origin'}{_on(letter.shard)} failed {often} "
-        f"({cause.get(dead_letters.EXCEPTION)}: {cause.get(dead_letters.MESSAGE)})"
+        f"({cause.get(dead_letter_values.EXCEPTION)}: {cause.get(dead_letter_values.MESSAGE)})"
     )
 
 
@@ -191,12 +199,12 @@ def _letters_metadata(topic: str, consumer: str, letters: list[DeadLetter]) -> d
             [
                 dg.TableRecord(
                     {
-                        "topic": str(letter.metadata.get(dead_letters.SOURCE_TOPIC, topic)),
-                        "partition": str(letter.metadata.get(dead_letters.SOURCE_PARTITION, "")),
-                        "offset": str(letter.metadata.get(dead_letters.SOURCE_OFFSET, "")),
-                        "attempts": str(letter.metadata.get(dead_letters.ATTEMPTS, "")),
-                        "error": f"{letter.metadata.get(dead_letters.EXCEPTION)}: "
-                        f"{letter.metadata.get(dead_letters.MESSAGE)}",
+                        "topic": str(letter.metadata.get(dead_letter_values.SOURCE_TOPIC, topic)),
+                        "partition": str(letter.metadata.get(dead_letter_values.SOURCE_PARTITION, "")),
+                        "offset": str(letter.metadata.get(dead_letter_values.SOURCE_OFFSET, "")),
+                        "attempts": str(letter.metadata.get(dead_letter_values.ATTEMPTS, "")),
+                        "error": f"{letter.metadata.get(dead_letter_values.EXCEPTION)}: "
+                        f"{letter.metadata.get(dead_letter_values.MESSAGE)}",
                         "given up at": letter.buffered_at.isoformat(timespec="seconds"),
                         "show": command(letter.shard, f"dlt show {topic} {letter.id}"),
                         **({} if letter.shard is None else {"shard": letter.shard}),

@@ -1,26 +1,27 @@
-"""How far a consumer's asset is behind and why: numbers, which Dagster plots over time, and words."""
+"""The lag of a consumer's asset: numbers, which Dagster plots over time, and the cause in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.draining import run_of_owner
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.consumers.owners import run_of_owner
 from eventsql_orchestration.dagster.shards import place, where
 from eventsql_orchestration.errors import TopicNotFoundError
-from eventsql_orchestration.log.lag import ConsumerLag, LagCause
 
 TRANSFER_STALLED: Final = 120.0
-"""Seconds that an event may lie in the buffer before the transfer counts as stalled: its schedule starts a run each
-minute, and one takes over from the other."""
+"""Seconds after which an event in the buffer means that the transfer is stalled: its schedule starts a run each minute,
+and a run takes over from the one before."""
 
 SHOWN_PARTITIONS: Final = 30
-"""How many partitions an observation tells apart at most, the furthest behind: one of 300 would have up to 173 kB."""
+"""The most partitions that an observation shows, those with the largest lag: 300 would take up to 173 kB."""
 
 LAG_EVENTS: Final = "lag events"
 LAG_SECONDS: Final = "lag seconds"
@@ -33,8 +34,8 @@ CONSUMED_BY: Final = "consumed by"
 class AssetLag:
     """The lag of a whole consumer.
 
-    `moved` are the places (`place_of`) whose offset has grown since they were looked at before; `stopped` has, by
-    partition, the name of a sensor that somebody switched off.
+    `moved` are the partitions (`place_of`) whose offset has grown since the tick before. `stopped` has the name of the
+    sensor of each partition whose sensor is switched off.
     """
 
     partitions: tuple[ConsumerLag, ...]
@@ -51,18 +52,18 @@ class AssetLag:
 
     @property
     def causes(self) -> tuple[tuple[str, str], ...]:
-        """Each partition that is behind, with one word for why."""
+        """Each partition that is behind, with its cause in a word or two."""
         return tuple((place_of(lag), self._why(lag)[0]) for lag in self.partitions if lag.cause != LagCause.NONE)
 
     @property
     def unreachable(self) -> frozenset[str]:
-        """The shards that are down: how far the consumer is behind there, nobody knows."""
+        """The shards that are down, on which the lag is unknown."""
         return frozenset(str(lag.shard) for lag in self.partitions if lag.cause == LagCause.UNREACHABLE)
 
     def metadata(self) -> dict[str, Any]:
-        """Numbers for the whole and for each partition, the cause in words, and a link to a run that consumes.
+        """Numbers for the consumer and for each partition, the cause in words, and links to runs that consume.
 
-        Of more than `SHOWN_PARTITIONS` only those that are the furthest behind are told apart.
+        Of more than `SHOWN_PARTITIONS` partitions, only those with the largest lag have numbers of their own.
         """
         metadata: dict[str, Any] = {
             LAG_EVENTS: self.events,
@@ -81,7 +82,7 @@ class AssetLag:
         return metadata
 
     def cause(self) -> str:
-        """Why the consumer is behind, for each partition that is told apart."""
+        """The causes of the lag, for each partition that is shown."""
         sentences = [
             f"{_where(lag)} {': '.join(self._why(lag))}".lstrip() for lag in self._worst() if lag.cause != LagCause.NONE
         ]
@@ -90,14 +91,14 @@ class AssetLag:
         return "; ".join(sentences) or str(LagCause.NONE)
 
     def _worst(self) -> tuple[ConsumerLag, ...]:
-        """The partitions that are told apart, in their order."""
+        """The partitions that are shown, in their order."""
         if len(self.partitions) <= SHOWN_PARTITIONS:
             return self.partitions
         worst = sorted(self.partitions, key=lambda lag: (lag.cause == LagCause.NONE, -lag.events, -lag.seconds))
         return tuple(sorted(worst[:SHOWN_PARTITIONS], key=lambda lag: (lag.shard or "", lag.partition)))
 
     def _why(self, lag: ConsumerLag) -> tuple[str, str]:
-        """A word for the cause, and the rest of the sentence."""
+        """The cause in a word or two, and the rest of the sentence."""
         slow = place_of(lag) in self.moved
         match lag.cause:
             case LagCause.PAUSED:
@@ -131,24 +132,15 @@ def _run_of(lag: ConsumerLag) -> str | None:
     return run_of_owner(lag.detail.removeprefix("by ")) if lag.cause == LagCause.LEASED else None
 
 
-def read_lag(platform: EventSQL, consumer: ConsumerDefinition) -> AssetLag:
-    """The lag of a consumer now. Raises `TopicNotFoundError`; a consumer that is not registered has no partitions."""
-    lags = platform.lag(consumer.topic.name)
-    return AssetLag(tuple(lag for lag in lags if lag.consumer == consumer.consumer.name))
-
-
 def read_lags(platform: EventSQL, consumers: Iterable[ConsumerDefinition]) -> dict[dg.AssetKey, AssetLag]:
-    """The lags of several consumers now, by their assets; one whose topic does not exist is left out."""
-    found: dict[dg.AssetKey, AssetLag] = {}
-    by_topic: dict[str, list[ConsumerLag] | None] = {}
+    """The lags of consumers now, by their assets. Consumers of topics that do not exist are left out."""
+    by_topic: dict[str, list[ConsumerDefinition]] = {}
     for consumer in consumers:
-        topic = consumer.topic.name
-        if topic not in by_topic:
-            try:
-                by_topic[topic] = platform.lag(topic)
-            except TopicNotFoundError:
-                by_topic[topic] = None
-        lags = by_topic[topic]
-        if lags is not None:
-            found[consumer.key] = AssetLag(tuple(lag for lag in lags if lag.consumer == consumer.consumer.name))
+        by_topic.setdefault(consumer.topic.name, []).append(consumer)
+    found: dict[dg.AssetKey, AssetLag] = {}
+    for topic, readers in by_topic.items():
+        with suppress(TopicNotFoundError):
+            lags = platform.lag(topic)
+            for each in readers:
+                found[each.key] = AssetLag(tuple(lag for lag in lags if lag.consumer == each.consumer.name))
     return found

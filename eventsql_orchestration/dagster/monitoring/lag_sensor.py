@@ -1,4 +1,4 @@
-"""The lag sensor: observes how far every consumer is behind and evaluates the checks of consumers, without any run."""
+"""The lag sensor: observes the lag of every consumer and evaluates the checks of consumers, without any run."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.dagster.checks import ConsumerCheck, Look
-from eventsql_orchestration.dagster.definition import ConsumerDefinition, check_distinct
-from eventsql_orchestration.dagster.lag import AssetLag, place_of, read_lags
-from eventsql_orchestration.dagster.registering import consumer_missing
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look
+from eventsql_orchestration.dagster.monitoring.lag import AssetLag, place_of, read_lags
+from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
 from eventsql_orchestration.dagster.topics import topic_observations
-from eventsql_orchestration.dagster.watch import TICK_TIMEOUT
 from eventsql_orchestration.errors import SchemaOutdatedError, ValidationError
 
 IDLE_INTERVAL: Final = 300.0
-"""Seconds between observations of a consumer that is not behind, and between evaluations of a red check that say
-nothing new: a plot goes on, and event storage stays small."""
+"""Seconds between observations of a consumer without lag, and between reports of a red check that has not changed:
+plots go on, and event storage stays small."""
 
 TOPIC_INTERVAL: Final = 60.0
-"""Seconds between two reports of what has come to a topic: freshness is a matter of minutes."""
+"""Seconds between two reports of events that arrived in a topic: freshness is a matter of minutes."""
 
 GREEN_INTERVAL: Final = 3_600.0
-"""Seconds between evaluations of a green check that say nothing new."""
+"""Seconds between reports of a green check that has not changed."""
 
 RENEWAL_INTERVAL: Final = 60.0
-"""The same after the asset was materialized: Dagster's UI shows an evaluation only until then. A red check is reported
-again at once."""
+"""The same after the asset was materialized, when Dagster's UI hides older results. A red check is reported again at
+once."""
 
 OWN_EVENT: Final = MappingProxyType({HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL})
-"""The tags of observations and materializations by which housekeeping knows them again."""
+"""The tags by which housekeeping recognizes the observations and materializations of this package."""
 
 Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
 
@@ -53,15 +53,14 @@ def build_lag_sensor(
 ) -> dg.SensorDefinition:
     """A sensor that observes the lag of each consumer's asset about every `interval_seconds`, and evaluates `checks`.
 
-    Each observation has the numbers `lag events` and `lag seconds`, for the whole and for every partition, and the
-    cause in words. A consumer that is not behind, and was not, is observed every 5 minutes. A check is evaluated at
-    every tick, and reported when it says something new; otherwise every 5 minutes while it is red, every hour while it
-    is green, and sooner after the asset was materialized. What has come to `topics`, those that no asset publishes to,
-    is reported once a minute, as materializations, by which Dagster judges their freshness. No run is started for any
-    of it.
+    Each observation has the numbers `lag events` and `lag seconds`, for the consumer and for every partition, and the
+    cause in words. A consumer that stays without lag is observed every 5 minutes. A check is evaluated at every tick.
+    Its result is reported when it changes; otherwise every 5 minutes while it is red, every hour while it is green, and
+    sooner after the asset was materialized. Events that arrived in `topics`, to which no asset publishes, are reported
+    once a minute as materializations, so that Dagster can judge their freshness. No run is started.
 
-    Raises `ValidationError` for a check of a consumer that is not among `consumers`, for two of them that have one
-    name, and for two definitions of one consumer.
+    Raises `ValidationError` for a check of a consumer that is not among `consumers`, and for two definitions of one
+    consumer.
     """
     watched, judged, external = tuple(consumers), tuple(checks), tuple(topics)
     check_distinct(watched)
@@ -78,7 +77,7 @@ def build_lag_sensor(
         tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
     )
     def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
-        with eventsql.bounded(TICK_TIMEOUT) as platform:
+        with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
             return observe_lag(
                 platform, watched,
                 checks=judged, topics=external, cursor=context.cursor, now=time.time(),
@@ -92,7 +91,7 @@ def build_lag_sensor(
 def materialized_at(
     instance: dg.DagsterInstance, consumers: Sequence[ConsumerDefinition]
 ) -> Mapping[dg.AssetKey, float]:
-    """When each consumer's asset was materialized last, in seconds since the epoch, where it ever was."""
+    """The time of each asset's last materialization, in seconds since the epoch; without assets that have none."""
     latest = {
         record.asset_entry.asset_key: record.asset_entry.last_materialization
         for record in instance.get_asset_records([consumer.key for consumer in consumers])
@@ -101,7 +100,7 @@ def materialized_at(
 
 
 def stopped_sensors(instance: dg.DagsterInstance, consumers: Iterable[ConsumerDefinition]) -> frozenset[str]:
-    """The names of these consumers' sensors that are off: switched so, or by default, and nobody switched them on."""
+    """The names of these consumers' sensors that are switched off, by a person or by default."""
     if instance.schedule_storage is None:
         return frozenset()
     switched = {state.instigator_name: state.status.value for state in instance.all_instigator_state()}
@@ -116,28 +115,28 @@ def stopped_sensors(instance: dg.DagsterInstance, consumers: Iterable[ConsumerDe
 
 @dataclass
 class _Cursor:
-    """What a tick leaves to the next one."""
+    """The state that a tick leaves to the next one."""
 
     observed: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Of each asset its lag in events when it was observed last, and when."""
+    """The last observed lag of each asset in events, and its time."""
 
     offsets: dict[str, dict[str, int]] = field(default_factory=dict)
     checks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each check the face and the time of its last report, and its memory."""
+    """The face and the time of each check's last report, and its memory."""
 
     topics: dict[str, int] = field(default_factory=dict)
-    """How far each topic was looked at, and when all of them were."""
+    """The offset up to which each topic was reported."""
 
     topics_at: float = 0.0
 
     @classmethod
     def parse(cls, text: str | None) -> _Cursor:
-        """A cursor's text; one of another release counts for none."""
+        """Read a cursor. One of another release is ignored."""
         content = json.loads(text) if text else {}
         return cls(**content) if content.keys() == {each.name for each in fields(cls)} else cls()
 
     def text(self) -> str:
-        # A JSON object is never empty text, which Dagster would take for no cursor.
+        # Never empty: Dagster takes an empty text for no cursor.
         return json.dumps(asdict(self))
 
 
@@ -152,9 +151,9 @@ def observe_lag(
     stopped: Collection[str] = (),
     materialized: Mapping[dg.AssetKey, float] = MappingProxyType({}),
 ) -> dg.SensorResult:
-    """One tick: the observations and evaluations that are due. `now` is in seconds since the epoch.
+    """One tick: the observations and results that are due. `now` is in seconds since the epoch.
 
-    `stopped` are the names of sensors that were switched off, `materialized` is as `materialized_at` gives it.
+    `stopped` are the names of sensors that are switched off, `materialized` is the result of `materialized_at`.
     """
     before, after = _Cursor.parse(cursor), _Cursor()
     try:
@@ -186,7 +185,7 @@ def observe_lag(
 
 
 def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stopped: Collection[str]) -> AssetLag:
-    """A lag with what has become of it since the tick before, and which of its sensors are switched off."""
+    """A lag with the partitions that have moved since the tick before, and the sensors that are switched off."""
     offsets = before.offsets.get(consumer.key.to_user_string(), {})
     # A consumer may have one sensor for all of its partitions.
     own = len(consumer.sensors) == len(consumer.partitions)

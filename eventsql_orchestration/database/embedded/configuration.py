@@ -23,7 +23,7 @@ def memory_bytes() -> int:
 
 
 def server_settings(memory: int, data: Path, port: int) -> dict[str, str]:
-    """The settings of a server with so many bytes of memory. Durability (fsync, synchronous_commit) is left on."""
+    """The settings of a server on a machine with `memory` bytes. Durability (fsync, synchronous_commit) is left on."""
     megabytes = memory // 2**20
     socket_path = os.fsencode(data / f".s.PGSQL.{port}")
     # The setting is a list: a comma or a quote in the path would end its first item.
@@ -40,18 +40,18 @@ def server_settings(memory: int, data: Path, port: int) -> dict[str, str]:
         "random_page_cost": "1.1",
         "max_wal_size": "4GB",
         "checkpoint_timeout": "15min",
-        # That is pglz, in the word that every version knows; the packaged server is built without lz4 and zstd.
+        # This means pglz in every version; the packaged server is built without lz4 and zstd.
         "wal_compression": "on",
         # A compilation costs more than the short statements of a queue.
         "jit": "off",
         "timezone": "UTC",
         "log_timezone": "UTC",
         "lc_messages": "C",
-        # By PostgreSQL's own, "$user" first, a user's tables would land in the platform's schema, which is called as
-        # the server's role is.
+        # PostgreSQL's default begins with "$user": a user's tables would land in the platform's schema, which has the
+        # name of the server's role.
         "search_path": "public",
         "log_checkpoints": "off",
-        # A buffer table turns over wholly between two visits of the default rhythm (one minute, a fifth of the rows).
+        # Between two visits of the default rhythm (a minute, a fifth of the rows) a buffer table turns over wholly.
         "autovacuum_naptime": "15s",
         "autovacuum_vacuum_scale_factor": "0.02",
         "autovacuum_vacuum_threshold": "1000",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from eventsql_orchestration.database.embedded.programs import run_program
 
 @dataclass(frozen=True)
 class Postmaster:
-    """The server process of a data directory, as its postmaster.pid tells and the process table confirms."""
+    """A live server process: postmaster.pid names it, and the process table confirms it."""
 
     pid: int
     port: int
@@ -20,11 +21,13 @@ class Postmaster:
     @classmethod
     def of(cls, data: Path) -> Postmaster | None:
         """The live postmaster of the data directory, ready or not."""
-        lines = _pid_file_lines(data)
-        if len(lines) < 2 or not lines[0].isdigit():
+        try:
+            lines = (data / "postmaster.pid").read_text().splitlines()
+            pid, served = int(lines[0]), lines[1]
+        except (FileNotFoundError, NotADirectoryError, ValueError, IndexError):
             return None
-        pid, served = int(lines[0]), lines[1]
-        # Another directory's server wrote this file if the data was copied while it ran.
+
+        # Data that was copied while its server ran has the original's file.
         if Path(served).exists() and not data.samefile(served):
             return None
         if not _runs_postgres_on(pid, served):
@@ -33,44 +36,31 @@ class Postmaster:
         return cls(pid, port, ready=len(lines) > 7 and lines[7].strip() == "ready")
 
 
-def _pid_file_lines(data: Path) -> list[str]:
-    try:
-        return (data / "postmaster.pid").read_text().splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _runs_postgres_on(pid: int, data: str) -> bool:
-    """Whether the process is a live `postgres -D data`; a zombie and a stranger with a reused number are not.
+    """Whether the process is a live `postgres -D data`; neither a zombie nor a stranger with a reused number is.
 
-    By its command line: /proc/<pid>/cwd would say the same, but a container's root may not read it.
+    The command line tells: /proc/<pid>/cwd would too, but a container's root may not read it.
     """
-    if Path("/proc/self/cmdline").exists():
-        try:
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return arguments[0].endswith(b"/postgres") and os.fsencode(data) in arguments
-    command = run_program(["ps", "-ww", "-o", "command=", "-p", str(pid)], None).stdout
-    return "postgres" in command and data in command
+    if not Path("/proc/self/cmdline").exists():
+        command = run_program(["ps", "-ww", "-o", "command=", "-p", str(pid)], None).stdout
+        return "postgres" in command and data in command
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return arguments[0].endswith(b"/postgres") and os.fsencode(data) in arguments
 
 
 def remove_misleading_files(data: Path) -> None:
-    """Remove what a dead server left behind and PostgreSQL would take for signs of a live one.
+    """Remove files of a dead server that PostgreSQL would take for signs of a live one.
 
-    That is a postmaster.pid whose number now belongs to a stranger or a zombie, and any socket. A postmaster.pid whose
-    process is gone stays: PostgreSQL replaces it itself, after it has made sure that no session of the dead server
-    is left. (It also makes sure without the file, by the inode of the data directory.)
+    These are sockets, and a postmaster.pid whose number now belongs to a stranger or a zombie. A postmaster.pid whose
+    process is gone stays: PostgreSQL replaces it after it has made sure that no session of the dead server is left.
     """
     for socket_file in data.glob(".s.PGSQL.*"):
         socket_file.unlink(missing_ok=True)
-    lines = _pid_file_lines(data)
-    if not lines or not lines[0].isdigit():
-        return
-    try:
-        os.kill(int(lines[0]), 0)
-    except ProcessLookupError:
-        return
-    except PermissionError:
-        pass  # It exists, and is another user's.
-    (data / "postmaster.pid").unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError, ValueError, IndexError, ProcessLookupError):
+        # Signal 0 only asks whether the process exists.
+        with contextlib.suppress(PermissionError):
+            os.kill(int((data / "postmaster.pid").read_text().splitlines()[0]), 0)
+        (data / "postmaster.pid").unlink()

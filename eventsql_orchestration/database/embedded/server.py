@@ -7,100 +7,81 @@ import fcntl
 import logging
 import math
 import os
+import random
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import quote
+from typing import IO, Final, Literal
 
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.database.embedded.complaints import database_errors, failure, os_errors, read_from
 from eventsql_orchestration.database.embedded.configuration import HOST, configuration, memory_bytes, server_settings
-from eventsql_orchestration.database.embedded.files import POLL, free_port, is_free_port, lock_file, write_file
 from eventsql_orchestration.database.embedded.postmaster import Postmaster, remove_misleading_files
 from eventsql_orchestration.database.embedded.programs import (
+    RELOCATION_ROOT,
     Account,
-    chown_tree,
     find_programs,
-    is_relocated,
-    make_public_directory,
-    new_relocated_home,
+    public_directory,
     reachable_programs,
     run_program,
     server_account,
     version_of,
 )
-from eventsql_orchestration.errors import EmbeddedServerError
+from eventsql_orchestration.database.embedded.running import DATABASE, ROLE, EmbeddedServer
+from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 StopMode = Literal["fast", "immediate", "smart"]
 
-_ROLE = "eventsql"
-_DATABASE = "eventsql"
+_BUILTIN_LOCALE: Final = ("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8")
+_BUILTIN_SINCE: Final = 17
 
-_BUILTIN_LOCALE = ("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8")
-_BUILTIN_SINCE = 17
+_POLL: Final = 0.02
+"""Seconds between two looks at a server that starts or stops."""
 
-_PORT_ATTEMPTS = 5
-_LOG_BYTES = 1024 * 1024
+_PORTS: Final = range(20000, 27000)
+"""Below the ports that the kernel lends to outgoing connections (from 32768 on Linux, 49152 on macOS), so that no
+connection of another program takes our port while the server is down; and free of the better known services."""
 
-_SIGNALS: Mapping[StopMode, signal.Signals] = {
+_LOG_BYTES: Final = 1024 * 1024
+
+_SIGNALS: Final[Mapping[StopMode, signal.Signals]] = {
     "smart": signal.SIGTERM,
     "fast": signal.SIGINT,
     "immediate": signal.SIGQUIT,
 }
 
 
-@dataclass(frozen=True)
-class EmbeddedServer:
-    """A running embedded server. Its text form leaves the password out; `dsn` carries it."""
-
-    directory: Path
-    data_directory: Path
-    port: int
-    pid: int
-    password: str = field(repr=False)
-
-    @property
-    def dsn(self) -> str:
-        """The URL of the database `eventsql`, password included."""
-        return self.dsn_for(_DATABASE)
-
-    def dsn_for(self, database: str) -> str:
-        """The URL of another database of this server, password included; the database need not exist."""
-        return f"postgresql://{_ROLE}:{self.password}@{HOST}:{self.port}/{quote(database, safe='')}"
-
-    def version(self) -> str | None:
-        """PostgreSQL's version, as the server tells; None where it has no connection to spare."""
-        try:
-            with contextlib.closing(_connect(self, _DATABASE)) as connection:
-                return connection.info.parameter_status("server_version")
-        except psycopg.OperationalError:
-            return None
-
-
 class EmbeddedPostgres:
     """The embedded server of a directory.
 
     Any number of processes may hold one of these for the same directory: `start` and `stop` take turns through a
-    lock file, and whoever calls `start` gets the one server.
+    lock file, and everybody who calls `start` gets the same server.
 
     Under root the server runs as the account `pgserver`. Where that account cannot reach the directory (a clone in
-    /root, pytest's temporary directories), the data lies in /var/lib/eventsql and `data` is a symlink to it; remove
+    /root, pytest's temporary directories), the data lies in /var/lib/eventsql and `data` is a symlink to it. Remove
     such a directory with `destroy`, which removes both.
+
+    Every `EmbeddedServerError` repeats the last words of the server or of the operating system.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Name the directory (made absolute); nothing is read or written."""
+        """Name the directory (made absolute); nothing is read or written.
+
+        Raises `ConfigurationError` if its name is not UTF-8: the server's configuration names the directory.
+        """
         self.directory = directory.absolute()
+        try:
+            str(self.directory).encode()
+        except UnicodeEncodeError:
+            raise ConfigurationError(f"{str(self.directory)!a} is not UTF-8: choose another directory") from None
 
     def start(self, *, timeout: float = 60.0) -> EmbeddedServer:
         """Return the running server; initialise and start it first where that is needed.
@@ -115,11 +96,12 @@ class EmbeddedPostgres:
         running = self.status()
         if running is not None:
             return running
+
         programs = find_programs()
-        with os_errors(f"the embedded server of {self.directory} could not be started"):
+        with self._reporting("could not be started"):
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._locked(deadline):
-                return self._start_locked(programs, deadline)
+                return self._start(programs, deadline)
 
     def stop(self, *, timeout: float = 30.0, mode: StopMode = "fast") -> bool:
         """Stop the server; return False if it was not running.
@@ -128,24 +110,29 @@ class EmbeddedPostgres:
         leaves recovery to the next start. Raises `EmbeddedServerError` when the server still runs after `timeout`
         seconds; the request stands.
         """
-        deadline = time.monotonic() + timeout
         if not self.directory.is_dir():
             return False
-        with os_errors(f"the embedded server of {self.directory} could not be stopped"), self._locked(deadline):
-            return self._stop_locked(deadline, mode)
+        deadline = time.monotonic() + timeout
+        with self._reporting("could not be stopped"), self._locked(deadline):
+            return self._stop(deadline, mode)
 
     def status(self) -> EmbeddedServer | None:
-        """Return the server if it runs, serves this directory and answers; a leftover postmaster.pid does not count.
+        """Return the server if it runs, serves this directory and lets us in.
 
-        None also while it starts, recovers or stops. Raises `EmbeddedServerError` when it runs but the files of the
-        directory do not let us in.
+        None also while it starts, recovers or stops. Raises `EmbeddedServerError` when a file cannot be read.
         """
-        with os_errors(f"the embedded server of {self.directory} could not be looked at"):
+        with self._reporting("could not be looked at"):
             postmaster = Postmaster.of(self._data)
             if postmaster is None or not postmaster.ready:
                 return None
             server = self._server(postmaster)
-            return server if self._answers(server) else None
+        try:
+            server.connect().close()
+        except psycopg.OperationalError as error:
+            # A server whose connections are all in use answers, if only to say so.
+            full = "too many clients" in str(error) or "connection slots are reserved" in str(error)
+            return server if full else None
+        return server
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
         """Create a database, empty or as a copy of `template`, and return its DSN; starts the server if need be.
@@ -154,12 +141,9 @@ class EmbeddedPostgres:
         template is missing or in use, or the disk is full.
         """
         server = self.start()
-        statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
-        if template is not None:
-            statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
-        failed = f"database {name!r} could not be created"
-        with database_errors(failed, self._log), _connect(server, _DATABASE) as connection:
-            connection.execute(statement)
+        copied = sql.SQL("") if template is None else sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
+        with self._reporting(f"could not create database {name!r}"), server.connect() as connection:
+            connection.execute(sql.SQL("CREATE DATABASE {}{}").format(sql.Identifier(name), copied))
         return server.dsn_for(name)
 
     def drop_database(self, name: str) -> None:
@@ -167,11 +151,7 @@ class EmbeddedPostgres:
 
         Starts the server if need be. Raises `EmbeddedServerError` for `eventsql`, the server's own database.
         """
-        if name == _DATABASE:
-            raise EmbeddedServerError(f"database {name!r} belongs to the embedded server: drop its schema instead")
-        server = self.start()
-        failed = f"database {name!r} could not be dropped"
-        with database_errors(failed, self._log), _connect(server, _DATABASE) as connection:
+        with self._reporting(f"could not drop database {name!r}"), self.start().connect() as connection:
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
     def destroy(self, *, timeout: float = 30.0) -> None:
@@ -179,94 +159,101 @@ class EmbeddedPostgres:
         deadline = time.monotonic() + timeout
         if not self.directory.is_dir():
             return
-        with os_errors(f"the embedded server of {self.directory} could not be removed"), self._locked(deadline):
-            self._stop_locked(deadline, "immediate")
+        with self._reporting("could not be removed"), self._locked(deadline):
+            self._stop(deadline, "immediate")
+            # The data may lie behind a symlink that somebody set to a larger disk, whose other files are not ours.
             data = self._data
-            if is_relocated(data):
-                shutil.rmtree(data.parent, ignore_errors=True)
-            elif data.exists():
-                # Perhaps behind a symlink that somebody set to a larger disk, whose other files are not ours.
-                shutil.rmtree(data)
+            shutil.rmtree(data, ignore_errors=not data.exists())
+            if data.parent.parent == Path(os.path.realpath(RELOCATION_ROOT)):
+                data.parent.rmdir()
             shutil.rmtree(self.directory)
-
-    # Paths
-
-    @property
-    def _link(self) -> Path:
-        return self.directory / "data"
 
     @property
     def _data(self) -> Path:
         """The data directory without symlinks: the server's account may be unable to follow ours."""
-        return Path(os.path.realpath(self._link))
+        return Path(os.path.realpath(self.directory / "data"))
 
     @property
     def _log(self) -> Path:
         return self.directory / "postgres.log"
 
+    # Errors
+
+    @contextlib.contextmanager
+    def _reporting(self, failed: str) -> Iterator[None]:
+        """Raise errors of the operating system and the driver as `EmbeddedServerError`, in their own words."""
+        try:
+            yield
+        except (OSError, psycopg.Error) as error:
+            raise self._error(failed, str(error)) from error
+
+    def _error(self, failed: str, said: str) -> EmbeddedServerError:
+        """The error with the last lines that a program, the server or the driver said, as one line."""
+        lines = [line.strip() for line in said.splitlines() if line.strip() and " LOG:  " not in line]
+        words = " | ".join(lines[-6:]) or "it said nothing"
+        log = f" (log: {self._log})" if self._log.exists() else ""
+        return EmbeddedServerError(f"the embedded server of {self.directory} {failed}: {words}{log}")
+
     # Start
 
-    def _start_locked(self, programs: Path, deadline: float) -> EmbeddedServer:
-        # One that starts gets ready; one that stops makes room for a new one.
+    def _start(self, programs: Path, deadline: float) -> EmbeddedServer:
+        # A server that starts gets ready; one that stops makes room for a new one.
         while (found := Postmaster.of(self._data)) is not None and not found.ready and time.monotonic() < deadline:
-            time.sleep(POLL)
+            time.sleep(_POLL)
+
         if found is None:
             account = server_account(self._data)
             programs = reachable_programs(programs, account)
             self._place_data(account)
-            for leftover in self._data.parent.glob(".eventsql-initdb-*"):
-                # Of a process that was killed; its initdb may still be at work there, and then stays for the next time.
-                shutil.rmtree(leftover, ignore_errors=True)
             if not (self._data / "PG_VERSION").exists():
                 self._initialise(programs, account, deadline)
-            elif not self._password_file.exists():
-                self._replace_password(programs, account)
             self._launch(programs, account, deadline)
+
         server = self._await_ready(deadline)
-        self._ensure_database(server)
+        with server.connect("postgres") as connection:
+            known = "SELECT FROM pg_catalog.pg_database WHERE datname OPERATOR(pg_catalog.=) %s"
+            if connection.execute(known, [DATABASE]).rowcount == 0:
+                connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE)))
         return server
 
     def _place_data(self, account: Account | None) -> None:
         """Make `data` a symlink to a place that the server's account reaches, unless it reaches the directory."""
-        link, data = self._link, self._data
-        if link.is_symlink():
-            if not data.exists():
-                _logger.warning("the data of %s is gone from %s; beginning with an empty database", link, data)
-                make_public_directory(data.parent)
+        link, data = self.directory / "data", self._data
+        if link.is_symlink() and not data.exists():
+            logger.warning("the data of %s is gone from %s; beginning with an empty database", link, data)
+            data.parent.mkdir(parents=True, exist_ok=True)
+            data.parent.chmod(0o755)
+        if link.is_symlink() or account is None or account.can("-x", self.directory):
             return
-        if account is None or account.can("-x", self.directory):
-            return
-        home = new_relocated_home(self.directory)
-        _logger.warning(
-            "account %s cannot reach %s: the data of the embedded server lies in %s", account.name, self.directory, home
-        )
+
+        home = public_directory(f"{self.directory.parent.name}-")
+        logger.warning("account %s cannot reach %s: its data lies in %s", account.name, self.directory, home)
+        moved = self.directory / "data.moved"
         if link.exists():
-            arriving = home / "arriving"
-            shutil.copytree(link, arriving, symlinks=True)
-            chown_tree(arriving, account)
-            arriving.rename(home / "data")
-            left = self.directory / "data.moved"
-            link.rename(left)
-            link.symlink_to(home / "data")
-            shutil.rmtree(left)
-        else:
-            link.symlink_to(home / "data")
+            shutil.copytree(link, home / "data", symlinks=True)
+            account.take(home / "data")
+            link.rename(moved)
+        link.symlink_to(home / "data")
+        shutil.rmtree(moved, ignore_errors=True)
 
     def _initialise(self, programs: Path, account: Account | None, deadline: float) -> None:
         """Run initdb beside the data directory and rename its result, so that a half-made one is never started."""
-        version = version_of(programs)
-        password = self._keep_password()
-        home = self._data.parent
+        version, home = version_of(programs), self._data.parent
+        for leftover in home.glob(".eventsql-initdb-*"):
+            # A process was killed. Its initdb may still be at work there, and then stays for the next time.
+            shutil.rmtree(leftover, ignore_errors=True)
+        if not (self.directory / "password").exists():
+            _write(self.directory / "password", secrets.token_urlsafe(24))
+
         work = Path(tempfile.mkdtemp(prefix=".eventsql-initdb-", dir=home))
         try:
             new, password_file = work / "data", work / "password"
-            password_file.write_text(password)
-            new.mkdir(mode=0o700)
+            shutil.copy(self.directory / "password", password_file)
             if account is not None:
-                chown_tree(work, account)
+                account.take(work)
             outcome = run_program(
                 [
-                    *(str(programs / "initdb"), "--pgdata", str(new), "--username", _ROLE),
+                    *(str(programs / "initdb"), "--pgdata", str(new), "--username", ROLE),
                     *("--pwfile", str(password_file), "--auth", "scram-sha-256"),
                     # Both sort the same on every machine; the C library's other locales do not.
                     *("--encoding", "UTF8", "--locale", "C"),
@@ -279,12 +266,10 @@ class EmbeddedPostgres:
                 timeout=deadline - time.monotonic(),
             )
             if outcome.returncode != 0:
-                raise failure(f"the embedded server could not initialise {self._data}", outcome.stdout)
-            with (new / "postgresql.conf").open("a") as configuration:
-                configuration.write("\ninclude 'eventsql.conf'\n")
-            if self._data.exists():
-                # What an interrupted or foreign hand left there is not a database: without PG_VERSION none starts.
-                self._data.rmdir()
+                raise self._error("could not be initialised", outcome.stdout)
+            with (new / "postgresql.conf").open("a") as file:
+                file.write("\ninclude 'eventsql.conf'\n")
+            # This fails where the directory has files: without PG_VERSION they are not a database, and not ours.
             new.rename(self._data)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -292,42 +277,35 @@ class EmbeddedPostgres:
     def _launch(self, programs: Path, account: Account | None, deadline: float) -> None:
         data = self._data
         if account is not None and data.stat().st_uid != account.uid:
-            chown_tree(data, account)
-        remove_misleading_files(data)
+            account.take(data)
         if self._log.exists() and self._log.stat().st_size > _LOG_BYTES:
             self._log.replace(self._log.with_name("postgres.log.1"))
-        ports_tried = 0
+
         while True:
-            port = self._keep_port()
-            ports_tried += 1
-            write_file(data / "eventsql.conf", configuration(server_settings(memory_bytes(), data, port)), account)
+            remove_misleading_files(data)
+            port = self._port()
+            _write(data / "eventsql.conf", configuration(server_settings(memory_bytes(), data, port)), account)
             # The server inherits the open log, which its account might not be able to open.
-            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
-                beginning = os.lseek(log, 0, os.SEEK_END)
-                seconds = max(1, math.ceil(deadline - time.monotonic()))
-                arguments = ["start", "--silent", "--wait", "--timeout", str(seconds), "--pgdata", str(data)]
-                outcome = run_program([str(programs / "pg_ctl"), *arguments], account, output=log)
-            finally:
-                os.close(log)
+            with self._log.open("ab+") as log:
+                beginning = log.seek(0, os.SEEK_END)
+                seconds = str(max(1, math.ceil(deadline - time.monotonic())))
+                arguments = ["start", "--silent", "--wait", "--timeout", seconds, "--pgdata", str(data)]
+                outcome = run_program([str(programs / "pg_ctl"), *arguments], account, output=log.fileno())
+                log.seek(beginning)
+                said = log.read().decode(errors="replace")
             if outcome.returncode == 0 or Postmaster.of(data) is not None:
                 return
-            said = read_from(self._log, beginning)
-            if "Address already in use" in said and ports_tried < _PORT_ATTEMPTS:
-                (self.directory / "port").unlink(missing_ok=True)
-            elif "still in use" in said and time.monotonic() < deadline:
-                # The sessions of a killed postmaster notice its death one by one.
-                time.sleep(0.1)
-            else:
-                raise failure(f"the embedded server of {self.directory} did not start", said, self._log)
+            # Another program may have taken the port since; the sessions of a killed postmaster notice its death one by
+            # one, and keep its shared memory until then.
+            if time.monotonic() >= deadline or (_is_free(port) and "still in use" not in said):
+                raise self._error("did not start", said)
+            time.sleep(_POLL)
 
     def _await_ready(self, deadline: float) -> EmbeddedServer:
         while True:
             postmaster = Postmaster.of(self._data)
             if postmaster is None:
-                raise failure(
-                    f"the embedded server of {self.directory} ended while it started", read_from(self._log), self._log
-                )
+                raise self._error("ended while it started", self._log.read_text(errors="replace"))
             if postmaster.ready:
                 return self._server(postmaster)
             if time.monotonic() >= deadline:
@@ -335,11 +313,11 @@ class EmbeddedPostgres:
                     f"the embedded server of {self.directory} is not ready yet (it recovers, or it stops): "
                     f"start it again to wait longer, or read {self._log}"
                 )
-            time.sleep(POLL)
+            time.sleep(_POLL)
 
     # Stop
 
-    def _stop_locked(self, deadline: float, mode: StopMode) -> bool:
+    def _stop(self, deadline: float, mode: StopMode) -> bool:
         """Stop by signal, not by pg_ctl: it must work after the package was removed."""
         postmaster = Postmaster.of(self._data)
         if postmaster is None:
@@ -350,117 +328,71 @@ class EmbeddedPostgres:
             if time.monotonic() >= deadline:
                 hint = "mode 'immediate' does not wait" if mode == "fast" else "end its sessions, or use mode 'fast'"
                 raise EmbeddedServerError(f"the embedded server of {self.directory} has not stopped yet: {hint}")
-            time.sleep(POLL)
+            time.sleep(_POLL)
         return True
 
-    # What is kept: lock, password, port
+    # Lock, password, port
 
     @contextlib.contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
+        """Hold the lock file; the kernel frees it when this process dies."""
         path = self.directory / "lock"
-        descriptor = lock_file(path, deadline)
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as stack:
+            while not _lock(file := stack.enter_context(path.open("a"))):
+                stack.close()
+                if time.monotonic() >= deadline:
+                    raise EmbeddedServerError(f"another process has held {path} for too long: see fuser {path}")
+                time.sleep(_POLL)
             # Unlocked before it is closed: a child forked meanwhile holds a copy of the descriptor.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-    @property
-    def _password_file(self) -> Path:
-        return self.directory / "password"
-
-    def _password(self) -> str:
-        try:
-            return self._password_file.read_text().strip()
-        except FileNotFoundError:
-            raise EmbeddedServerError(
-                f"{self._password_file} is missing: stop the embedded server and start it again, "
-                "which gives it a new password"
-            ) from None
-
-    def _keep_password(self) -> str:
-        if not self._password_file.exists():
-            write_file(self._password_file, secrets.token_urlsafe(24))
-        return self._password()
-
-    def _replace_password(self, programs: Path, account: Account | None) -> None:
-        """Set a new password in a stopped server, whose password file was lost."""
-        password = secrets.token_urlsafe(24)
-        remove_misleading_files(self._data)
-        outcome = run_program(
-            [str(programs / "postgres"), "--single", "-D", str(self._data), "postgres"],
-            account,
-            statement=f"ALTER ROLE {_ROLE} PASSWORD '{password}'\n",
-        )
-        if outcome.returncode != 0:
-            said = outcome.stdout.replace(password, "***")
-            raise failure(f"the embedded server of {self.directory} did not take a new password", said)
-        write_file(self._password_file, password)
-
-    def _keep_port(self) -> int:
-        """The port kept from the last start while it is free, else another, which is kept from now on."""
-        path = self.directory / "port"
-        kept = None
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            kept = int(path.read_text())
-        if kept is not None and is_free_port(kept):
-            return kept
-        port = free_port()
-        if kept is not None:
-            _logger.warning("port %d is taken: the embedded server of %s moves to %d", kept, self.directory, port)
-        write_file(path, f"{port}\n")
-        return port
-
-    # Talking to the server
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            yield
 
     def _server(self, postmaster: Postmaster) -> EmbeddedServer:
-        return EmbeddedServer(self.directory, self._data, postmaster.port, postmaster.pid, self._password())
+        password = (self.directory / "password").read_text().strip()
+        return EmbeddedServer(self.directory, self._data, postmaster.port, postmaster.pid, password)
 
-    def _answers(self, server: EmbeddedServer) -> bool:
-        try:
-            _connect(server, _DATABASE).close()
-        except psycopg.OperationalError as error:
-            # A server whose connections are all in use answers, if only to say so.
-            return "too many clients" in str(error) or "connection slots are reserved" in str(error)
-        return True
-
-    def _ensure_database(self, server: EmbeddedServer) -> None:
-        failed = f"database {_DATABASE!r} could not be created"
-        with database_errors(failed, self._log), _connect(server, "postgres") as connection:
-            if (
-                connection.execute(
-                    "SELECT FROM pg_catalog.pg_database WHERE datname OPERATOR(pg_catalog.=) %s", [_DATABASE]
-                ).rowcount
-                == 0
-            ):
-                connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(_DATABASE)))
+    def _port(self) -> int:
+        """The port kept from the last start while it is free, else another, which is kept from now on."""
+        path = self.directory / "port"
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            kept = int(path.read_text())
+            if _is_free(kept):
+                return kept
+            logger.warning("port %d is taken: the embedded server of %s takes another", kept, self.directory)
+        port = next(filter(_is_free, random.sample(_PORTS, len(_PORTS))))
+        _write(path, f"{port}\n")
+        return port
 
 
-def _connect(server: EmbeddedServer, database: str) -> psycopg.Connection[Any]:
-    """Connect to the server and to no other, whatever the PG… variables of this process say."""
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As PostgreSQL does: connections that linger in TIME_WAIT do not make a port taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return True
+    return False
+
+
+def _lock(file: IO[str]) -> bool:
+    path = Path(file.name)
     try:
-        return psycopg.connect(
-            host=HOST,
-            hostaddr=HOST,
-            port=server.port,
-            user=_ROLE,
-            password=server.password,
-            dbname=database,
-            sslmode="disable",
-            gssencmode="disable",
-            channel_binding="disable",
-            # Another program that listens on this port is not told the password.
-            require_auth="scram-sha-256",
-            options="",
-            client_encoding="UTF8",
-            connect_timeout=5,
-            autocommit=True,
-        )
-    except psycopg.OperationalError as error:
-        if "password authentication failed" not in str(error):
-            raise
-        raise EmbeddedServerError(
-            f"the embedded server of {server.directory} refuses the password in its file: stop it, "
-            f"remove {server.directory / 'password'} and start it again, which gives it a new password"
-        ) from None
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    # A file that was removed meanwhile locks nobody out.
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
+def _write(path: Path, content: str, owner: Account | None = None) -> None:
+    """Write a file that only its owner reads (0600); a reader finds all of the old or all of the new content."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    new.touch(0o600)
+    with new.open("w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    if owner is not None:
+        owner.take(new)
+    new.replace(path)

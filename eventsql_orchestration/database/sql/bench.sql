@@ -52,7 +52,7 @@ WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
 -- newest -- The newest offset of a topic, 0 when it is empty.
 SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table};
 
--- keep_newest -- Let a topic of a benchmark's keep its newest events only.
+-- keep_newest -- Let a topic of a benchmark keep its newest events only.
 UPDATE {schema}.topic SET eql_retention_events = %(events)s WHERE eql_name = %(topic)s;
 
 -- hold_snapshot -- Keep every row that is deleted from now on, as any transaction that stays open does.
@@ -60,3 +60,9 @@ SELECT pg_current_xact_id();
 
 -- server_settings -- What the server is set to, where it bears on speed or durability.
 SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY (%(names)s) ORDER BY name;
+
+-- drop_raw -- Make way for a table of another shape.
+DROP TABLE {schema}.{event_table};
+
+-- create_plain -- A plain table with the columns that Spark writes, as its JDBC source would make it.
+CREATE TABLE {schema}.{event_table} (key pg_catalog.text, value pg_catalog.bytea, topic pg_catalog.text, partition integer);

@@ -1,7 +1,7 @@
--- has_guard_function -- Whether the function that places events anew is there.
+-- has_guard_function -- Whether the function of that trigger exists.
 SELECT to_regprocedure(%(name)s) IS NOT NULL;
 
--- is_guarded -- Whether events for a partition that a topic does not have are placed anew on their way into its log.
+-- is_guarded -- Whether a trigger moves events for partitions that a topic does not have.
 SELECT EXISTS (
     SELECT FROM pg_trigger
     WHERE tgrelid = to_regclass(%(log)s) AND tgname = 'eql_place_in_layout' AND NOT tgisinternal
@@ -15,8 +15,8 @@ SELECT EXISTS (
     SELECT FROM pg_index WHERE indrelid = to_regclass(%(log)s) AND pg_get_indexdef(indexrelid) ~~ '%%(eql_partition, eql_id)'
 );
 
--- stranded -- Events in partitions that their topic did not have any more: nobody consumes them. For each such partition
--- their number, the first and the last.
+-- stranded -- Events in partitions that their topic no longer had, which no consumer gets: for each such partition their
+-- number, the first and the last.
 -- A consumer has the partitions of its layout and of all later ones.
 SELECT gone.partition, sum(found.events)::bigint, min(found.first), max(found.last)
 FROM (
@@ -35,7 +35,7 @@ WHERE found.events > 0
 GROUP BY gone.partition
 ORDER BY gone.partition;
 
--- beyond -- The same of a topic without layouts: events in partitions that it does not have.
+-- beyond -- The same for a topic without layouts: events in partitions that it does not have.
 SELECT e.eql_partition, count(*), min(e.eql_id), max(e.eql_id)
 FROM {schema}.{event_table} e
 WHERE e.eql_partition >= (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s)

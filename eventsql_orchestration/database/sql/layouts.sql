@@ -1,10 +1,10 @@
--- layouts -- Which partitions a topic has after which offset, oldest first; empty where they never changed.
+-- layouts -- The layouts of a topic, oldest first: its partitions after an offset. Empty where they never changed.
 SELECT eql_layout, eql_partitions, eql_after, eql_created_at
 FROM {schema}.topic_layout
 WHERE eql_topic = %(topic)s
 ORDER BY eql_layout;
 
--- unsettled -- Consumers that have not come to a topic's newest layout, and the offset where they wait for it.
+-- unsettled -- Consumers that are not in a topic's newest layout yet, and the offset where they wait.
 SELECT DISTINCT eql_name, eql_until
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_until IS NOT NULL
@@ -13,16 +13,15 @@ ORDER BY eql_name;
 -- consumer_size -- How many partitions a consumer has.
 SELECT count(*) FROM {schema}.consumer WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
 
--- lock_consumers -- The partitions of a consumer that no other transaction has, for this one, and whether somebody
--- leases them.
+-- lock_consumers -- Lock the partitions of a consumer that no other transaction has, and tell whether they are leased.
 SELECT eql_partition, eql_until, coalesce(eql_lease_owner IS NOT NULL AND eql_lease_expires_at > clock_timestamp(), false)
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s
 ORDER BY eql_partition
 FOR UPDATE SKIP LOCKED;
 
--- behind -- Which partitions of a consumer have events up to the offset where it waits, and that. As `ready` in
--- consumers.sql.
+-- behind -- The partitions of a consumer with events up to the offset where it waits, and that offset. Planned as
+-- `ready` in consumers.sql.
 SELECT c.eql_partition, c.eql_until
 FROM {schema}.consumer c
 CROSS JOIN LATERAL (
@@ -36,8 +35,8 @@ CROSS JOIN LATERAL (
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- enter -- Let a consumer whose partitions are locked go on from where it waited, to the end of the next layout, without
--- the partitions that neither this one nor a later one has; false where it cannot.
+-- enter -- Let a consumer whose partitions are locked enter the next layout, without partitions that neither this layout
+-- nor a later one has; false where it cannot.
 SELECT {schema}.enter_layout(%(topic)s, %(consumer)s);
 
 -- release_beyond -- End the claims of partitions that a consumer is about to lose.
@@ -45,12 +44,12 @@ UPDATE {schema}.consumer_claim
 SET eql_state = 'released', eql_finished_at = clock_timestamp()
 WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition >= %(partitions)s AND eql_state = 'claimed';
 
--- delete_beyond -- Delete the partitions that neither this layout nor a later one has.
+-- delete_beyond -- Delete a consumer's partitions that neither this layout nor a later one has.
 DELETE FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition >= %(partitions)s;
 
--- add_partitions -- Give a consumer the partitions up to a number, in the form of its first, each from an offset on.
--- Not one that has fewer than so many of them: a window of a backfill is of those that it has, and of no others.
+-- add_partitions -- Give a consumer the partitions up to a number, with the settings of its first, each from an offset on.
+-- A consumer with fewer than `least` partitions gets none: a window of a backfill keeps the partitions that it has.
 INSERT INTO {schema}.consumer
     (eql_topic, eql_name, eql_partition, eql_last_event_id, eql_consumed_events, eql_paused, eql_max_attempts,
      eql_filter, eql_until)
@@ -71,8 +70,8 @@ ON CONFLICT DO NOTHING;
 UPDATE {schema}.consumer SET eql_until = %(after)s
 WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until IS NULL;
 
--- hold -- Let one consumer consume up to an offset; NULL for all that there is.
--- Not one that is held back because its shard has just been added.
+-- hold -- Let one consumer consume up to an offset; NULL for no bound.
+-- A consumer that is held back on a new shard stays so.
 UPDATE {schema}.consumer SET eql_until = %(until)s
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_until = -1 IS NOT TRUE;
 
@@ -84,14 +83,14 @@ ON CONFLICT DO NOTHING;
 -- lay_out -- Make it the definition of the topic.
 UPDATE {schema}.topic SET eql_partitions = %(partitions)s, eql_layout = %(layout)s WHERE eql_name = %(topic)s;
 
--- count_buffered -- How many events of a topic lie in the buffer, at most so many. A block of events counts as that many.
+-- count_buffered -- The number of a topic's events in the buffer, up to a limit. A block of events counts as the limit.
 SELECT CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END FROM (
     SELECT eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, 0) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
     LIMIT %(limit)s
 ) buffered;
 
--- buffered_parts -- The last ids of parts that the events of a topic in the buffer are cut into, by their bytes.
+-- buffered_parts -- Cut a topic's events in the buffer into parts by their bytes: the last id of each part.
 SELECT max(eql_id)
 FROM (
     SELECT eql_id, sum(octet_length(eql_value)::bigint) OVER (ORDER BY eql_id) / %(bytes)s AS part
@@ -101,7 +100,7 @@ FROM (
 GROUP BY part
 ORDER BY 1;
 
--- lock_buffer -- Wait for the publishers' transactions under way, and keep others waiting until this one ends.
+-- lock_buffer -- Wait for the publishers' transactions under way, and keep later ones waiting until this transaction ends.
 LOCK TABLE {schema}.event_buffer IN SHARE ROW EXCLUSIVE MODE;
 
 -- has_index -- Whether a table has an index of all its rows by these columns.

@@ -80,16 +80,23 @@ SELECT {schema}.make_segments(%(topic)s, %(events)s, %(ahead)s);
 -- ensure_segments -- The same as their owner, for another role that holds the topic.
 SELECT {schema}.ensure_segments(%(topic)s, %(events)s, %(ahead)s);
 
--- grants -- What may be done with a table, by whom (null: by everybody), and whether they may pass it on.
-SELECT acl.privilege_type, CASE WHEN acl.grantee <> 0 THEN pg_get_userbyid(acl.grantee) END, acl.is_grantable
-FROM pg_class c CROSS JOIN LATERAL aclexplode(c.relacl) acl
+-- grants -- The rights on a table and its columns: each as GRANT names it, the role (null: everybody), and whether the
+-- role may pass it on.
+SELECT acl.privilege_type || coalesce(' (' || quote_ident(found.name) || ')', ''),
+       CASE WHEN acl.grantee <> 0 THEN pg_get_userbyid(acl.grantee) END, acl.is_grantable
+FROM pg_class c
+CROSS JOIN LATERAL (
+    SELECT NULL::text AS name, c.relacl AS rights
+    UNION ALL SELECT a.attname::text, a.attacl FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attacl IS NOT NULL
+) found
+CROSS JOIN LATERAL aclexplode(found.rights) acl
 WHERE c.oid = %(table)s::regclass AND acl.grantee <> c.relowner;
 
--- owner -- Whom a table belongs to.
+-- owner -- The owner of a table.
 SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = %(table)s::regclass;
 
--- dependents -- What hangs on a table and would stay with it when another takes its place, by kind and name.
--- Not a guard of ours (`guards.sql`), which is made anew.
+-- dependents -- Objects that depend on a table and would stay with it when another takes its place, by kind and name.
+-- Not our own guard (`guards.sql`), which is made anew.
 SELECT 'view ' || rewrite.ev_class::regclass
 FROM pg_depend depend JOIN pg_rewrite rewrite ON rewrite.oid = depend.objid
 WHERE depend.classid = 'pg_catalog.pg_rewrite'::regclass AND depend.refobjid = %(table)s::regclass

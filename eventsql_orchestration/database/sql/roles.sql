@@ -1,7 +1,7 @@
--- standing -- The owner of the platform's tables, whether roles were made for them, and whether the current role is
--- another one that may become the owner.
+-- ownership -- The owner of the platform's tables, whether there are roles, and whether the current role is another one
+-- that may become the owner.
 SELECT pg_get_userbyid(c.relowner),
-       EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = 'event_buffer_granted'),
+       EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = %(trigger)s),
        pg_get_userbyid(c.relowner) <> current_user AND pg_has_role(c.relowner, 'MEMBER')
 FROM pg_class c
 WHERE c.oid = to_regclass(%(buffer)s);
@@ -15,9 +15,7 @@ SELECT a.eql_role, a.eql_kind, a.eql_topic,
            ORDER BY 1
        )
 FROM {schema}.access_role a
-ORDER BY array_position(
-    ARRAY['admin', 'transfer', 'publisher', 'stager', 'consumer', 'reader'], a.eql_kind
-), a.eql_topic NULLS FIRST;
+ORDER BY array_position(%(kinds)s::text[], a.eql_kind), a.eql_topic NULLS FIRST;
 
 -- logs -- The topics with their logs, as identifiers with their schema: topic, table, and the sequence of its ids.
 SELECT t.eql_name, c.oid::regclass::text, n.nspname, c.relname,
@@ -41,7 +39,7 @@ WHERE c.relkind = ANY (ARRAY['r', 'p'])
       OR coalesce(log.relname, c.relname) = ANY (
           SELECT lower(t.eql_name COLLATE "C") || '_event' FROM {schema}.topic t
       )
-      OR obj_description(c.oid, 'pg_class') = 'eventsql: dropped by retention'
+      OR obj_description(c.oid, 'pg_class') = %(dropped)s
   )
 ORDER BY c.relname;
 
@@ -52,19 +50,19 @@ JOIN pg_namespace n ON n.oid = p.pronamespace AND n.nspname = %(schema)s
 WHERE p.proname = ANY (%(functions)s)
 ORDER BY 1;
 
--- schema_owner -- The owner of the platform's schema, and whether that one owns it for others: a superuser, or whoever
--- owns the database.
+-- schema_owner -- The owner of the platform's schema, and whether it owns it for others: a superuser, or the owner of the
+-- database.
 SELECT o.rolname, o.rolsuper OR o.rolname = 'pg_database_owner'
 FROM pg_namespace n JOIN pg_roles o ON o.oid = n.nspowner
 WHERE n.nspname = %(schema)s;
 
--- unusable -- Those of some roles that are there already and are logins or can do more than a group should.
+-- unusable -- Existing roles among these names that are logins, or can do more than a group should.
 SELECT rolname FROM pg_roles
 WHERE rolname = ANY (%(names)s)
   AND (rolcanlogin OR rolsuper OR rolcreaterole OR rolcreatedb OR rolreplication OR rolbypassrls)
 ORDER BY rolname;
 
--- granted -- Who has rights on one of some tables, on all of it or on columns, beside its owner and PUBLIC.
+-- granted -- The roles that have rights on one of these tables or on its columns, beside its owner and PUBLIC.
 SELECT DISTINCT r.rolname
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s

@@ -22,9 +22,9 @@ SELECT has_column_privilege(to_regclass(%(table)s)::oid, 'eql_id', 'SELECT');
 -- highest -- The largest id in a table.
 SELECT max(eql_id) FROM {schema}.{segment};
 
--- log_state -- Whether the times of a topic's log are points in time, and not readings of some clock; its sequence, the
--- last id that this has given out, and the largest id that is known of: of an event, an offset or a layout.
--- An offset without any reason is not counted.
+-- log_state -- Whether the times of a topic's log have time zones; its sequence, the last id of the sequence, and the
+-- largest known id: of an event, an offset or a layout.
+-- An absurdly large offset does not count.
 SELECT (
            SELECT pg_typeof(eql_buffered_at) = 'pg_catalog.timestamptz'::regtype
                   AND pg_typeof(eql_created_at) = 'pg_catalog.timestamptz'::regtype

@@ -1,5 +1,5 @@
--- open -- Which process of the server answers a new connection, the encoding of its database; and, where that process is
--- the connection's own and not a pooler's, settings on which the results of statements depend.
+-- open -- The server process that answers a new connection, and the encoding of its database. Where the process is the
+-- connection's own and not a pooler's, set the settings on which results of statements depend.
 SELECT pg_backend_pid(), current_setting('server_encoding'),
        CASE WHEN pg_backend_pid() = %(pid)s THEN ARRAY[
            set_config('DateStyle', 'ISO', false),
@@ -8,7 +8,7 @@ SELECT pg_backend_pid(), current_setting('server_encoding'),
            set_config('default_transaction_isolation', 'read committed', false)
        ] END;
 
--- plain -- Have nothing but the system's own names found by this transaction, and settings that change its results set.
+-- plain -- Let this transaction find only the system's own names, and set the settings that change its results.
 SELECT set_config('search_path', 'pg_catalog, pg_temp', true),
        set_config('DateStyle', 'ISO', true),
        set_config('extra_float_digits', '1', true);

@@ -1,19 +1,21 @@
--- record_publication -- Becomes the one publication of a writer's batch, or finds that there was one.
-INSERT INTO {schema}.spark_publication (eql_writer, eql_batch, eql_events, eql_id)
-VALUES (%(writer)s, %(batch)s, %(events)s, %(id)s)
+-- record_publication -- Record a writer's batch; no row if the batch has a record.
+INSERT INTO {schema}.spark_publication (eql_writer, eql_batch, eql_events, eql_id, eql_query, eql_checksum)
+VALUES (%(writer)s, %(batch)s, %(events)s, %(id)s, %(query)s, %(checksum)s)
 ON CONFLICT DO NOTHING;
 
--- published -- How many events a writer published as a batch.
-SELECT eql_events FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
+-- published -- The record of a writer's batch: its events, and the streaming query and checksum of its rows.
+SELECT eql_events, eql_query, eql_checksum
+FROM {schema}.spark_publication
+WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
 
--- is_forgotten -- Whether records of a writer were deleted up to a batch after this one.
--- After the record of this batch was written: whoever deletes records marks the last of them in the same transaction.
+-- is_forgotten -- Whether records of the writer were deleted up to a batch after this one. Run it after `record_publication`:
+-- the transaction that deletes records marks the last of them.
 SELECT EXISTS (
     SELECT FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch > %(batch)s AND eql_oldest
 );
 
--- prune_batches -- Delete the records of a writer from before a time, of so many at once, but for its newest batches. The
--- last one that would go stays, and says that those before it went.
+-- prune_batches -- Delete records of a writer that are older than this, except those of its newest batches, from a limited
+-- number of records. The last record stays and says that the records before it were deleted.
 WITH first AS MATERIALIZED (
     SELECT eql_batch, eql_created_at FROM {schema}.spark_publication
     WHERE eql_writer = %(writer)s
@@ -36,7 +38,7 @@ WITH first AS MATERIALIZED (
 DELETE FROM {schema}.spark_publication
 WHERE eql_writer = %(writer)s AND eql_batch = ANY (SELECT eql_batch FROM old) AND eql_batch < (SELECT max(eql_batch) FROM old);
 
--- prune_writers -- Delete the records from before a time of writers with such names, of so many from one name on.
+-- prune_writers -- Delete records older than this of writers with matching names, from a limited number after one name.
 DELETE FROM {schema}.spark_publication
 WHERE (eql_writer, eql_batch) = ANY (
     SELECT eql_writer, eql_batch
@@ -49,11 +51,10 @@ WHERE (eql_writer, eql_batch) = ANY (
     WHERE eql_writer ~ %(names)s AND eql_created_at < (now() - make_interval(secs => %(seconds)s))
 );
 
--- known_topics -- Those of the given topics that exist.
+-- known_topics -- The given topics that exist.
 SELECT eql_name FROM {schema}.topic WHERE eql_name = ANY (%(topics)s);
 
--- staged_blocks -- The blocks of attempts that are not published, each attempt's in their order: the position of the
--- first event, the topic, the number of events, and the size.
+-- staged_blocks -- The unpublished blocks of attempts, by attempt and position: topic, number of events, and size.
 SELECT eql_attempt, eql_position, eql_topic, (eql_metadata ->> 'events')::bigint, octet_length(eql_value)
 FROM {schema}.spark_staged_event
 WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
@@ -62,7 +63,7 @@ ORDER BY eql_attempt, eql_position;
 -- staged_content -- The blocks of attempts.
 SELECT eql_attempt, eql_position, eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s);
 
--- delete_attempts -- The blocks of attempts that are not published, and will not be, as a part of a publication may.
+-- delete_attempts -- Delete the blocks of attempts, except published blocks and blocks of a prepared part.
 DELETE FROM {schema}.spark_staged_event block
 WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
   AND NOT EXISTS (
@@ -70,10 +71,9 @@ WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
       WHERE part.eql_published_at IS NULL AND block.eql_attempt = ANY (part.eql_attempts)
   );
 
--- delete_orphans -- The staged blocks of attempts that nobody published or gave up.
--- Reads the table without its values, one row for some megabytes of events.
--- By the newest block of each: an attempt that takes longer than that goes on staging. A concurrent sweep that has them
--- already is left alone.
+-- delete_orphans -- Delete the staged blocks of attempts whose newest block is older than this and that nobody published or
+-- gave up. An attempt may take longer, as long as it goes on staging. Reads the table without its values, one row for some
+-- megabytes of events. Skips rows that a concurrent sweep has locked.
 DELETE FROM {schema}.spark_staged_event
 WHERE (eql_attempt, eql_position) = ANY (
     SELECT eql_attempt, eql_position

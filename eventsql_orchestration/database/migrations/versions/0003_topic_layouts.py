@@ -21,7 +21,7 @@ CREATE TABLE topic_layout (
 );
 """
 
-# As log/partitioner.py has it: the hash of a key as one unsigned number of 256 bits, big end first, modulo.
+# As topics/partitioner.py has it: the hash of a key as one unsigned number of 256 bits, big end first, modulo.
 _PARTITION_OF_KEY = """
 CREATE FUNCTION partition_of_key(key text, partitions integer) RETURNS smallint
 LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE AS $$

@@ -46,7 +46,7 @@ END
 $$;
 """
 
-# log/guards.py makes it where it is needed first.
+# topics/legacy_writer_trigger.py makes it where it is needed first.
 _PLACE_IN_LAYOUT = """
 CREATE OR REPLACE FUNCTION place_in_layout() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN

@@ -63,7 +63,7 @@ CREATE TRIGGER topic_redefined BEFORE UPDATE OF eql_partitions ON topic FOR EACH
     EXECUTE FUNCTION redefine_topic();
 """
 
-# What was left before there were these triggers. `log/leftovers.py` clears the rest, a little at a time.
+# What was left before there were these triggers. `topics/leftovers.py` clears the rest, a little at a time.
 _MEND = """
 DELETE FROM topic_layout l WHERE NOT EXISTS (
     SELECT FROM topic t WHERE t.eql_name = l.eql_topic AND t.eql_created_at <= l.eql_created_at

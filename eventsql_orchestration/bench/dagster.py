@@ -1,0 +1,91 @@
+"""How soon Dagster runs a consumer after a publication, and how many ticks and runs a daemon does on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from eventsql_orchestration.bench.benchmark import Benchmark, duration, option
+from eventsql_orchestration.bench.figure import Figure, percentile
+from eventsql_orchestration.bench.session import Session
+
+PUBLISH_EVERY: Final = 0.1
+"""Seconds between two events for a run that drains."""
+
+PARTS: Final = ("cold", "draining", "handover", "ticks", "runs")
+"""The parts of the benchmark, each with a daemon of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dagster(Benchmark):
+    """Start a separate daemon and time it: publish to first step, publish to a run that drains, ticks and runs.
+
+    Steady traffic goes on over several runs, which take over from one another. The daemon's storage is a schema of its
+    own in this database; the benchmark drops the schema at the end. It takes some 10 minutes.
+    """
+
+    name = "dagster"
+    summary = "Time Dagster from publish to run."
+    hidden = frozenset({"partitions", "raw_events"})
+
+    cold: int = option(12, "Runs from rest", quick=1)
+    drained: int = option(150, "Events for a run that drains", quick=5)
+    steady: float = duration(180.0, "Duration of steady traffic", quick=15.0)
+    window: float = duration(30.0, "Duration of each run of steady traffic", quick=12.0)
+    sensors: tuple[int, ...] = option((10, 100, 300), quick=(3,))
+    seconds: float = duration(30.0, "Duration of each number of sensors", quick=6.0)
+    runs: int = option(20, "Runs at once", quick=2)
+    only: tuple[str, ...] = option((), "Measure this part; repeat it  [default: all]", choices=PARTS)
+
+    def measure(self, session: Session) -> list[Figure]:
+        """Raises `BenchmarkError` for a daemon that makes no progress, `ModuleNotFoundError` without Dagster."""
+        # Only these figures need Dagster.
+        from eventsql_orchestration.bench import dagster_daemon as dagster  # noqa: PLC0415
+
+        figures: list[Figure] = []
+        parts = self.only or PARTS
+        if "cold" in parts:
+            with dagster.daemon(session, "cold") as running:
+                figures.append(_delays("dagster_cold_start", dagster.cold_starts(running, self.cold)))
+
+        if "draining" in parts:
+            with dagster.daemon(session, "drain", drain=self.drained * PUBLISH_EVERY * 1.5 + 10) as running:
+                figures.append(_delays("dagster_draining", dagster.drained(running, self.drained, PUBLISH_EVERY)))
+
+        if "handover" in parts:
+            with dagster.daemon(session, "steady", drain=self.window, idle=1.0) as running:
+                traffic = dagster.steady_traffic(running, self.steady, PUBLISH_EVERY)
+            figures.append(_delays("dagster_steady", traffic.delays, runs=traffic.runs))
+            if traffic.hand_overs:
+                within = 1_000 * max(traffic.gaps_within)
+                figures.append(_delays("dagster_steady_around_handover", traffic.delays_around))
+                figures.append(_delays("dagster_gap_at_handover", traffic.gaps, most_within_a_run=within))
+
+        for sensors in self.sensors if "ticks" in parts else ():
+            with dagster.daemon(session, "ticks", partitions=sensors) as running:
+                rate = dagster.ticks_per_minute(running, self.seconds) / sensors
+            figures.append(Figure(f"dagster_ticks_{sensors}_sensors", rate, "looks/min per partition"))
+
+        if "runs" in parts:
+            most = max(*self.sensors, self.runs)
+            with dagster.daemon(session, "consumer", partitions=most, sensor="consumer") as running:
+                rate = dagster.ticks_per_minute(running, self.seconds)
+                runs = dagster.runs_per_second(running, self.runs)
+            name = f"dagster_ticks_1_sensor_{most}_partitions"
+            figures += [Figure(name, rate, "looks/min per partition"), Figure("dagster_runs", runs, "runs/s")]
+        return figures
+
+
+def _delays(name: str, delays: Sequence[float], **more: float) -> Figure:
+    """The median of delays in seconds, as milliseconds."""
+    ordered = sorted(1_000 * delay for delay in delays)
+    details = {
+        "least": ordered[0],
+        "p90": percentile(ordered, 0.9),
+        "p99": percentile(ordered, 0.99),
+        "most": ordered[-1],
+        "measured": len(ordered),
+        **more,
+    }
+    return Figure(name, percentile(ordered, 0.5), "ms", details=details)

@@ -1,0 +1,1 @@
+"""The client: one `EventSQL` over one database or several."""

@@ -1,0 +1,1 @@
+"""Consuming: consumers, claims, leases, dead letters and lag."""

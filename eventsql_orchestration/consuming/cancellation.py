@@ -1,0 +1,127 @@
+"""Cancellation: taking transactions and leases from handlers that do not end in time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import psycopg
+
+from eventsql_orchestration.database import Connection, is_pooled
+from eventsql_orchestration.errors import ClaimLostError, EventSQLError
+
+logger = logging.getLogger(__name__)
+
+CANCEL_SECONDS: Final = 3.0
+"""How long `Cancellation.cancel` waits for the server. If the server does not answer in time, it notices by itself."""
+
+
+class Cancellation:
+    """The transactions and leases of a consumption, which `cancel` ends.
+
+    `stopping` is set when no further batch is to begin.
+    """
+
+    def __init__(self, stopping: threading.Event | None = None) -> None:
+        self.stopping = stopping or threading.Event()
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._connections: list[Connection] = []
+        self._leases: list[tuple[threading.Event, Callable[[], object]]] = []
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    @contextmanager
+    def connection(self, connection: Connection) -> Iterator[None]:
+        """Have `cancel` roll back the transaction on `connection`. Raises `ClaimLostError` if it was called before."""
+        with self._lock:
+            self._check()
+            self._connections.append(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connections.remove(connection)
+
+    @contextmanager
+    def lease(self, lost: threading.Event, release: Callable[[], object]) -> Iterator[None]:
+        """Have `cancel` set `lost` and call `release`. Raises as `connection`."""
+        held = (lost, release)
+        with self._lock:
+            self._check()
+            self._leases.append(held)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._leases.remove(held)
+
+    def _check(self) -> None:
+        if self._cancelled:
+            raise ClaimLostError("the consumption was stopped and had to give its partitions up")
+
+    def cancel(self) -> None:
+        """Roll back every transaction and release every lease. The handlers find out by their next statement."""
+        releases: list[Callable[[], object]] = []
+        with self._lock:
+            self._cancelled = True
+            # Under the lock: a connection that its batch has finished with belongs to somebody else.
+            releases += filter(None, map(_shut, self._connections))
+            for lost, release in self._leases:
+                lost.set()
+                releases.append(release)
+
+        threads = [threading.Thread(target=_try, args=(each,), daemon=True) for each in releases]
+        deadline = time.monotonic() + CANCEL_SECONDS
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _shut(connection: Connection) -> Callable[[], object] | None:
+    """Shut the socket of a connection that another thread uses. Returns a function that cancels its statement.
+
+    Only the socket is shut, because closing the connection would free memory that libpq uses in the other thread. The
+    server rolls back between two statements, so a running statement is cancelled, after the socket is shut: otherwise
+    the thread would take the cancellation for a failure of its event. A pooler cancels only for clients that it has not
+    lost. So with a pooler, the receiving side is shut first, and the rest after the cancellation.
+    """
+    with suppress(psycopg.Error, OSError):
+        if psycopg.capabilities.has_cancel_safe():
+            cancel: Callable[[], object] = connection.pgconn.cancel_conn().blocking
+        else:
+            cancel = connection.pgconn.get_cancel().cancel
+        wire = socket.socket(fileno=os.dup(connection.fileno()))
+        try:
+            wire.shutdown(socket.SHUT_RD if is_pooled(connection) else socket.SHUT_RDWR)
+        except OSError:
+            # Shut by an earlier call.
+            wire.close()
+            return None
+
+        def end() -> None:
+            with wire:
+                try:
+                    cancel()
+                finally:
+                    with suppress(OSError):
+                        wire.shutdown(socket.SHUT_RDWR)
+
+        return end
+    return None
+
+
+def _try(release: Callable[[], object]) -> None:
+    try:
+        release()
+    except (psycopg.Error, EventSQLError) as error:
+        logger.warning("a partition may stay taken until the server notices: %s", error)

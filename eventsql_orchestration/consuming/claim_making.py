@@ -1,0 +1,147 @@
+"""Making claims: which range of a consumer partition an owner gets, or why it gets none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psycopg import sql
+
+from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
+from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import ConsumerNotFoundError
+from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, how_often
+from eventsql_orchestration.topics.catalog import check_readable
+from eventsql_orchestration.topics.layouts import HELD_BACK, Layouts
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRequest:
+    """The claim that an owner asks for, with the parameters of `Claims.claim`."""
+
+    key: ConsumerPartition
+    owner: str
+    min_events: int
+    max_events: int
+    max_wait: float
+    lease: float
+    timeout: float
+    isolate: bool
+
+
+class ClaimMaker:
+    """Makes claims for `Claims`."""
+
+    def __init__(self, database: Database, dead_letters: DeadLetters) -> None:
+        self._database = database
+        self._dead_letters = dead_letters
+        self._layouts = Layouts(database)
+        self._queries = Queries("log", database.schema)
+
+    def claim(self, wanted: ClaimRequest) -> Claim | NoClaim:
+        """Make a claim, after the consumer has entered the topic's next layout if its partitions have come as far."""
+        if (claimed := self._claim(wanted)) is not None:
+            return claimed
+
+        key = wanted.key
+        settled = self._layouts.settle(key.topic, key.consumer)
+        try:
+            claimed = self._claim(wanted) if settled.entered else None
+        except ConsumerNotFoundError:
+            return NoClaim(f"the topic has no partition {key.partition} any more")
+        if claimed is not None:
+            return claimed
+        changing = "" if settled is HELD_BACK else "the partitions of the topic change here: "
+        return NoClaim(changing + settled.reason)
+
+    def _claim(self, wanted: ClaimRequest) -> Claim | NoClaim | None:
+        """Make a claim in one transaction; None when the partition has consumed all events of its layout."""
+        topic, partition = wanted.key.topic, wanted.key.partition
+        min_events, max_events = wanted.min_events, wanted.max_events
+        with self._database.transaction() as connection:
+            # A tick whose caller has given up must not keep the partition locked.
+            limit_waits(
+                connection, wanted.timeout,
+                "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout",
+            )  # fmt: skip
+            locked = lock(connection, self._queries, wanted.key, wait=False)
+            if locked is None:
+                return self._not_lockable(connection, wanted.key)
+            if (refusal := self._refusal(connection, locked)) is not None:
+                return refusal
+
+            if wanted.isolate and locked.state.failing:
+                min_events = max_events = 1
+            row = connection.execute(
+                self._queries("waiting" if partition == NOT_PARTITIONED else "waiting_partition", topic=topic),
+                {"partition": partition, "after": locked.offset, "upto": locked.upto, "limit": max_events},
+                prepare=False,
+            ).fetchone()
+            assert row is not None, "an aggregate gives one row"
+            events, upto, waited = row
+            if not events and locked.state.until is not None:
+                return None
+            if not events:
+                return NoClaim(f"no events wait after offset {locked.offset}", waiting=0)
+
+            # Up to the end of a layout there will be no more events.
+            if events < min_events and waited < wanted.max_wait and locked.state.until is None:
+                reason = f"{events} of {min_events} events wait, for {waited:.1f} s of {wanted.max_wait:g} s"
+                return NoClaim(reason, waiting=events, due_in=wanted.max_wait - waited)
+            return self._insert(connection, locked, upto=upto, events=events, owner=wanted.owner, lease=wanted.lease)
+
+    def _not_lockable(self, connection: Connection, key: ConsumerPartition) -> NoClaim:
+        row = connection.execute(self._queries("consumer_exists"), key.parameters()).fetchone()
+        if row is None or not row[0]:
+            check_readable(connection, self._database.schema, key.topic)
+            raise ConsumerNotFoundError(f"{key} does not exist: create it with `eventsql consumer create`")
+        return NoClaim("another consumption has the partition locked")
+
+    def _refusal(self, connection: Connection, locked: LockedPartition) -> NoClaim | None:
+        state = locked.state
+        if state.paused:
+            return NoClaim("the consumer is paused")
+        if locked.leased:
+            assert state.lease_expires_at is not None
+            left = (state.lease_expires_at - locked.now).total_seconds()
+            return NoClaim(
+                f"{state.lease_owner} leases the partition for {left:.0f} s more", leased_by=state.lease_owner
+            )
+        if (reason := self._dead_letters.blocking(state, connection)) is not None:
+            return NoClaim(
+                f"event {state.failed_event_id} blocks the partition: it failed {how_often(state.attempts)} "
+                f"({state.failure}) and {reason}"
+            )
+        if locked.retry_in:
+            return NoClaim(f"event {state.failed_event_id} is retried in {locked.retry_in:.0f} s ({state.failure})")
+        return None
+
+    def _insert(
+        self, connection: Connection, locked: LockedPartition, *, upto: int, events: int, owner: str, lease: float
+    ) -> Claim:
+        key, epoch = locked.key, locked.state.epoch + 1
+        connection.execute(self._queries("release_live_claim"), key.parameters())
+        row = connection.execute(
+            self._queries("insert_claim"),
+            {
+                **key.parameters(),
+                "after": locked.offset,
+                "upto": upto,
+                "events": events,
+                "epoch": epoch,
+                "owner": owner,
+            },
+        ).fetchone()
+        assert row is not None, "INSERT … RETURNING gives a row"
+        connection.execute(self._queries("lease"), {**key.parameters(), "epoch": epoch, "owner": owner, "lease": lease})
+        offsets = OffsetRange(key.topic, key.partition, locked.offset, upto)
+        return Claim(row[0], key.consumer, offsets, events, epoch, owner, locked.offset)
+
+
+def limit_waits(connection: Connection, seconds: float, *settings: str) -> None:
+    """Limit how long the current transaction waits, by these `settings`."""
+    # 0 would be no limit.
+    milliseconds = str(max(1, round(seconds * 1000)))
+    limits = [sql.SQL("pg_catalog.set_config({}, {}, true)").format(setting, milliseconds) for setting in settings]
+    connection.execute(sql.SQL("SELECT {}").format(sql.SQL(", ").join(limits)))

@@ -1,0 +1,83 @@
+"""Locking, processing and finishing a claim, each in a transaction that commits the claim's offset."""
+
+from __future__ import annotations
+
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration.consuming.batch import Batch, BatchResult
+from eventsql_orchestration.consuming.claim_values import Claim
+from eventsql_orchestration.consuming.partition import LockedPartition, lock
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.connections import check_encoding
+from eventsql_orchestration.errors import ClaimLostError, ValidationError
+from eventsql_orchestration.topics.reader import fetch
+
+
+def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> LockedPartition:
+    """Lock a claim's partition in the caller's transaction.
+
+    Raises `ClaimLostError` unless the claim still holds, and `ValidationError` outside of a transaction.
+    """
+    check_encoding(connection)
+    locked = lock(connection, queries, claim.key, wait=True)
+    if connection.info.transaction_status is not TransactionStatus.INTRANS:
+        raise ValidationError("a claim is committed in a transaction: take the connection of a `transaction()` block")
+    if locked is None:
+        raise ClaimLostError(f"{claim} is void: the consumer was deleted")
+
+    # A consumer that was deleted and registered anew counts its epochs anew. Ids of claims never come again.
+    cursor = connection.cursor(row_factory=tuple_row).execute(queries("claim"), {"claim": claim.id})
+    state = None if (row := cursor.fetchone()) is None else row[9]
+    if state != "claimed" or locked.state.epoch != claim.epoch:
+        raise ClaimLostError(f"{claim} was taken over or released")
+    if locked.offset != claim.position:
+        raise ClaimLostError(
+            f"{claim} is void: another consumption moved the offset from {claim.position} to {locked.offset}"
+        )
+    return locked
+
+
+def finish_claim(connection: Connection, queries: Queries, claim: Claim, state: str) -> bool:
+    """End a claim and its lease in the caller's transaction; False if it had ended before."""
+    if connection.execute(queries("finish_claim"), {"claim": claim.id, "state": state}).rowcount != 1:
+        return False
+    connection.execute(queries("end_lease"), {**claim.key.parameters(), "epoch": claim.epoch})
+    return True
+
+
+def ending(claim: Claim, result: BatchResult) -> str | None:
+    """The state in which a batch leaves its claim; None if the claim continues."""
+    if result.failure is not None:
+        return "released"
+    return "committed" if result.offset == claim.range.upto else None
+
+
+def holder(claim: Claim) -> dict[str, object]:
+    """The owner of a claim, as the statements take it."""
+    return {**claim.key.parameters(), "claim": claim.id, "epoch": claim.epoch, "owner": claim.owner}
+
+
+class ClaimSource:
+    """The next batch of a claim. Closing the batch also renews the lease, or ends the claim."""
+
+    def __init__(self, queries: Queries, claim: Claim, lease: float) -> None:
+        self.key = claim.key
+        self._queries = queries
+        self._claim = claim
+        self._lease = lease
+
+    def open(self, connection: Connection, limit: int) -> Batch:
+        rest = self._claim.remaining
+        locked = lock_claim(connection, self._queries, self._claim)
+        events = fetch(
+            connection, self._queries, rest.topic,
+            partition=rest.partition, after=rest.after, upto=rest.upto, limit=limit,
+        )  # fmt: skip
+        return Batch(locked, events, rest.upto if len(events) < limit else events[-1].id)
+
+    def close(self, connection: Connection, result: BatchResult) -> None:
+        if (state := ending(self._claim, result)) is not None:
+            finish_claim(connection, self._queries, self._claim, state)
+        else:
+            connection.execute(self._queries("renew_lease"), {**holder(self._claim), "lease": self._lease})

@@ -1,0 +1,74 @@
+"""Pruning claims: making claims also deletes those that ended long ago, so that their table stops growing.
+
+An ended claim is looked up by its id (by a repeated write, or a run that replays it) and by its owner (by
+`eventsql trace`). Housekeeping prunes the claims of runs, as part of Dagster's history.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import psycopg
+
+from eventsql_orchestration.consuming.partition import ConsumerPartition
+from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.errors import EventSQLError
+
+logger = logging.getLogger(__name__)
+
+RUN_OWNER: Final = "run "
+"""Prefix of the owner of a claim if it is a run of Dagster's."""
+
+PROCESS_OWNER: Final = "process "
+"""Prefix of the owner of a claim if it is a consumer in a process."""
+
+LEASED_SECONDS: Final = 3_600.0
+"""Age at which claims of consumers in processes are deleted: nothing repeats them."""
+
+KEPT_SECONDS: Final = 30 * 86_400.0
+"""Age at which claims of other owners are deleted, the same as for runs."""
+
+EVERY: Final = 257
+"""One of so many claims prunes. A prime, so that it meets each of the partitions that are claimed in turns."""
+
+BATCH: Final = 500
+"""Claims to check each time: more than are made meanwhile."""
+
+
+class ClaimPruning:
+    """Prunes the claims of the partitions that one `Claims` object claims."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queries = Queries("claims", database.schema)
+        self._looked_upto: dict[ConsumerPartition, int] = {}
+
+    def made(self, key: ConsumerPartition, claim_id: int) -> None:
+        """Count a new claim, and prune the claims of its partition if it is their turn. Raises no error."""
+        if claim_id % EVERY:
+            return
+        try:
+            self.prune(key)
+        except (EventSQLError, psycopg.Error) as error:
+            logger.info("old claims of %s are kept for now: %s", key, error)
+
+    def prune(self, key: ConsumerPartition) -> int:
+        """Check some claims of a partition and delete the old ones; returns their number.
+
+        If there were none, the next call continues after the checked claims.
+        """
+        values = {
+            **key.parameters(), "after": self._looked_upto.get(key, -1), "limit": BATCH,
+            "runs": RUN_OWNER, "processes": PROCESS_OWNER, "leased": LEASED_SECONDS, "kept": KEPT_SECONDS,
+        }  # fmt: skip
+        with self._database.transaction() as connection:
+            connection.execute("SET LOCAL statement_timeout TO '5s'")
+            row = connection.execute(self._queries("prune"), values).fetchone()
+        assert row is not None, "a SELECT without FROM gives a row"
+        looked_at, upto, deleted = row
+        if deleted or looked_at < BATCH:
+            self._looked_upto.pop(key, None)
+        else:
+            self._looked_upto[key] = upto
+        return int(deleted)

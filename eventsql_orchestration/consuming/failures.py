@@ -1,0 +1,123 @@
+"""Failed events: recorded on the consumer's row for a retry, or made dead letters once their attempts are spent."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Final
+
+from psycopg.pq import TransactionStatus
+
+from eventsql_orchestration.consuming.dead_letter_values import MAX_MESSAGE_LENGTH, NEVER, DeadLetterCause, describe
+from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.model import Event, how_often
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF: Final = 1.0
+MAX_BACKOFF: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An event that could not be processed. `outcome` is `RETRY`, `DEAD_LETTER` or `BLOCKED`."""
+
+    event_id: int
+    partition: int
+    error: str
+    attempts: int
+    outcome: str
+
+    RETRY = "retry"
+    DEAD_LETTER = "dead letter"
+    BLOCKED = "blocked"
+
+
+def transaction_lost(connection: Connection) -> bool:
+    """Whether the transaction that locked the partition is over or broken."""
+    return connection.info.transaction_status is not TransactionStatus.INTRANS
+
+
+def record_failure(
+    connection: Connection,
+    queries: Queries,
+    locked: LockedPartition,
+    event: Event,
+    error: BaseException,
+    *,
+    dead_letters: DeadLetters | None = None,
+) -> Failure:
+    """Record in the caller's transaction that the next event of a locked partition failed.
+
+    It is tried again after a backoff. Once its attempts are spent, it becomes a dead letter, if `dead_letters` accepts
+    it, and the offset moves past it. Otherwise it blocks the partition, until the consumer is resumed or a dead letter
+    topic is created.
+    """
+    key, state = locked.key, locked.state
+    attempts = (state.attempts if state.failed_event_id == event.id else 0) + 1
+    backoff = min(FIRST_BACKOFF * 2.0 ** min(attempts - 1, 30), MAX_BACKOFF)
+    failure = Failure(event.id, event.partition, describe(error), attempts, Failure.RETRY)
+
+    if attempts < state.max_attempts:
+        logger.warning(
+            "%s will try event %d again in %.0f s (attempt %d of %d failed: %s)",
+            key, event.id, backoff, attempts, state.max_attempts, failure.error,
+        )  # fmt: skip
+    elif dead_letters is not None and dead_letters.accepts(key.topic, connection):
+        cause = DeadLetterCause.of(key.consumer, error, attempts)
+        failure = _bury(connection, dead_letters, key, event, cause=cause, failure=failure)
+        if failure.outcome == Failure.DEAD_LETTER:
+            advance(connection, queries, key, after=locked.offset, upto=event.id, first=event.id, consumed=1)
+            connection.execute(queries("count_given_up"), key.parameters())
+            return failure
+        backoff = NEVER if failure.outcome == Failure.BLOCKED else backoff
+    else:
+        failure = replace(failure, outcome=Failure.BLOCKED)
+        logger.error(
+            "%s is blocked by event %d, which failed %s (%s); mend the handler and resume the consumer, "
+            "or create topic %s_dlt to take such events",
+            key, event.id, how_often(attempts), failure.error, key.topic,
+        )  # fmt: skip
+
+    values = {"event": event.id, "attempts": attempts, "failure": failure.error, "backoff": backoff}
+    connection.execute(queries("record_failure"), {**key.parameters(), **values})
+    return failure
+
+
+def _bury(
+    connection: Connection,
+    dead_letters: DeadLetters,
+    key: ConsumerPartition,
+    event: Event,
+    *,
+    cause: DeadLetterCause,
+    failure: Failure,
+) -> Failure:
+    """Publish the dead letter of an event. Returns the failure with its outcome."""
+    times = how_often(cause.attempts)
+    try:
+        # If the factory or the publisher fails, its effects are undone, and the failure is recorded all the same.
+        with connection.transaction():
+            buried = dead_letters.bury(connection, event, cause)
+    except Exception as problem:
+        if transaction_lost(connection):
+            raise
+        said = f"its dead letter could not be made: {describe(problem)}"
+        logger.exception("%s is held up by event %d, which failed %s: %s", key, event.id, times, said)
+        noted = f"{failure.error[: MAX_MESSAGE_LENGTH // 2]} ({said}"
+        return replace(failure, error=noted[: MAX_MESSAGE_LENGTH - 1] + ")")
+
+    if not buried:
+        logger.error(
+            "%s is blocked by event %d, which failed %s (%s) and was not made a dead letter; mend the handler or "
+            "the dead letter factory and resume the consumer",
+            key, event.id, times, failure.error,
+        )  # fmt: skip
+        return replace(failure, outcome=Failure.BLOCKED)
+
+    logger.error(
+        "%s gave event %d up after %d attempts, as a dead letter: %s", key, event.id, cause.attempts, failure.error
+    )
+    return replace(failure, outcome=Failure.DEAD_LETTER)

@@ -1,0 +1,1 @@
+"""Backfills: windows of a log that Dagster replays."""

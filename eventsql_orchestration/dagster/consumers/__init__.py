@@ -1,0 +1,1 @@
+"""Consumers as Dagster assets: sensors, ticks and runs of claims."""

@@ -1,0 +1,222 @@
+"""What a tick does about a consumer partition. The decision depends on its claim, its runs and the time only.
+
+`decide` is a pure function. `PartitionWatch` carries its decisions out. docs/dagster.md lists the decisions in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import dagster as dg
+
+from eventsql_orchestration.consuming.claims import Claim, LastClaim, PartitionClaims
+from eventsql_orchestration.dagster.consumers.drain import PATIENCE
+from eventsql_orchestration.dagster.consumers.options import RunLimits, TickOptions
+from eventsql_orchestration.dagster.consumers.owners import run_of_owner
+from eventsql_orchestration.dagster.tags import CLAIM_TAG, FINISHED, PARTITION_TAG, REPLAY_TAG, SHARED_TAG
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A run at the time of a tick: seconds since it started (0 before), and since its status changed."""
+
+    run_id: str
+    status: dg.DagsterRunStatus
+    tags: Mapping[str, str] = field(default_factory=dict)
+    age: float = 0.0
+    unchanged: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINISHED
+
+    @property
+    def started(self) -> bool:
+        return self.status == dg.DagsterRunStatus.STARTED
+
+    @property
+    def queued(self) -> bool:
+        return self.status == dg.DagsterRunStatus.QUEUED
+
+    @property
+    def label(self) -> str:
+        """The status, for people."""
+        return self.status.value.lower().replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionState:
+    """A consumer partition at the time of a tick.
+
+    `claim` is the live claim, and `run` is the run that owns the claim or was requested for it. `drains` names the run
+    that may be draining the partition (`draining_run`). Then `run` is that run, and `successor` is the run that was
+    requested to succeed it. `failures` runs in a row failed from the claim's offset, the last one `since_failure`
+    seconds ago. `late` runs from that offset found their claims lost.
+    """
+
+    claim: Claim | None = None
+    run: RunState | None = None
+    drains: str | None = None
+    successor: RunState | None = None
+    failures: int = 0
+    since_failure: float = 0.0
+    late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Do nothing. With `prolong`, renew the lease of the live claim first."""
+
+    reason: str
+    prolong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSuccessor:
+    """Request a run that takes the partition over from the run that drains it."""
+
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TryClaim:
+    """Claim the next range, and request a run for it.
+
+    With `release`, release the live claim first. `presumed_dead` is a run that is reported as failed once the range is
+    claimed. If the partition turns out to be leased, do `when_leased`.
+    """
+
+    release: bool = False
+    presumed_dead: str | None = None
+    when_leased: Wait | RequestSuccessor | None = None
+
+
+Decision: TypeAlias = Wait | RequestSuccessor | TryClaim
+
+
+def decide(state: PartitionState, limits: RunLimits, options: TickOptions) -> Decision:
+    """What a tick does about a partition."""
+    claim, run = state.claim, state.run
+    hand_over = _hand_over(state, limits, options)
+
+    if claim is None:
+        return hand_over or TryClaim()
+    if run is None or lease_decides(claim, run):
+        return TryClaim(presumed_dead=None if run is None else run.run_id, when_leased=hand_over)
+
+    if run.finished:
+        left = _backoff(state.failures, options) - state.since_failure
+        if left > 0:
+            return Wait(
+                f"{state.failures} runs failed from offset {claim.range.after}, run {run.run_id} last; "
+                f"the next is requested in {left:.0f} s"
+            )
+        return TryClaim(release=True)
+
+    if not run.queued and run.unchanged > _time_to_adopt(run, state.late, options):
+        return TryClaim(release=True, presumed_dead=run.run_id)
+    return Wait(f"run {run.run_id} of claim {claim.id} is {run.label}", prolong=True)
+
+
+def needs_attention(
+    standing: PartitionClaims, run: RunState | None, limits: RunLimits, options: TickOptions, *, hands_over: bool = True
+) -> bool:
+    """Whether a tick has to decide about a partition.
+
+    With `hands_over`, a partition may need a successor of the run that drains it.
+    """
+    if standing.claim is None:
+        # Even if no event waits now, the window of the run that drains the partition may end soon.
+        drains = hands_over and draining_run(None, None, standing.last, limits, options) is not None
+        return not standing.leased and (standing.waiting or drains)
+    if hands_over and draining_run(standing.claim, run, None, limits, options) is not None:
+        return True
+    return not (standing.leased and lease_decides(standing.claim, run))
+
+
+def lease_decides(claim: Claim, run: RunState | None) -> bool:
+    """Whether only the lease shows if a live claim's owner still lives."""
+    if run is None:
+        # The claim's tick may not be stored yet, or may never be stored, or the run was deleted.
+        return True
+    # A run that has adopted its claim renews the lease itself, as long as it lives.
+    return not run.finished and run_of_owner(claim.owner) is not None
+
+
+def needs_late_runs(claim: Claim, run: RunState, options: TickOptions) -> bool:
+    """Whether a decision depends on the number of runs that came too late."""
+    return run.started and not lease_decides(claim, run) and run.unchanged > options.adopt_timeout
+
+
+def draining_run(
+    claim: Claim | None, run: RunState | None, last: LastClaim | None, limits: RunLimits, options: TickOptions
+) -> str | None:
+    """The run that may be draining a partition, and may be succeeded.
+
+    Without a live claim, it is the owner of the latest claim. A run that finds nothing more ends after `drain_idle`. If
+    the claim has been over for longer, its run has ended or died. With a live claim, it is the claim's owner, if that
+    run was requested for another claim and its window ends soon.
+    """
+    if claim is None:
+        recent = last is not None and last.seconds <= limits.drain_idle + options.slack
+        return run_of_owner(last.owner) if last is not None and recent else None
+    if run is None or not run.started or run_of_owner(claim.owner) != run.run_id:
+        return None
+    if run.tags.get(CLAIM_TAG) == str(claim.id):
+        return None
+    return run.run_id if _window_ends_soon(run, limits, options) else None
+
+
+def _hand_over(state: PartitionState, limits: RunLimits, options: TickOptions) -> Wait | RequestSuccessor | None:
+    """What to do about the run that drains the partition; None if no run is known to drain it."""
+    run, run_id = state.run, state.drains
+    if run_id is None:
+        return None
+    if state.successor is not None and _will_come(state.successor, options):
+        return Wait(f"run {state.successor.run_id} takes over from run {run_id}")
+
+    if run is None or not run.started or not _drains_alone(run):
+        return None
+    left = limits.drain_seconds - run.age
+    if left < -options.slack:
+        return None
+    if _window_ends_soon(run, limits, options):
+        return RequestSuccessor(run_id)
+    return Wait(f"run {run_id} drains the partition, for {max(0.0, left):.0f} s more")
+
+
+def _drains_alone(run: RunState) -> bool:
+    """Whether a run drains one partition only.
+
+    A shared run goes from consumer to consumer. A replaying run consumes no waiting events. A run that a person
+    launched goes from partition to partition.
+    """
+    return PARTITION_TAG in run.tags and not {SHARED_TAG, REPLAY_TAG} & run.tags.keys()
+
+
+def _window_ends_soon(run: RunState, limits: RunLimits, options: TickOptions) -> bool:
+    """Whether the window ends soon. A run that is older than `lead` has steady traffic, or it would have ended."""
+    return limits.drain_seconds - run.age <= options.lead <= run.age
+
+
+def _will_come(successor: RunState, options: TickOptions) -> bool:
+    """Whether a successor can still be expected. The queue decides when a queued run starts."""
+    if successor.started:
+        return successor.age < PATIENCE + options.slack
+    return successor.queued or successor.unchanged < options.start_timeout
+
+
+def _backoff(failures: int, options: TickOptions) -> float:
+    """Seconds between the end of a run that failed and the next one from the same offset."""
+    if failures < 2:
+        return 0.0
+    return min(options.first_backoff * 2.0 ** min(failures - 2, 20), options.max_backoff)
+
+
+def _time_to_adopt(run: RunState, late: int, options: TickOptions) -> float:
+    """Seconds that a run has to start, or to adopt its claim."""
+    if not run.started:
+        return options.start_timeout
+    return options.adopt_timeout * 2.0 ** min(late, options.max_doublings)

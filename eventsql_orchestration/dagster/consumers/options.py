@@ -1,0 +1,149 @@
+"""Options of a consumer's runs, its asset and its sensors."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Final, TypeAlias
+
+import dagster as dg
+
+from eventsql_orchestration.errors import ValidationError
+
+Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLimits(dg.Resolvable):
+    """When a run is requested, how large its ranges are, and how long it goes on. Times are seconds.
+
+    - `min_events`: number of waiting events that requests a run.
+    - `max_wait`: time after which fewer waiting events request a run.
+    - `max_events`: maximum number of events in a range.
+    - `drain_seconds`: age at which a run stops claiming further ranges after its first one.
+    - `drain_events`: number of consumed events at which a run stops claiming.
+    - `drain_idle`: time without an event after which a run stops claiming.
+    - `lease`: time from the death of a run's process until its partition is consumed again. Dagster may see the death
+      sooner.
+
+    Raises `ValidationError` for limits that exclude one another.
+    """
+
+    min_events: int = 1
+    max_events: int = 10_000
+    max_wait: float = 5.0
+    drain_seconds: float = 20.0
+    drain_events: int = 1_000_000
+    drain_idle: float = 1.0
+    lease: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_events <= self.max_events:
+            raise ValidationError(
+                f"1 <= min_events <= max_events is needed, not {self.min_events} and {self.max_events}"
+            )
+        if self.lease <= 0:
+            raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")
+        for each in fields(self):
+            if getattr(self, each.name) < 0:
+                raise ValidationError(f"{each.name} must not be negative: {getattr(self, each.name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeLimits(RunLimits):
+    """The limits of a range asset's runs: its ranges are larger by default."""
+
+    max_events: int = 100_000
+    drain_events: int = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssetOptions:
+    """How Dagster shows and runs a consumer's asset.
+
+    - `description`: the function's docstring by default.
+    - `group_name`, `owners`: as for any asset.
+    - `deps`: further assets that it reads, beside its topic.
+    - `kinds`: added to the kinds of every consumer. None adds none for `consumer_asset`, and `pyspark` for
+      `range_asset`.
+    - `tags`: the tags of its runs.
+    - `pool`: the pool that limits its runs (docs/operations.md). An asset of kind `pyspark` is in `SPARK_POOL` by
+      default; name that pool for any other function that starts a session.
+    - `retry_policy`: Dagster's retry policy, for faults outside of events, for example a database that is away. The run
+      goes on with its claim from the offset reached. A failing event has its `max_attempts`, whatever the policy.
+    """
+
+    description: str | None = None
+    group_name: str = "consumers"
+    owners: Sequence[str] = ()
+    deps: Iterable[Dependency] = ()
+    kinds: Collection[str] | None = None
+    tags: Mapping[str, str] | None = None
+    pool: str | None = None
+    retry_policy: dg.RetryPolicy | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagLimits(dg.Resolvable):
+    """The allowed lag of a consumer: it may exceed `max_events` or `max_seconds` for at most `grace` seconds.
+
+    One of the two may be None. Raises `ValidationError`.
+    """
+
+    max_events: int | None = None
+    max_seconds: float | None = 300.0
+    grace: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_events is None and self.max_seconds is None:
+            raise ValidationError("a limit is needed: max_events, max_seconds, or both")
+        for each in fields(self):
+            if (getattr(self, each.name) or 0) < 0:
+                raise ValidationError(f"{each.name} must not be negative: {getattr(self, each.name)}")
+
+
+DEFAULT_LAG: Final = LagLimits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TickOptions:
+    """The timeouts and limits of the ticks of a consumer's sensors. Times are seconds.
+
+    - `statement_timeout`: maximum time of a tick's statement. Dagster gives a tick 60 s, and a tick that Dagster gave
+      up keeps running.
+    - `budget`: time after which a tick over many partitions begins no further one. With the statement under way and
+      Dagster's own storage, the tick stays well below the 60 s.
+    - `max_requests`: maximum number of runs that a tick requests. Dagster creates them one after the other, some 4 to
+      10 a second, and begins no further tick of this sensor meanwhile.
+    - `start_timeout`: time that a created or starting run has to start, before it loses its claim. Dagster's own
+      monitoring, if it is on, gives the run up after 180 s. A queued run waits as long as its queue lets it.
+    - `adopt_timeout`: time that a started run has to adopt its claim, before it loses it. Adoption is the first thing
+      that a run does, so the process of a late run has probably died; Dagster's default launcher does not notice. The
+      time doubles with each run from the same offset that came too late, up to `max_doublings` times (16 minutes).
+      Otherwise a run with resources that take long to set up would always be too late.
+    - `first_backoff`, `max_backoff`: pauses between runs that fail at the same offset for reasons outside of events.
+      Without pauses, a run would fail every 5 s.
+    - `lead`: time before the end of a run's window at which a tick requests a successor. Dagster's next look at the
+      sensor is at most 5 s away, its queue's 1 s, and a run takes some 2 s to start.
+    - `slack`: time after the end of its window in which a run may still be at its last range, or about to end.
+    - `linger`: time from its beginning that a tick waits for events if it finds none. Dagster begins the next tick 5 s
+      after the beginning of this tick if this tick is stored by then, and 10 s after it otherwise.
+    - `poll`: time between the looks of a lingering tick without a notification. The end of a lease sends no
+      notification, and a pooler lets none through.
+    - `pause`: time that a lingering tick ignores notifications, after a notification of events for another partition.
+    """
+
+    statement_timeout: float = 10.0
+    budget: float = 20.0
+    max_requests: int = 25
+    start_timeout: float = 300.0
+    adopt_timeout: float = 60.0
+    max_doublings: int = 4
+    first_backoff: float = 10.0
+    max_backoff: float = 600.0
+    lead: float = 9.0
+    slack: float = 5.0
+    linger: float = 4.0
+    poll: float = 1.0
+    pause: float = 0.25
+
+
+DEFAULT_TICKS: Final = TickOptions()

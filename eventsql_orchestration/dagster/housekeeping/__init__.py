@@ -1,0 +1,1 @@
+"""Schedules that keep tables and histories in bounds."""

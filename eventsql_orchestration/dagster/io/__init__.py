@@ -1,0 +1,1 @@
+"""The IO manager and what publishes frames."""

@@ -1,0 +1,1 @@
+"""Where an event comes from, as metadata."""

@@ -1,0 +1,1 @@
+"""Dagster on one machine, for development."""

@@ -1,0 +1,1 @@
+"""Lag, checks and alerts."""

@@ -1,0 +1,75 @@
+"""The job `register`, and the messages about topics and consumers that this job has yet to create."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Final
+
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Shard, Topic
+from eventsql_orchestration.errors import TopicNotFoundError
+
+REGISTER_JOB: Final = "register"
+
+LAUNCH_IT: Final = (
+    f"launch the job `{REGISTER_JOB}`, in Dagster's UI or with `dagster job launch -j {REGISTER_JOB}` (definitions "
+    f"with a name have `{REGISTER_JOB}_<name>`)"
+)
+
+
+def topic_missing(topic: str) -> str:
+    """The message for a topic that a code location declares and that does not exist."""
+    return f"topic {topic!r} is not registered: {LAUNCH_IT}"
+
+
+def require_topic(platform: EventSQL, topic: str) -> None:
+    """Raises `TopicNotFoundError`, which tells the user what to do."""
+    try:
+        platform.registry.topic(topic)
+    except TopicNotFoundError as error:
+        raise TopicNotFoundError(
+            f"{topic_missing(topic)}; it creates the topics of the consumers and those of `topics=`"
+        ) from error
+
+
+def consumer_missing(consumer: Consumer) -> str:
+    """The message for a consumer that an asset declares and that does not exist."""
+    return f"consumer {consumer.name!r} of topic {consumer.topic!r} is not registered: {LAUNCH_IT}"
+
+
+def why_unregistered(platform: EventSQL | Shard, topic: Topic, consumer: Consumer) -> str | None:
+    """Why an asset's consumer cannot consume: it is missing, or it has another form than the asset declares.
+
+    None if it is registered as declared. Raises `DatabaseUnavailableError`.
+    """
+    try:
+        registered = platform.registry.topic(topic.name)
+    except TopicNotFoundError:
+        return topic_missing(topic.name)
+    states = [state for state in platform.registry.consumers(topic.name) if state.name == consumer.name]
+    if not states:
+        return _other_topic(registered, topic, consumer) or consumer_missing(consumer)
+    if any((state.partition != NOT_PARTITIONED) != consumer.partitioned for state in states):
+        return other_form(consumer)
+    return None
+
+
+def other_form(consumer: Consumer) -> str:
+    """The message for a consumer that is registered in another form than its asset declares."""
+    is_now, declared = ("not ", "") if consumer.partitioned else ("", "not ")
+    return (
+        f"consumer {consumer.name!r} of topic {consumer.topic!r} is registered as {is_now}partitioned, and its asset "
+        f"declares it as {declared}partitioned: give the asset partitioned={not consumer.partitioned}, or delete the "
+        f"consumer and its offsets with `eventsql consumer delete {shlex.quote(consumer.topic)} "
+        f"{shlex.quote(consumer.name)}` and {LAUNCH_IT}"
+    )
+
+
+def _other_topic(registered: Topic, topic: Topic, consumer: Consumer) -> str | None:
+    """Why the job `register` would fail: the consumer is partitioned, and its topic is not."""
+    if registered.partitioned or not consumer.partitioned:
+        return None
+    return (
+        f"topic {topic.name!r} is registered without partitions, and the asset of consumer {consumer.name!r} declares "
+        f"{topic.partitions}: {LAUNCH_IT}, which changes a topic that has neither events nor consumers; else give the "
+        "asset partitioned=False and its topic no partitions, or another topic"
+    )

@@ -1,0 +1,1 @@
+"""Following an event through Dagster's runs."""

@@ -1,0 +1,122 @@
+"""The errors of psycopg and SQLAlchemy as errors of this package."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Final
+
+import psycopg
+import sqlalchemy
+
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    SchemaOutdatedError,
+    TopicNotFoundError,
+    ValidationError,
+)
+
+_SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53300", "25P03", "25P04"})
+"""SQLSTATEs of a server that shuts down or starts, has no connection left, or ended the session for being idle."""
+
+_DAMAGED: Final = ("58", "XX001", "XX002")
+"""SQLSTATEs of files that are gone or cannot be used, and of data and indexes that are damaged."""
+
+_CONFLICT: Final = "40"
+"""The class of SQLSTATEs of transactions that were rolled back for another one's sake."""
+
+_CONNECTION: Final = "08"
+"""The class of SQLSTATEs about connections; a pooler whose server does not answer says 08P01."""
+
+_DRIVERS: Final = ("psycopg", "sqlalchemy", "contextlib")
+
+
+def driver_error(error: BaseException) -> BaseException | None:
+    """Psycopg's error, also where SQLAlchemy has wrapped it."""
+    return error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
+
+
+def describe(error: psycopg.Error) -> str:
+    """A driver's error in one line, without the details that repeat values."""
+    return error.diag.message_primary or " ".join(str(error).split()) or type(error).__name__
+
+
+def translate(error: Exception, where: str, schema: str) -> EventSQLError | None:
+    """The error of ours that says what a driver's error means for its user; None where the meaning is not known.
+
+    `where` names the database without its password. A missing table or column counts only where it is one of `schema`:
+    a caller's own statements may miss others.
+    """
+    if isinstance(error, sqlalchemy.exc.TimeoutError):
+        return DatabaseBusyError(f"{where}: every connection of this process is taken: use fewer threads at once")
+    cause = driver_error(error)
+    if not isinstance(cause, psycopg.Error):
+        return None
+
+    detail = describe(cause)
+    kind: type[EventSQLError]
+    match cause:
+        case psycopg.errors.DiskFull() | psycopg.errors.OutOfMemory() | psycopg.errors.ConfigurationLimitExceeded():
+            kind, meaning = DatabaseFullError, f"has no room left ({detail}): nothing of this call was stored"
+        case psycopg.errors.ReadOnlySqlTransaction():
+            kind, meaning = DatabaseError, f"takes no writes ({detail}): is it a standby, or set to read only?"
+        case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_DAMAGED):
+            kind, meaning = DatabaseError, f"cannot read or write its files ({detail}): look at the server's log"
+        case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable() | psycopg.errors.DeadlockDetected():
+            kind, meaning = DatabaseBusyError, f"did not get to it in time ({detail}): try again"
+        # By the name alone: the words and quotes around it are in the server's language.
+        case psycopg.errors.UndefinedTable() if re.search(rf"\b{re.escape(schema)}\.\S*_event\W", detail):
+            kind, meaning = TopicNotFoundError, f"lacks the log of a topic ({detail}): the topic was deleted"
+        case (
+            psycopg.errors.UndefinedTable() | psycopg.errors.UndefinedColumn() | psycopg.errors.InvalidSchemaName()
+        ) if re.search(rf"\b{re.escape(schema)}\b|eql_", detail):
+            kind, meaning = SchemaOutdatedError, f"lacks a table of the platform ({detail}): run `eventsql migrate`"
+        case psycopg.ProgrammingError(sqlstate=None) if "connection option" in detail:
+            kind, meaning = ConfigurationError, f"has a URL that cannot be used ({detail})"
+        case psycopg.OperationalError(sqlstate=sqlstate) if sqlstate is None or sqlstate.startswith(_CONNECTION):
+            meaning = f"cannot be reached ({detail}): is the server running, is the URL right?"
+            kind = DatabaseUnavailableError
+        case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT:
+            kind, meaning = DatabaseUnavailableError, f"closed the connection ({detail}): is the server running?"
+        case _:
+            return None
+    return kind(f"{where} {meaning}")
+
+
+def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLError:
+    """The error of ours for any error of a statement that this package ran."""
+    known = translate(error, where, schema)
+    if known is not None:
+        return known
+
+    detail = describe(error)
+    match error:
+        case psycopg.errors.InFailedSqlTransaction():
+            return DatabaseError(f"{where}: the transaction was aborted by an earlier error: roll it back, begin anew")
+        case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_CONFLICT):
+            return DatabaseBusyError(f"{where} refused a transaction that conflicts with another ({detail}): try again")
+        case psycopg.Error(sqlstate=None) if isinstance(error, psycopg.DataError) or detail.startswith("cannot adapt"):
+            # The driver itself raised it: nothing was sent.
+            return ValidationError(f"a value cannot be sent to {where}: {detail}")
+        case psycopg.ProgrammingError(sqlstate=None):
+            # This package says so where a handler has ended its transaction.
+            return DatabaseError(f"{where}: {detail}")
+    return DatabaseError(f"{where} refused a statement: {detail}")
+
+
+def ran_by_us(error: BaseException, pool: str) -> bool:
+    """Whether this package ran the statement that failed, and not a caller's function or block.
+
+    The innermost frame outside of the driver ran it. The module `pool` runs only COMMIT, for statements of others.
+    """
+    ran_by = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in _DRIVERS:
+            ran_by = module
+    return ran_by != pool and ran_by.partition(".")[0] == __name__.partition(".")[0]

@@ -1,1 +1,0 @@
-"""Floor 2: the ordered log. Publishing, transfer, consuming, claims, dead letters and lag."""

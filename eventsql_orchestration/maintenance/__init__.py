@@ -1,0 +1,1 @@
+"""Maintenance of logs: retention, seek and repartitioning."""

@@ -1,0 +1,1 @@
+"""Publishing: publishers, the log's writer and the transfer."""

@@ -1,0 +1,1 @@
+"""Shards: everything on one database, and the cluster of several shards."""

@@ -1,0 +1,1 @@
+"""Topics: their registry, partitions, layouts, segments and offsets."""

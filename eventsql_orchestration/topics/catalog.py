@@ -1,0 +1,229 @@
+"""Topics and consumers as a transaction sees them: reading, locking and checking their definitions."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Sequence
+from typing import Any, Final
+
+import psycopg
+from sqlalchemy import Connection, any_, func, select, true
+
+from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
+from eventsql_orchestration.database import Queries, driver_connection, tables
+from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.errors import (
+    InvalidNameError,
+    PartitionOutOfRangeError,
+    RedefinitionError,
+    TopicNotFoundError,
+)
+from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.sharding import ShardSet
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS: Final = 10
+"""How long a redefinition waits for publishers at most, and keeps them waiting."""
+
+REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
+"""The advisory lock of every change of topics, their logs and consumers' offsets by the registry."""
+
+_t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
+
+_TOPICS: Final = select(
+    _t.eql_name,
+    _t.eql_partitions,
+    _t.eql_created_at,
+    _t.eql_retention_seconds,
+    _t.eql_retention_bytes,
+    _t.eql_retention_events,
+    _t.eql_layout,
+    select(
+        func.json_build_object(
+            "set", _s.eql_set, "name", _s.eql_name, "active", _s.eql_active,
+            "generation", _g.eql_generation, "shards", _g.eql_shards,
+        )
+    )
+    .select_from(tables.shard.join(tables.shard_layout, true()))
+    .order_by(_g.eql_generation.desc())
+    .limit(1)
+    .scalar_subquery(),
+)  # fmt: skip
+
+
+def find_topic(connection: Connection, name: str) -> Topic | None:
+    """A topic as the caller's transaction sees it now."""
+    row = connection.execute(_TOPICS.where(_t.eql_name == name)).one_or_none()
+    return None if row is None else _as_topic(row)
+
+
+def existing_topic(connection: Connection, name: str) -> Topic:
+    """A topic as the caller's transaction sees it now. Raises `TopicNotFoundError`."""
+    topic = find_topic(connection, name)
+    if topic is None:
+        raise TopicNotFoundError(f"topic {name!r} does not exist: create it with `eventsql topic create {name}`")
+    return topic
+
+
+def all_topics(connection: Connection) -> list[Topic]:
+    """All topics by name, except those of EventSQL's Java library with names that only it can use."""
+    topics = []
+    for row in connection.execute(_TOPICS.order_by(_t.eql_name)):
+        try:
+            topics.append(_as_topic(row))
+        except InvalidNameError as error:
+            logger.warning("a topic is left out, which another library made: %s", error)
+    return topics
+
+
+def _as_topic(row: Sequence[Any]) -> Topic:
+    name, partitions, created_at, *bounds, layout, shards = row
+    retention = Retention(*bounds)
+    return Topic(
+        name, partitions, created_at, retention=None if retention.for_ever else retention, layout=layout,
+        shards=ShardSet.from_json(shards),
+    )  # fmt: skip
+
+
+def consumer_states(
+    connection: Connection,
+    topic: str | None,
+    consumer: str | None = None,
+    *,
+    partitions: Sequence[int] | None = None,
+    lock: bool = False,
+) -> list[ConsumerState]:
+    """Consumer partitions by topic, name and partition; with `lock`, locked after the consumptions under way.
+
+    Every lock of several partitions is taken here: in different orders, two transactions could wait for each other.
+    """
+    query = select(
+        _c.eql_topic,
+        _c.eql_name,
+        _c.eql_partition,
+        func.coalesce(_c.eql_last_event_id, 0),
+        _c.eql_consumed_events,
+        _c.eql_last_consumption_at,
+        _c.eql_paused,
+        _c.eql_epoch,
+        _c.eql_lease_owner,
+        _c.eql_lease_expires_at,
+        _c.eql_failed_event_id,
+        _c.eql_attempts,
+        _c.eql_failure,
+        _c.eql_retry_at,
+        _c.eql_max_attempts,
+        _c.eql_filter,
+        _c.eql_until,
+    ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)
+    if topic is not None:
+        query = query.where(_c.eql_topic == topic)
+    if consumer is not None:
+        query = query.where(_c.eql_name == consumer)
+    if partitions is not None:
+        query = query.where(_c.eql_partition.in_(partitions))
+    if lock:
+        query = query.with_for_update()
+    rows: Sequence[Sequence[Any]] = connection.execute(query).all()
+    return [
+        ConsumerState(*(*columns, EventFilter.from_json(conditions), until)) for *columns, conditions, until in rows
+    ]
+
+
+def choose_partitions(states: Sequence[ConsumerState], partition: int | None) -> list[int]:
+    """The chosen partition of a consumer, or all of its partitions with None.
+
+    Raises `PartitionOutOfRangeError`.
+    """
+    own = [state.partition for state in states]
+    if partition is None or [partition] == own:
+        return own
+    name = states[0].name
+    if own == [NOT_PARTITIONED]:
+        raise PartitionOutOfRangeError(
+            f"partition {partition} is out of range: consumer {name!r} is not partitioned, it reads all of them as one"
+        )
+    if partition not in own:
+        raise PartitionOutOfRangeError(
+            f"partition {partition} is out of range: consumer {name!r} has partitions 0 to {len(own) - 1}"
+        )
+    return [partition]
+
+
+def check_form(consumer: Consumer, existing: Sequence[ConsumerState]) -> None:
+    """Raise `RedefinitionError` for a consumer that exists in the other form: its offsets mean nothing in this form."""
+    name, topic = consumer.name, consumer.topic
+    if all((state.partition != NOT_PARTITIONED) == consumer.partitioned for state in existing):
+        return
+    form = "not partitioned" if consumer.partitioned else "partitioned"
+    option = "without `--partitioned`" if consumer.partitioned else "with `--partitioned`"
+    raise RedefinitionError(
+        f"consumer {name!r} of topic {topic!r} exists and is {form}, so nothing was changed: register it {option} "
+        f"(in Python partitioned={not consumer.partitioned}), or delete it and its offsets first with "
+        f"`eventsql consumer delete {shlex.quote(topic)} {shlex.quote(name)}`"
+    )
+
+
+def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
+    """Fail where the current role may not read a topic's log: row security hides the topic's consumers from it."""
+    queries, log = Queries("log", schema), f'"{schema}"."{event_table(topic)}"'
+    if connection.execute(queries("is_refused"), {"log": log}).fetchone() == (True,):
+        connection.execute(queries("check_readable", topic=topic))
+
+
+def refuse_capitals(connection: Connection, name: str) -> None:
+    """Refuse capitals, which EventSQL's Java library allows: topics that differ only in case would share a table."""
+    folded = func.lower(_t.eql_name.collate("C"))
+    known = list(connection.scalars(select(_t.eql_name).where(folded == name.lower())))
+    if name not in known and (known or name != name.lower()):
+        raise InvalidNameError(
+            f"topic name {name!r} is not usable: "
+            + (f"topic {known[0]!r} has its table" if known else f"take lower-case letters, as in {name.lower()!r}")
+        )
+
+
+def has_events(connection: Connection, name: str) -> bool:
+    log = tables.event_log(name, partitioned=False)
+    buffered = select(tables.event_buffer.c.eql_id).where(tables.event_buffer.c.eql_topic == name).limit(1)
+    block, part = tables.spark_staged_event.c, tables.spark_part.c
+    decided = (
+        select(block.eql_attempt)
+        .join(tables.spark_part, block.eql_attempt == any_(part.eql_attempts))
+        .where(block.eql_topic == name, part.eql_published_at.is_(None))
+        .limit(1)
+    )
+    return any(
+        connection.execute(found).first() is not None for found in (select(log.c.eql_id).limit(1), buffered, decided)
+    )
+
+
+def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
+    """Let no other topic, consumer, seek or retention of this database change until the caller's transaction ends.
+
+    Such changes are rare, and two at once would collide in their DDL, or read rows that the other is about to change. A
+    transaction with the lock waits for nothing else for long: all others wait with it.
+    """
+    driver = driver_connection(connection)
+    driver.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
+    driver.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+
+
+def lock_topic(connection: Connection, name: str) -> None:
+    """Wait for the transfer that holds the topic, and keep others out of its table."""
+    lock = tables.event_buffer_lock.c.eql_topic
+    connection.execute(select(lock).where(lock == name).with_for_update())
+
+
+def lock_buffer(connection: Connection) -> None:
+    """Wait until publishers have committed their events, and keep them from writing by old definitions.
+
+    Publishers of all topics wait too, as long as this call waits for an open transaction that has published.
+    """
+    driver_connection(connection).execute(Queries("layouts", schema_of(connection))("lock_buffer"))
+
+
+def schema_of(connection: Connection) -> str:
+    """The schema of the tables in a transaction of `Database.core`."""
+    return str(connection.get_execution_options()["schema_translate_map"][None])

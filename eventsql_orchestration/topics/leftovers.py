@@ -1,0 +1,122 @@
+"""Leftovers: rows and tables of topics and consumers that do not exist any more.
+
+Triggers of the database delete them with the topic or the consumer. This module clears rows that are older than the
+triggers, and rows of transactions that were under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Database, Queries, tables
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.catalog import lock_registry
+from eventsql_orchestration.topics.side_consumers import MARK
+
+BATCH: Final = 1_000
+"""Rows that one statement deletes, in a few milliseconds."""
+
+MOST_BATCHES: Final = 100
+"""Statements on one name's rows in one run; the next run goes on."""
+
+_TABLES: Final = ("consumer", "topic_layout", "shard_fence", "redriven_dead_letter", "event_buffer_lock")
+"""Tables with a topic's name and without events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Rows of a table for a topic that does not exist, or its consumer; in `topic_layout`, for a former topic too."""
+
+    table: str
+    topic: str
+    consumer: str | None = None
+
+    def __str__(self) -> str:
+        of = f"topic {self.topic}" if self.consumer is None else f"consumer {self.consumer} of topic {self.topic}"
+        return f"{self.table} has rows of a former {of}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """A consumer that has `partitions` partitions of its topic and needs `needed`: it misses the others' events."""
+
+    consumer: str
+    partitions: int
+    needed: int
+
+
+class Leftovers:
+    """Finds and clears the leftovers of one database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queries = Queries("leftovers", database.schema)
+
+    def find(self) -> list[Leftover]:
+        """The rows that `clear` would delete."""
+        with self._database.connection() as connection:
+            found = [
+                Leftover(table, topic)
+                for table in _TABLES
+                for (topic,) in connection.execute(self._queries("topics", segment=table)).fetchall()
+            ]
+            found += [
+                Leftover("topic_layout", topic) for (topic,) in connection.execute(self._queries("layouts")).fetchall()
+            ]
+            claimed = connection.execute(self._queries("consumers")).fetchall()
+        return found + [Leftover("consumer_claim", topic, consumer) for topic, consumer in claimed]
+
+    def clear(self) -> int:
+        """Delete the leftover rows, a batch at a time; returns their number."""
+        cleared = 0
+        for leftover in self.find():
+            cleared += self._delete("delete" if leftover.consumer is None else "delete_claims", leftover)
+        return cleared + self._clear_layouts()
+
+    def _clear_layouts(self) -> int:
+        """Delete the layouts that existing topics have of their former lives."""
+        with self._database.transaction() as connection:
+            if not connection.execute(self._queries("layouts")).fetchall():
+                return 0
+            lock_registry(connection)
+            cleared = 0
+            for (topic,) in connection.execute(self._queries("layouts")).fetchall():
+                cleared += connection.execute(self._queries("delete_layouts"), {"topic": topic}).rowcount
+                connection.execute(self._queries("let_on"), {"topic": topic})
+            return cleared
+
+    def _delete(self, statement: str, leftover: Leftover) -> int:
+        query = self._queries(statement, segment=leftover.table)
+        values = {"topic": leftover.topic, "consumer": leftover.consumer, "batch": BATCH}
+        deleted = 0
+        with self._database.connection() as connection:
+            for _ in range(MOST_BATCHES):
+                batch = connection.execute(query, values).rowcount
+                deleted += batch
+                if batch < BATCH:
+                    break
+        return deleted
+
+    def drop_detached(self, connection: Connection, *, kept: list[str]) -> None:
+        """Drop the segments that retention has detached and left, except those of the topics `kept`."""
+        schema = self._database.schema
+        prefixes = tuple(segments.segment_name(topic, 0)[:-1] for topic in kept)
+        rows = connection.execute(self._queries("detached"), {"schema": schema, "mark": tables.DROPPED}).fetchall()
+        for (table,) in rows:
+            if not str(table).startswith(prefixes):
+                connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, table)))
+
+    def unregistered(self) -> list[str]:
+        """The missing topics of events in the buffer."""
+        with self._database.connection() as connection:
+            rows = connection.execute(self._queries("topics", segment="event_buffer")).fetchall()
+        return [topic for (topic,) in rows]
+
+    def lacking(self, topic: str) -> list[Lacking]:
+        """The partitioned consumers of a topic that have fewer partitions than they need."""
+        values = {"topic": topic, "window": MARK}
+        with self._database.connection() as connection:
+            return [Lacking(*row) for row in connection.execute(self._queries("lacking"), values).fetchall()]

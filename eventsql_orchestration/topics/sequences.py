@@ -1,0 +1,216 @@
+"""The sequences of ids: they give out ids one by one, upwards, above every existing id.
+
+Readers go by the ids of a log, and the transfer goes by the ids of the buffer. A sequence with CACHE above 1 gives each
+session ids of its own in advance, so a smaller id appears after a larger one, when readers or the low-water mark have
+passed it. A sequence that counts downwards, starts again or was set back has the same effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration.database import Connection, Queries, tables
+from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.errors import SequenceError
+
+logger = logging.getLogger(__name__)
+
+SETTINGS: Final = "CACHE 1 INCREMENT BY 1 NO CYCLE"
+"""The settings of each sequence. ALTER SEQUENCE makes other sessions drop the ids that they hold in advance."""
+
+NEARLY: Final = 0.9
+"""The share of a sequence's values after which it is reported as nearly used up."""
+
+LOCK_MILLISECONDS: Final = 250
+"""How long publishers are kept waiting at most while the buffer's sequence is advanced."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """A sequence as it is set, and the table that it belongs to.
+
+    `last` is its last value: 0 before the first, None where the current role may not read it.
+    """
+
+    schema: str
+    name: str
+    table: str
+    cache: int
+    increment: int
+    cycles: bool
+    limit: int
+    last: int | None
+
+    @property
+    def identifier(self) -> sql.Identifier:
+        return sql.Identifier(self.schema, self.name)
+
+    def __str__(self) -> str:
+        return self.identifier.as_string()
+
+    @property
+    def wrong(self) -> str | None:
+        """The settings that break the order of ids."""
+        found = (
+            f"CACHE {self.cache}" if self.cache != 1 else "",
+            f"INCREMENT BY {self.increment}" if self.increment < 1 else "",
+            "CYCLE" if self.cycles else "",
+        )
+        return " ".join(filter(None, found)) or None
+
+    def error(self) -> SequenceError | None:
+        """The error for its settings; None where they are right."""
+        if self.wrong is None:
+            return None
+        remedy = f"ALTER SEQUENCE {self} {SETTINGS}"
+        return SequenceError(
+            f"sequence {self} has {self.wrong}: ids would not grow in the order of commits, and events would be lost",
+            sequence=str(self), remedy=remedy,
+        )  # fmt: skip
+
+    def behind(self, highest: int) -> SequenceError | None:
+        """The error where its table has ids up to `highest` and it gives out smaller ones."""
+        if self.last is None or self.last >= highest:
+            return None
+        remedy = f"SELECT pg_catalog.setval('{self}', greatest({highest}, last_value)) FROM {self}"  # noqa: S608 - to be read
+        return SequenceError(
+            f"sequence {self} has given out {self.last}, and {self.table} has id {highest}: new ids would be below it",
+            sequence=str(self), remedy=remedy,
+        )  # fmt: skip
+
+    def nearly_used_up(self) -> SequenceError | None:
+        """The error where few of its values are left."""
+        if self.last is None or self.last < self.limit * NEARLY:
+            return None
+        remedy = f"ALTER SEQUENCE {self} AS bigint NO MAXVALUE"
+        return SequenceError(
+            f"sequence {self} is nearly used up: it has given out {self.last} of {self.limit}",
+            sequence=str(self), remedy=remedy,
+        )  # fmt: skip
+
+
+class Ids:
+    """A log writer's knowledge of the sequences of its topics."""
+
+    def __init__(self, schema: str) -> None:
+        self._schema = schema
+        self._queries = Queries("sequences", schema)
+        self._last: dict[str, int] = {}
+
+    def holds(self, topic: str, last: int | None) -> bool:
+        """Whether a sequence was not set back since the last look; `last` is its last id."""
+        if last is None or last < self._last.get(topic, 0):
+            return False
+        self._last[topic] = last
+        return True
+
+    def drew(self, topic: str, ids: int) -> None:
+        """Note that so many ids of a log were taken."""
+        self._last[topic] += ids
+
+    def look(self, connection: Connection, topic: str) -> bool:
+        """Check the sequence of a log in the caller's transaction, which holds the topic; advance one that is behind.
+
+        Gives whether the times of the log are points in time. Raises `SequenceError`.
+        """
+        log = sql.Identifier(self._schema, event_table(topic)).as_string(connection)
+        row = (
+            connection.cursor(row_factory=tuple_row)
+            .execute(self._queries("log_state", topic=topic), {"topic": topic, "log": log}, prepare=False)
+            .fetchone()
+        )
+        assert row is not None, "a function in FROM gives a row"
+        # After the statement above, which says where a topic was deleted.
+        check(connection, self._schema, event_table(topic))
+        zoned, sequence, last, highest = row
+        if last < highest:
+            (state,) = states(connection, self._schema, [event_table(topic)])
+            try:
+                # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
+                connection.execute(self._queries("advance"), {"sequence": sequence, "value": highest})
+            except psycopg.errors.InsufficientPrivilege as error:
+                # A role that transfers draws ids and sets no sequence.
+                raise state.behind(highest) or error from error
+            logger.warning("the ids of topic %r go on after %d: its sequence was set back to %d", topic, highest, last)
+        self._last[topic] = max(last, highest)
+        return bool(zoned)
+
+
+def advance_buffer(connection: Connection, schema: str) -> None:
+    """Advance the buffer's sequence to the ids in the buffer, on a connection in autocommit mode.
+
+    It is behind them after a restore without sequences, or a `setval`. Raises `SequenceError` where publishers'
+    transactions are in the way, or the current role may not set it.
+    """
+    queries = Queries("sequences", schema)
+    if connection.execute(queries("buffer_highest")).fetchone() is None:
+        return
+    try:
+        with connection.transaction():
+            connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_MILLISECONDS}ms'")
+            connection.execute(Queries("layouts", schema)("lock_buffer"))
+            found = connection.execute(queries("buffer_highest")).fetchone()
+            if found is not None:
+                connection.execute(queries("advance_buffer"), {"value": found[0]})
+                logger.warning("the ids of the buffer go on after %d: its sequence was set back", found[0])
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.InsufficientPrivilege) as error:
+        (state,) = states(connection, schema, [tables.event_buffer.name])
+        found = connection.execute(queries("buffer_highest")).fetchone()
+        behind = None if found is None else state.behind(found[0])
+        if behind is not None:
+            raise behind from error
+
+
+def states(connection: Connection, schema: str, names: Sequence[str]) -> list[SequenceState]:
+    """The sequences of the tables of these names, by table."""
+    cursor = connection.cursor(row_factory=tuple_row)
+    cursor.execute(Queries("sequences", schema)("settings"), {"schema": schema, "tables": list(names)})
+    return [SequenceState(*row) for row in cursor]
+
+
+def check(connection: Connection, schema: str, table: str) -> None:
+    """Raise `SequenceError` unless a table's ids come one by one and upwards from a sequence of its own."""
+    found = states(connection, schema, [table])
+    for state in found:
+        if (error := state.error()) is not None:
+            raise error
+    if not found:
+        name = sql.Identifier(schema, table).as_string(connection)
+        remedy = f"ALTER SEQUENCE … OWNED BY {name}.eql_id"
+        raise SequenceError(f"no sequence belongs to {name}.eql_id", remedy=remedy)
+
+
+def settle(connection: Connection, schema: str, table: str) -> None:
+    """Mend the settings of a table's sequence in the caller's transaction."""
+    for state in states(connection, schema, [table]):
+        if state.wrong is not None:
+            connection.execute(sql.SQL(f"ALTER SEQUENCE {{}} {SETTINGS}").format(state.identifier))
+            logger.warning("sequence %s had %s, and has %s now", state, state.wrong, SETTINGS)
+
+
+def _highest(connection: Connection, schema: str, table: str) -> int:
+    """The largest id in a table, as far as the current role may read it; 0 where there is none."""
+    queries, name = Queries("sequences", schema), sql.Identifier(schema, table).as_string(connection)
+    if connection.execute(queries("readable"), {"table": name}).fetchone() != (True,):
+        return 0
+    row = connection.execute(queries("highest", segment=table)).fetchone()
+    return 0 if row is None or row[0] is None else int(row[0])
+
+
+def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[SequenceError]:
+    """What is wrong with the sequences of the platform's tables and of the logs of `topics`."""
+    names = [*tables.metadata.tables, *map(event_table, topics)]
+    found: list[SequenceError] = []
+    for state in states(connection, schema, names):
+        highest = _highest(connection, schema, state.table)
+        found += [
+            error for error in (state.error(), state.behind(highest), state.nearly_used_up()) if error is not None
+        ]
+    return found

@@ -1,0 +1,176 @@
+"""The platform as one object: it connects when it is used, transfers what its process published, and closes clean."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import DatabaseUnavailableError, SchemaOutdatedError
+
+if TYPE_CHECKING:
+    from tests.fixtures import Sessions, Until
+
+
+def transferring() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "eventsql-transfer"]
+
+
+def test_nothing_connects_and_no_thread_runs_before_it_is_used() -> None:
+    with EventSQL("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere"):
+        assert transferring() == []
+
+
+def test_the_sketch_of_the_manual_works(dsn: str, until: Until) -> None:
+    handled: list[bytes] = []
+    with EventSQL(dsn) as platform:
+        platform.registry.register_topic(Topic("account_created", partitions=10))
+        platform.registry.register_consumer(Consumer("account_created", "mailer", partitioned=True))
+        platform.publisher.publish(Publication("account_created", b"{}", key="42", metadata={"source": "web"}))
+        platform.publisher.publish_all(Publication("account_created", b"{}", key=str(key)) for key in range(50))
+        platform.consumers.start(
+            "account_created", "mailer", lambda event, _: handled.append(event.value), polling_delay=0.01
+        )
+        until(lambda: len(handled) == 51)
+        assert sum(lag.events for lag in platform.lag("account_created")) == 0
+
+
+def test_a_process_that_publishes_transfers_in_the_background(dsn: str, until: Until) -> None:
+    with EventSQL(dsn) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        assert transferring() == []
+        for number in range(3):
+            platform.publisher.publish(Publication("orders", b""))
+            until(lambda number=number: platform.reader.count("orders") == number + 1)  # type: ignore[misc]  # bound
+        assert len(transferring()) == 1
+    assert transferring() == []
+
+
+def test_a_process_that_was_told_not_to_does_not_transfer(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.publisher.publish(Publication("orders", b""))
+    assert transferring() == []
+    assert platform.reader.count("orders") == 0
+
+
+def test_events_of_the_callers_transaction_are_transferred_after_its_commit(
+    dsn: str, sessions: Sessions, until: Until
+) -> None:
+    with EventSQL(dsn) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        mine = sessions()
+        platform.publisher.publish(Publication("orders", b""), connection=mine)
+        assert platform.reader.count("orders") == 0
+        mine.commit()
+        until(lambda: platform.reader.count("orders") == 1)
+
+
+def test_closing_moves_what_was_published_last(dsn: str, platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    for _ in range(5):
+        with EventSQL(dsn) as publishing:
+            publishing.publisher.publish_all(Publication("orders", b"") for _ in range(100))
+    assert platform.reader.count("orders") == 500
+
+
+def test_closing_ends_though_others_go_on_publishing(dsn: str, platform: EventSQL, until: Until) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    stop = threading.Event()
+
+    def publish() -> None:
+        while not stop.is_set():
+            platform.publisher.publish_all(Publication("orders", b"") for _ in range(50))
+
+    with ThreadPoolExecutor(1) as executor:
+        publishing = executor.submit(publish)
+        try:
+            with EventSQL(dsn) as closing:
+                closing.publisher.publish(Publication("orders", b""))
+                until(lambda: platform.reader.count("orders") > 0)
+        finally:
+            stop.set()
+        publishing.result()
+
+
+def test_closing_while_the_server_is_down_warns_and_loses_nothing(
+    dsn: str, server: EmbeddedPostgres, caplog: pytest.LogCaptureFixture, until: Until
+) -> None:
+    platform = EventSQL(dsn)
+    platform.registry.register_topic(Topic("orders"))
+    platform.publisher.publish(Publication("orders", b"one"))
+    until(lambda: platform.reader.count("orders") == 1)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES ('orders', -1, 'two', '{}')"
+        )
+        server.stop(mode="immediate")
+    try:
+        with caplog.at_level(logging.WARNING):
+            platform.close()
+        assert any("left in the buffer" in record.getMessage() for record in caplog.records)
+    finally:
+        server.start()
+    platform.transfer.run_once()
+    assert platform.reader.count("orders") == 2
+    platform.close()
+
+
+def test_a_platform_can_be_used_again_after_it_was_closed(dsn: str, until: Until) -> None:
+    platform = EventSQL(dsn)
+    for count in (1, 2):
+        platform.registry.register_topic(Topic("orders"))
+        platform.publisher.publish(Publication("orders", b""))
+        until(lambda count=count: platform.reader.count("orders") == count)  # type: ignore[misc]  # bound
+        platform.close()
+        assert transferring() == []
+
+
+def test_closing_leaves_no_connection_open(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        with EventSQL(dsn) as platform:
+            platform.registry.register_topic(Topic("orders"))
+            platform.registry.register_consumer(Consumer("orders", "mailer"))
+            platform.consumers.start("orders", "mailer", lambda _event, _connection: None)
+            platform.publisher.publish(Publication("orders", b""))
+        gc.collect()
+        connection.execute("SELECT pg_stat_clear_snapshot()")
+        while others := connection.execute(
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        ).fetchone():
+            # A backend takes a moment to notice that its client has gone.
+            if others == (0,):
+                break
+
+
+def test_a_schema_that_is_missing_is_an_error_where_it_is_not_to_be_made(server: EmbeddedPostgres) -> None:
+    dsn = server.create_database("without_tables")
+    with EventSQL(dsn, migrate=False) as platform, pytest.raises(SchemaOutdatedError):
+        platform.registry.topics()
+    server.drop_database("without_tables")
+
+
+def test_every_part_says_that_the_database_is_down_and_no_password() -> None:
+    with EventSQL("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere") as platform:
+        for use in (
+            platform.registry.topics,
+            platform.lag,
+            platform.transfer.run_once,
+            lambda: platform.publisher.publish(Publication("orders", b"")),
+            lambda: platform.reader.read("orders"),
+            lambda: platform.consumers.consume_once("orders", "mailer", lambda _e, _c: None),
+            lambda: platform.claims.claim("orders", "mailer", owner="me"),
+            lambda: platform.dead_letters.redrive("orders"),
+        ):
+            with pytest.raises(DatabaseUnavailableError) as caught:
+                use()
+            assert "s3cr3t" not in caught.value.message
+            assert "127.0.0.1" in caught.value.message

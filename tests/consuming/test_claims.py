@@ -1,0 +1,822 @@
+"""A claim is an exact range for one owner; whoever lost it commits nothing, and whoever dies gives it back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, OffsetRange, Publication, Topic
+from eventsql_orchestration.consuming import claim_processing
+from eventsql_orchestration.consuming import claims as claims_module
+from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.consuming.failures import Failure
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, DatabaseBusyError, ValidationError
+
+if TYPE_CHECKING:
+    from tests.fixtures import Said, Sessions, Spawn, Until
+
+
+@pytest.fixture(autouse=True)
+def _topics_and_consumers(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    platform.registry.register_consumer(Consumer("orders", "fares", partitioned=True), max_attempts=2)
+    platform.registry.register_consumer(Consumer("orders", "whole"), max_attempts=2)
+    with platform.database.connection() as connection:
+        connection.execute(
+            "CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, partition int, key text, event_id bigint, "
+            "value bytea)"
+        )
+
+
+def fill(platform: EventSQL, count: int) -> list[int]:
+    """Publish and transfer events of both partitions in turn; gives their offsets."""
+    before = platform.reader.end("orders")
+    platform.publisher.publish_all(Publication("orders", b"%d" % n, partition=n % 2) for n in range(count))
+    platform.transfer.run_once()
+    return [event.id for event in platform.reader.read("orders", after=before)]
+
+
+def claim(platform: EventSQL, consumer: str = "whole", partition: int = NOT_PARTITIONED, **options: Any) -> Claim:
+    claimed = platform.claims.claim("orders", consumer, partition, **{"owner": "me", **options})
+    assert isinstance(claimed, Claim), claimed
+    return claimed
+
+
+def refusal(platform: EventSQL, consumer: str = "whole", partition: int = NOT_PARTITIONED, **options: Any) -> str:
+    refused = platform.claims.claim("orders", consumer, partition, **{"owner": "me", **options})
+    assert isinstance(refused, NoClaim), refused
+    return refused.reason
+
+
+def offset(platform: EventSQL, consumer: str = "whole", partition: int = NOT_PARTITIONED) -> int:
+    (state,) = [s for s in platform.registry.consumer("orders", consumer) if s.partition == partition]
+    return state.last_event_id
+
+
+def let_expire(platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 s'")
+
+
+def as_java(platform: EventSQL, consumer: str, upto: int, partition: int = NOT_PARTITIONED) -> None:
+    """Consume up to an offset as EventSQL's Java library does, which knows nothing of leases."""
+    with platform.database.transaction() as connection:
+        row = connection.execute(
+            "SELECT eql_consumed_events FROM eventsql.consumer WHERE eql_topic = 'orders' AND eql_name = %s "
+            "AND eql_partition = %s FOR UPDATE SKIP LOCKED",
+            (consumer, partition),
+        ).fetchone()
+        assert row is not None
+        connection.execute(
+            "UPDATE eventsql.consumer SET eql_first_event_id = NULL, eql_last_event_id = %s, "
+            "eql_last_consumption_at = now(), eql_consumed_events = %s "
+            "WHERE eql_topic = 'orders' AND eql_name = %s AND eql_partition = %s",
+            (upto, row[0] + 1, consumer, partition),
+        )
+
+
+def write(events: Sequence[Event], connection: Connection) -> None:
+    with connection.cursor() as cursor:
+        cursor.executemany(
+            "INSERT INTO effects (consumer, event_id) VALUES ('claims', %s)", [(event.id,) for event in events]
+        )
+
+
+def effects(platform: EventSQL) -> list[int]:
+    with platform.database.connection() as connection:
+        return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
+
+
+# Claiming
+
+
+def test_a_claim_is_the_range_of_what_waits(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform)
+    assert claimed.range == claimed.remaining == OffsetRange("orders", NOT_PARTITIONED, 0, ids[-1])
+    assert (claimed.consumer, claimed.events, claimed.owner, claimed.position) == ("whole", 10, "me", 0)
+    assert platform.claims.get(claimed.id) == (claimed, "claimed")
+    assert platform.claims.live("orders", "whole") == claimed
+
+
+def test_a_claim_of_a_partition_counts_its_events_alone(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform, "fares", 1)
+    assert claimed.range == OffsetRange("orders", 1, 0, ids[-1])
+    assert claimed.events == 5
+    assert platform.claims.live("orders", "fares", 0) is None
+
+
+def test_a_claim_has_no_more_events_than_asked_for(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform, "fares", 0, max_events=3)
+    assert (claimed.range.upto, claimed.events) == (ids[4], 3)
+
+
+def test_a_claim_moves_no_offset(platform: EventSQL) -> None:
+    fill(platform, 10)
+    claim(platform)
+    assert offset(platform) == 0
+    assert platform.lag("orders")[-1].events == 10
+
+
+def test_events_that_come_after_a_claim_do_not_change_it(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    claimed = claim(platform)
+    fill(platform, 4)
+    taken = platform.claims.adopt(claimed.id, owner="run")
+    assert platform.claims.process(taken, write).consumed == 4
+    assert effects(platform) == ids
+    assert offset(platform) == ids[-1]
+
+
+# Refusals
+
+
+def test_nothing_is_claimed_where_nothing_waits(platform: EventSQL) -> None:
+    assert refusal(platform) == "no events wait after offset 0"
+    fill(platform, 2)
+    platform.consumers.consume_once("orders", "whole", lambda _events, _connection: None)
+    assert refusal(platform) == "no events wait after offset 2"
+
+
+def test_too_few_events_wait_until_the_oldest_has_waited_long_enough(platform: EventSQL) -> None:
+    fill(platform, 2)
+    assert refusal(platform, min_events=3, max_wait=60.0).startswith("2 of 3 events wait, for 0")
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.orders_event SET eql_created_at = now() - interval '61 s' WHERE eql_id = 1")
+    assert claim(platform, min_events=3, max_wait=60.0).events == 2
+
+
+def test_enough_events_do_not_wait(platform: EventSQL) -> None:
+    fill(platform, 3)
+    assert claim(platform, min_events=3, max_wait=1e6).events == 3
+
+
+def test_a_partition_that_another_transaction_holds_is_not_claimed(platform: EventSQL, sessions: Sessions) -> None:
+    fill(platform, 2)
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'whole' FOR UPDATE")
+    assert refusal(platform) == "another consumption has the partition locked"
+    holder.rollback()
+    assert claim(platform).events == 2
+
+
+def test_a_partition_that_is_leased_is_not_claimed_and_its_owner_is_named(platform: EventSQL) -> None:
+    fill(platform, 2)
+    claim(platform, owner="run 7", lease=60.0)
+    reason = refusal(platform, owner="another")
+    assert reason.startswith("run 7 leases the partition for ")
+    assert refusal(platform, owner="run 7") == reason
+
+
+def test_in_process_consumption_leaves_a_leased_partition_alone(platform: EventSQL) -> None:
+    fill(platform, 2)
+    claim(platform)
+    assert platform.consumers.consume_once("orders", "whole", write) == 0
+
+
+def test_a_paused_consumer_is_not_claimed(platform: EventSQL) -> None:
+    fill(platform, 2)
+    platform.registry.pause("orders", "whole")
+    assert refusal(platform) == "the consumer is paused"
+    platform.registry.resume("orders", "whole")
+    assert claim(platform).events == 2
+
+
+def test_a_partition_that_waits_for_a_retry_or_is_blocked_says_which_event(platform: EventSQL) -> None:
+    fill(platform, 2)
+
+    def fail(events: Sequence[Event], connection: Connection) -> None:
+        raise ValueError("no such customer")
+
+    processed = platform.claims.process(claim(platform), fail)
+    assert processed.failure is not None
+    assert (processed.consumed, processed.failure.outcome) == (0, Failure.RETRY)
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() + interval '1 hour'")
+    assert refusal(platform) == "event 1 is retried in 3600 s (ValueError: no such customer)"
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now()")
+    processed = platform.claims.process(claim(platform), fail)
+    assert processed.failure is not None
+    assert processed.failure.outcome == Failure.BLOCKED
+    assert "event 1 blocks the partition: it failed 2 times" in refusal(platform)
+    assert "orders_dlt" in refusal(platform)
+    platform.registry.resume("orders", "whole")
+    assert claim(platform).events == 2
+
+
+def test_a_consumer_that_does_not_exist_is_an_error(platform: EventSQL) -> None:
+    with pytest.raises(ConsumerNotFoundError, match="nobody"):
+        platform.claims.claim("orders", "nobody", owner="me")
+    with pytest.raises(ConsumerNotFoundError):
+        platform.claims.claim("orders", "fares", 2, owner="me")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_events": 0}, {"min_events": 3, "max_events": 2}, {"lease": 0.0}, {"timeout": 0.0}, {"max_wait": -1.0}],
+    ids=str,
+)
+def test_a_claim_that_cannot_be_is_refused(platform: EventSQL, options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        platform.claims.claim("orders", "whole", owner="me", **options)
+
+
+def test_claiming_does_not_wait_longer_than_its_timeout(platform: EventSQL, sessions: Sessions) -> None:
+    fill(platform, 2)
+    migration = sessions()
+    migration.execute("LOCK TABLE eventsql.orders_event")
+    with pytest.raises(DatabaseBusyError):
+        platform.claims.claim("orders", "whole", owner="me", timeout=0.05)
+    migration.rollback()
+    assert claim(platform).events == 2
+
+
+def test_of_many_who_claim_at_once_one_gets_the_partition(platform: EventSQL) -> None:
+    fill(platform, 10)
+    gate = threading.Barrier(6)
+
+    def try_to_claim(owner: int) -> Claim | NoClaim:
+        gate.wait()
+        return platform.claims.claim("orders", "whole", owner=f"owner {owner}")
+
+    with ThreadPoolExecutor(6) as executor:
+        results = [future.result() for future in [executor.submit(try_to_claim, owner) for owner in range(6)]]
+    assert len([result for result in results if isinstance(result, Claim)]) == 1
+
+
+# Processing
+
+
+def test_a_claim_is_processed_in_batches_and_committed_once(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform)
+    batches: list[int] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        batches.append(len(events))
+        write(events, connection)
+
+    assert platform.claims.process(claimed, handle, batch=4).consumed == 10
+    assert batches == [4, 4, 2]
+    assert effects(platform) == ids
+    assert platform.claims.get(claimed.id)[1] == "committed"
+    (state,) = platform.registry.consumer("orders", "whole")
+    assert (state.last_event_id, state.consumed_events, state.lease_owner) == (ids[-1], 10, None)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5, 6])
+def test_a_partition_is_processed_up_to_the_end_of_its_range_whatever_the_batch(platform: EventSQL, batch: int) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform, "fares", 0)
+    assert platform.claims.process(claimed, write, batch=batch).consumed == 5
+    assert effects(platform) == ids[::2]
+    assert offset(platform, "fares", 0) == claimed.range.upto == ids[8]
+
+
+def test_a_batch_of_nothing_is_a_mistake(platform: EventSQL) -> None:
+    fill(platform, 2)
+    with pytest.raises(ValidationError):
+        platform.claims.process(claim(platform), write, batch=0)
+
+
+def test_an_event_that_fails_gives_the_rest_back_and_the_next_claim_begins_at_it(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+
+    def fail_at_the_fifth(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        if any(event.id == ids[4] for event in events):
+            raise ValueError("no")
+
+    claimed = claim(platform)
+    processed = platform.claims.process(claimed, fail_at_the_fifth, batch=3)
+    assert processed.consumed == 4
+    assert processed.failure is not None
+    assert (processed.failure.event_id, processed.failure.outcome) == (ids[4], Failure.RETRY)
+    assert effects(platform) == ids[:4]
+    assert platform.claims.get(claimed.id)[1] == "released"
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now()")
+    again = claim(platform)
+    assert again.range.after == ids[3]
+    assert platform.claims.process(again, write).consumed == 6
+    assert effects(platform) == ids
+
+
+def test_an_event_whose_attempts_are_spent_is_buried_and_the_claim_goes_on(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+    ids = fill(platform, 10)
+
+    def fail_at_the_fifth(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        if any(event.id == ids[4] for event in events):
+            raise ValueError("no")
+
+    claimed = claim(platform)
+    result = platform.claims.process(claimed, fail_at_the_fifth, batch=3)
+    assert (result.consumed, result.offset, result.failure) == (10, ids[-1], None)
+    assert [(letter.event_id, letter.outcome) for letter in result.dead_letters] == [(ids[4], Failure.DEAD_LETTER)]
+    assert effects(platform) == [*ids[:4], *ids[5:]]
+    assert (offset(platform), platform.claims.get(claimed.id)[1]) == (ids[-1], "committed")
+    platform.transfer.run_once()
+    assert [letter.metadata["dlt_offset"] for letter in platform.dead_letters.list("orders")] == [str(ids[4])]
+
+
+def test_the_rest_of_a_claim_is_released_after_too_many_dead_letters(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+    ids = fill(platform, 5)
+
+    def fail(_events: Sequence[Event], _connection: Connection) -> None:
+        raise ValueError("no")
+
+    claimed = claim(platform)
+    result = platform.claims.process(claimed, fail, max_dead_letters=2)
+    assert [letter.event_id for letter in result.dead_letters] == ids[:2]
+    assert (result.consumed, offset(platform)) == (2, ids[1])
+    assert platform.claims.get(claimed.id)[1] == "released"
+
+
+def test_a_range_that_fails_as_a_whole_is_noted_on_its_first_event_and_given_back(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    claimed = claim(platform)
+    failure = platform.claims.fail(claimed, ValueError("the job died"))
+    assert failure is not None
+    assert (failure.event_id, failure.attempts, failure.outcome) == (ids[0], 1, Failure.RETRY)
+    assert platform.claims.get(claimed.id)[1] == "released"
+    with pytest.raises(ClaimLostError):
+        platform.claims.fail(claimed, ValueError("again"))
+
+
+# Committing in a transaction of one's own
+
+
+def test_effects_and_offset_commit_together(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    claimed = claim(platform)
+    with platform.database.transaction() as connection:
+        platform.claims.check(connection, claimed)
+        write(platform.reader.read("orders"), connection)
+        platform.claims.commit(connection, claimed)
+        assert (offset(platform), effects(platform)) == (0, [])
+    assert (offset(platform), effects(platform)) == (ids[-1], ids)
+    assert platform.claims.get(claimed.id)[1] == "committed"
+    (state,) = platform.registry.consumer("orders", "whole")
+    assert (state.consumed_events, state.lease_owner, state.lease_expires_at) == (4, None, None)
+
+
+def test_a_commit_that_is_rolled_back_leaves_the_claim_as_it_was(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    with pytest.raises(ZeroDivisionError), platform.database.transaction() as connection:
+        platform.claims.commit(connection, claimed)
+        raise ZeroDivisionError
+    assert platform.claims.get(claimed.id) == (claimed, "claimed")
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, claimed)
+
+
+def test_a_claim_is_committed_once(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, claimed)
+    with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
+        platform.claims.commit(connection, claimed)
+
+
+def test_a_commit_outside_of_a_transaction_is_refused(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    with platform.database.connection() as connection:
+        for use in (platform.claims.check, platform.claims.commit):
+            with pytest.raises(ValidationError, match="transaction"):
+                use(connection, claimed)
+    assert offset(platform) == 0
+
+
+def test_the_connection_of_a_commit_may_be_set_up_in_any_way(platform: EventSQL, dsn: str) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    mine: Any
+    with psycopg.connect(dsn, row_factory=dict_row) as mine:
+        platform.claims.check(mine, claimed)
+        platform.claims.commit(mine, claimed)
+    assert offset(platform) == claimed.range.upto
+
+
+def test_the_rest_of_a_claim_counts_its_own_events(platform: EventSQL) -> None:
+    fill(platform, 10)
+    claimed = claim(platform)
+
+    def stop_after_a_batch(events: Sequence[Event], connection: Connection) -> None:
+        if events[0].id > 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        platform.claims.process(claimed, stop_after_a_batch, batch=4)
+    rest = platform.claims.adopt(claimed.id, owner="run")
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, rest)
+    assert platform.registry.consumer("orders", "whole")[0].consumed_events == 10
+
+
+# Owners that come and go
+
+
+def test_a_run_that_is_retried_reads_exactly_the_range_of_its_claim(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform, max_events=6)
+    first = platform.claims.adopt(claimed.id, owner="run 1")
+
+    def die(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        platform.claims.process(first, die)
+    fill(platform, 5)
+    second = platform.claims.adopt(claimed.id, owner="run 1, again")
+    assert second.range == claimed.range
+    assert platform.claims.process(second, write).consumed == 6
+    assert effects(platform) == ids[:6]
+    assert claim(platform).range.after == ids[5]
+
+
+def test_a_run_that_is_retried_goes_on_after_the_batches_that_were_committed(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform)
+
+    def die_at_the_second_batch(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        if events[0].id > ids[3]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        platform.claims.process(claimed, die_at_the_second_batch, batch=4)
+    again = platform.claims.adopt(claimed.id, owner="again")
+    assert (again.position, again.remaining.after, again.range) == (ids[3], ids[3], claimed.range)
+    platform.claims.process(again, write)
+    assert effects(platform) == ids
+
+
+def test_an_owner_that_was_thought_dead_commits_nothing(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    zombie = claim(platform, owner="zombie")
+    let_expire(platform)
+    successor = claim(platform, owner="successor")
+    assert successor.range == zombie.range
+    assert successor.epoch > zombie.epoch
+    with pytest.raises(ClaimLostError):
+        platform.claims.process(zombie, write)
+    with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
+        write(platform.reader.read("orders"), connection)
+        platform.claims.commit(connection, zombie)
+    with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
+        platform.claims.check(connection, zombie)
+    with pytest.raises(ClaimLostError):
+        platform.claims.renew(zombie)
+    assert not platform.claims.release(zombie)
+    assert effects(platform) == []
+    assert platform.claims.process(successor, write).consumed == 4
+    assert effects(platform) == ids
+
+
+def test_an_owner_whose_claim_was_taken_over_commits_nothing(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    first = platform.claims.adopt(claim(platform).id, owner="run 1")
+    second = platform.claims.adopt(first.id, owner="run 2")
+    assert second.epoch > first.epoch
+    with pytest.raises(ClaimLostError):
+        platform.claims.process(first, write)
+    with pytest.raises(ClaimLostError):
+        platform.claims.renew(first)
+    assert platform.claims.process(second, write).consumed == 4
+    assert effects(platform) == ids
+
+
+def test_an_owner_that_loses_its_claim_between_batches_stops_there(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform)
+    taken: list[Claim] = []
+
+    def lose_it_after_the_first_batch(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+
+    lock_claim = claim_processing.lock_claim
+
+    def locked(connection: Connection, queries: Queries, of: Claim) -> Any:
+        if of.position and not taken:
+            taken.append(platform.claims.adopt(of.id, owner="successor"))
+        return lock_claim(connection, queries, of)
+
+    monkeypatch.setattr(claim_processing, "lock_claim", locked)
+    with pytest.raises(ClaimLostError):
+        platform.claims.process(claimed, lose_it_after_the_first_batch, batch=4)
+    assert effects(platform) == ids[:4]
+    platform.claims.process(taken[0], write)
+    assert effects(platform) == ids
+
+
+def test_a_claim_whose_lease_expired_is_its_owners_as_long_as_nobody_takes_it(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    let_expire(platform)
+    assert platform.claims.live("orders", "whole") == claimed
+    platform.claims.renew(claimed)
+    assert "leases the partition" in refusal(platform, owner="another")
+    let_expire(platform)
+    assert platform.claims.process(claimed, write).consumed == 4
+
+
+def test_an_expired_lease_is_claimed_anew_from_the_same_offset(platform: EventSQL) -> None:
+    fill(platform, 4)
+    dead = claim(platform)
+    let_expire(platform)
+    fill(platform, 2)
+    anew = claim(platform, owner="another")
+    assert (anew.range.after, anew.events) == (dead.range.after, 6)
+    assert platform.claims.get(dead.id)[1] == "released"
+    assert platform.claims.live("orders", "whole") == anew
+    with pytest.raises(ClaimLostError, match="released before"):
+        platform.claims.adopt(dead.id, owner="late")
+
+
+def test_a_claim_that_is_released_is_claimed_anew_at_once(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    assert platform.claims.release(claimed)
+    assert not platform.claims.release(claimed)
+    assert platform.claims.live("orders", "whole") is None
+    assert claim(platform, owner="another").range == claimed.range
+
+
+def test_releasing_gives_back_the_rest_alone(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform)
+
+    def die_at_the_second_batch(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        if events[0].id > ids[3]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        platform.claims.process(claimed, die_at_the_second_batch, batch=4)
+    assert platform.claims.release(claimed)
+    assert claim(platform).range.after == ids[3]
+
+
+def test_a_claim_of_an_unknown_number_is_lost(platform: EventSQL) -> None:
+    with pytest.raises(ClaimLostError, match="does not exist"):
+        platform.claims.adopt(4711, owner="me")
+
+
+def test_of_two_who_adopt_a_claim_at_once_the_last_has_it(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    gate = threading.Barrier(2)
+
+    def adopt(owner: str) -> Claim | None:
+        gate.wait()
+        try:
+            return platform.claims.adopt(claimed.id, owner=owner)
+        except ClaimLostError:
+            return None
+
+    with ThreadPoolExecutor(2) as executor:
+        taken = [future.result() for future in [executor.submit(adopt, owner) for owner in ("one", "two")]]
+    holders = []
+    for each in taken:
+        try:
+            if each is not None:
+                platform.claims.renew(each)
+                holders.append(each)
+        except ClaimLostError:
+            pass
+    assert len(holders) == 1
+    assert platform.claims.live("orders", "whole") is not None
+
+
+def test_a_consumer_that_was_registered_anew_does_not_revive_the_claims_of_the_old_one(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    zombie = claim(platform, owner="zombie")
+    platform.registry.unregister_consumer("orders", "whole")
+    platform.registry.register_consumer(Consumer("orders", "whole"))
+    anew = claim(platform, owner="successor")
+    # The same epoch and the same offset: the claim alone tells them apart.
+    assert (anew.epoch, anew.position) == (zombie.epoch, zombie.position)
+    with pytest.raises(ClaimLostError):
+        platform.claims.process(zombie, write)
+    with pytest.raises(ClaimLostError):
+        platform.claims.renew(zombie)
+    assert not platform.claims.release(zombie)
+    assert "successor leases the partition" in refusal(platform)
+    assert platform.claims.process(anew, write).consumed == 4
+    assert effects(platform) == ids
+
+
+# Consumers that know nothing of leases
+
+
+def test_a_claim_that_is_overtaken_before_it_begins_commits_nothing(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    claimed = claim(platform)
+    as_java(platform, "whole", ids[1])
+    with pytest.raises(ClaimLostError, match="moved the offset from 0 to 2"):
+        platform.claims.process(claimed, write)
+    assert effects(platform) == []
+
+
+def test_effects_of_a_claim_that_is_overtaken_while_it_is_worked_on_are_rolled_back(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    claimed = claim(platform)
+    work = platform.reader.read("orders", after=claimed.range.after, upto=claimed.range.upto)
+    as_java(platform, "whole", ids[1])
+    with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
+        write(work, connection)
+        platform.claims.commit(connection, claimed)
+    assert effects(platform) == []
+    assert offset(platform) == ids[1]
+
+
+def test_a_claim_that_is_overtaken_within_its_range_is_adopted_for_the_rest_of_it(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    claimed = claim(platform)
+    as_java(platform, "whole", ids[1])
+    rest = platform.claims.adopt(claimed.id, owner="again")
+    assert platform.claims.process(rest, write).consumed == 2
+    assert effects(platform) == ids[2:]
+
+
+def test_a_claim_that_is_overtaken_as_a_whole_is_lost(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+    claimed = claim(platform)
+    as_java(platform, "whole", ids[-1])
+    with pytest.raises(ClaimLostError, match="overtaken"):
+        platform.claims.adopt(claimed.id, owner="again")
+
+
+def test_an_offset_that_went_back_voids_a_claim(platform: EventSQL) -> None:
+    fill(platform, 4)
+    platform.consumers.consume_once("orders", "whole", write, max_events=2)
+    claimed = claim(platform)
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = NULL")
+    with pytest.raises(ClaimLostError):
+        platform.claims.process(claimed, write)
+    with pytest.raises(ClaimLostError):
+        platform.claims.adopt(claimed.id, owner="again")
+
+
+def test_a_batch_under_way_keeps_others_out_by_its_lock(platform: EventSQL, sessions: Sessions) -> None:
+    fill(platform, 4)
+    other = sessions()
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        assert (
+            other.execute("SELECT 1 FROM eventsql.consumer WHERE eql_name = 'whole' FOR UPDATE SKIP LOCKED").fetchall()
+            == []
+        )
+        assert refusal(platform, owner="another") == "another consumption has the partition locked"
+
+    assert platform.claims.process(claim(platform), handle).consumed == 4
+
+
+# Heartbeats
+
+
+def expiry(platform: EventSQL) -> Any:
+    return platform.registry.consumer("orders", "whole")[0].lease_expires_at
+
+
+def test_a_heartbeat_keeps_the_claim_while_the_block_runs(platform: EventSQL, until: Until) -> None:
+    fill(platform, 4)
+    claimed = claim(platform, lease=60.0)
+    before = expiry(platform)
+    with platform.claims.heartbeat(claimed, lease=0.03) as lost:
+        until(lambda: expiry(platform) != before)
+        between = expiry(platform)
+        until(lambda: expiry(platform) != between)
+        assert not lost.is_set()
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, claimed)
+
+
+def test_a_heartbeat_says_when_the_claim_is_lost(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    with platform.claims.heartbeat(claimed, lease=0.03) as lost:
+        platform.claims.adopt(claimed.id, owner="another")
+        assert lost.wait(60)
+
+
+def test_a_heartbeat_ends_though_its_own_transaction_holds_the_partition(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    with platform.database.transaction() as connection:
+        with platform.claims.heartbeat(claimed, lease=0.03) as lost:
+            platform.claims.check(connection, claimed)
+            # Long enough for a beat to run into the lock.
+            lost.wait(0.1)
+        platform.claims.commit(connection, claimed)
+    assert platform.claims.get(claimed.id)[1] == "committed"
+
+
+def test_taking_over_does_not_wait_for_ever_for_an_owner_that_hangs(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "LOCK_TIMEOUT", 0.05)
+    fill(platform, 4)
+    claimed = claim(platform)
+    with platform.database.transaction() as hanging:
+        platform.claims.check(hanging, claimed)
+        for take in (
+            lambda: platform.claims.adopt(claimed.id, owner="another"),
+            lambda: platform.claims.release(claimed),
+            lambda: platform.claims.renew(claimed),
+        ):
+            with pytest.raises(DatabaseBusyError):
+                take()
+    assert platform.claims.release(claimed)
+
+
+# Processes
+
+
+def test_a_process_that_is_killed_in_mid_batch_loses_and_repeats_nothing(
+    platform: EventSQL, spawn: Spawn, until: Until
+) -> None:
+    ids = fill(platform, 60)
+    claimed = claim(platform, max_events=50)
+    doomed = spawn("hold_claim", claimed.id, 20, 0.5)
+    assert doomed.line() == "in mid-batch"
+    doomed.kill()
+    assert effects(platform) == ids[:20]
+    # Nobody says that it is dead: its lease does.
+    until(lambda: isinstance(platform.claims.claim("orders", "whole", owner="next"), Claim))
+    successor = platform.claims.live("orders", "whole")
+    assert successor is not None
+    assert successor.range.after == ids[19]
+    assert platform.claims.process(successor, write).consumed == 40
+    assert effects(platform) == ids
+    assert platform.registry.consumer("orders", "whole")[0].consumed_events == 60
+
+
+def test_a_process_inside_a_batch_cannot_be_overtaken(platform: EventSQL, spawn: Spawn) -> None:
+    ids = fill(platform, 60)
+    claimed = claim(platform)
+    slow = spawn("hold_claim", claimed.id, 20, 0.01)
+    assert slow.line() == "in mid-batch"
+    # Its lease has expired long since; the row that it has locked keeps others out.
+    assert refusal(platform, owner="next") == "another consumption has the partition locked"
+    slow.tell("go on")
+    assert slow.end() == 0
+    assert effects(platform) == ids
+
+
+def test_a_claim_as_it_was_before_somebody_took_it_over_is_of_no_use(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    adopted = platform.claims.adopt(claimed.id, owner="run")
+    forged = replace(claimed, owner="run")
+    with pytest.raises(ClaimLostError):
+        platform.claims.process(forged, write)
+    assert platform.claims.process(adopted, write).consumed == 4
+
+
+# What it asks of the server
+
+
+def test_claiming_and_processing_take_a_fixed_number_of_statements(
+    platform: EventSQL, said_by: Callable[[Database], Said]
+) -> None:
+    fill(platform, 900)
+    said = said_by(platform.database)
+    claimed = claim(platform)
+    assert said.verbs() == [
+        *("BEGIN", "SELECT"),
+        *("SELECT", "SELECT"),
+        *("UPDATE", "INSERT", "UPDATE", "COMMIT"),
+    ]
+    platform.claims.process(claimed, lambda _events, _connection: None)
+    assert said.verbs() == [
+        *("BEGIN", "SELECT", "SELECT", "SELECT"),
+        *("UPDATE", "UPDATE", "UPDATE", "COMMIT"),
+    ]
+    refusal(platform)
+    assert said.verbs() == ["BEGIN", "SELECT", "SELECT", "SELECT", "COMMIT"]

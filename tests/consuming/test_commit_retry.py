@@ -1,0 +1,59 @@
+"""The retry state of rejected commits: how often the same events are tried again, and how large the next batch is."""
+
+from __future__ import annotations
+
+from eventsql_orchestration.consuming.commit_retry import CommitRetry, CommitRetryLimits
+
+
+def retry(*, attempts: int = 2, batches: int = 0) -> CommitRetry:
+    return CommitRetry(CommitRetryLimits(attempts=attempts, seconds=0.0, batches=batches))
+
+
+def test_without_limits_no_event_is_ever_blamed() -> None:
+    unlimited = CommitRetry()
+    assert all(unlimited.try_again(1) for _ in range(100))
+
+
+def test_several_events_are_tried_again_until_their_attempts_are_spent() -> None:
+    state = retry(attempts=3)
+    assert [state.try_again(None) for _ in range(3)] == [True, True, False]
+
+
+def test_a_single_event_has_its_own_attempts_and_none_once_it_is_blamed() -> None:
+    state = retry()
+    state.isolate()
+    assert [state.try_again(None), state.try_again(7), state.try_again(7)] == [False, True, False]
+    assert not state.try_again(7)
+    assert state.try_again(8)
+
+
+def test_attempts_count_over_time_too() -> None:
+    state = CommitRetry(CommitRetryLimits(attempts=1, seconds=3600.0))
+    assert all(state.try_again(1) for _ in range(10))
+
+
+def test_batches_double_after_an_isolated_event() -> None:
+    state = retry()
+    state.isolate()
+    sizes = []
+    for _ in range(5):
+        sizes.append(state.size(6))
+        state.committed(6)
+    assert sizes == [1, 2, 4, 6, 6]
+
+
+def test_a_full_batch_forgets_earlier_rejections() -> None:
+    state = retry()
+    assert state.try_again(None)
+    state.committed(10)
+    assert state.try_again(None)
+
+
+def test_a_batch_that_was_too_large_to_read_is_tried_again_after_some_smaller_ones() -> None:
+    state = retry(batches=2)
+    state.halve(8)
+    sizes = []
+    for _ in range(4):
+        sizes.append(state.size(8))
+        state.committed(8)
+    assert sizes == [4, 4, 4, 8]

@@ -1,0 +1,925 @@
+"""A failing event holds up itself alone, is tried again with growing pauses, and then leaves the way or blocks it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+
+from eventsql_orchestration import Consumer, ConsumerState, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.batch import BatchHandler
+from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
+from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause, DeadLetterFactory, dead_letter
+from eventsql_orchestration.consuming.failures import MAX_BACKOFF
+from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConsumptionError,
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+)
+from tests.fixtures import Until
+
+
+@pytest.fixture(autouse=True)
+def _ten_events(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=3)
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE effects (id bigserial PRIMARY KEY, event_id bigint)")
+    platform.publisher.publish_all(
+        Publication("orders", b"%d" % number, key="k", metadata={"source": "web"}) for number in range(1, 11)
+    )
+    platform.transfer.run_once()
+
+
+@pytest.fixture
+def effects(platform: EventSQL) -> Callable[[], list[int]]:
+    def committed() -> list[int]:
+        with platform.database.connection() as connection:
+            return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
+
+    return committed
+
+
+def write(events: Sequence[Event], connection: Connection) -> None:
+    for event in events:
+        connection.execute("INSERT INTO effects (event_id) VALUES (%s)", (event.id,))
+
+
+class Broken:
+    """A handler that writes effects and fails at some events."""
+
+    def __init__(self, *broken: int, error: Exception | None = None) -> None:
+        self.broken = set(broken)
+        self.error = error or ValueError("no such customer")
+        self.calls: list[list[int]] = []
+
+    def __call__(self, events: Sequence[Event], connection: Connection) -> None:
+        self.calls.append([event.id for event in events])
+        for event in events:
+            write([event], connection)
+            if event.id in self.broken:
+                raise self.error
+
+
+def consume(platform: EventSQL, handler: Callable[[Sequence[Event], Connection], object]) -> int:
+    return platform.consumers.consume_once("orders", "mailer", handler)
+
+
+def state_of(platform: EventSQL) -> ConsumerState:
+    return platform.registry.consumer("orders", "mailer")[0]
+
+
+def make_due(platform: EventSQL) -> None:
+    """Let the pause before the next attempt have passed."""
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_retry_at IS NOT NULL")
+
+
+def pause_of(platform: EventSQL) -> float:
+    """Seconds until the next attempt."""
+    with platform.database.connection() as connection:
+        row = connection.execute(
+            "SELECT extract(epoch FROM eql_retry_at - clock_timestamp())::float8 FROM eventsql.consumer "
+            "WHERE eql_topic = 'orders' AND eql_name = 'mailer'"
+        ).fetchone()
+    assert row is not None
+    return float(row[0])
+
+
+def block(platform: EventSQL, handler: Broken) -> None:
+    for _ in range(3):
+        consume(platform, handler)
+        make_due(platform)
+
+
+# Isolation
+
+
+def test_a_batch_that_fails_is_handed_over_one_by_one_and_only_the_event_that_fails_is_held_up(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    handler = Broken(4)
+    assert consume(platform, handler) == 3
+    assert handler.calls == [list(range(1, 11)), [1], [2], [3], [4]]
+    assert effects() == [1, 2, 3]
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.attempts) == (3, 4, 1)
+    assert state.failure == "ValueError: no such customer"
+
+
+def test_events_after_a_failed_event_wait_for_it(platform: EventSQL, effects: Callable[[], list[int]]) -> None:
+    handler = Broken(4)
+    consume(platform, handler)
+    assert consume(platform, handler) == 0
+    handler.broken.clear()
+    assert consume(platform, handler) == 0
+    make_due(platform)
+    assert consume(platform, handler) == 7
+    assert effects() == list(range(1, 11))
+    state = state_of(platform)
+    assert (state.failed_event_id, state.attempts, state.failure, state.retry_at) == (None, 0, None, None)
+
+
+def test_an_event_that_failed_is_tried_alone_so_that_its_neighbours_are_not(platform: EventSQL) -> None:
+    handler = Broken(4)
+    consume(platform, handler)
+    make_due(platform)
+    handler.calls.clear()
+    consume(platform, handler)
+    assert handler.calls == [[4]]
+
+
+def test_a_statement_that_fails_in_the_handler_costs_its_event_alone(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        for event in events:
+            write([event], connection)
+            connection.execute("SELECT 1 / (%s - 4)", (event.id,))
+
+    assert consume(platform, handle) == 3
+    assert effects() == [1, 2, 3]
+    assert state_of(platform).failure == "DivisionByZero: division by zero"
+
+
+def test_a_handler_that_swallows_the_error_of_a_statement_has_failed_all_the_same(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        for event in events:
+            write([event], connection)
+            try:
+                connection.execute("SELECT 1 / (%s - 4)", (event.id,))
+            except psycopg.Error:
+                return
+
+    assert consume(platform, handle) == 3
+    assert effects() == [1, 2, 3]
+    assert "broke the transaction" in (state_of(platform).failure or "")
+
+
+def test_a_handler_that_rolls_back_has_failed_and_its_event_does_not_pass_without_effects(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        if events[-1].id >= 4:
+            raise psycopg.Rollback
+
+    assert consume(platform, handle) == 3
+    assert effects() == [1, 2, 3]
+    assert state_of(platform).failed_event_id == 4
+
+
+@pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ABORT; BEGIN"])
+def test_a_handler_that_ends_the_transaction_is_stopped_at_once_and_the_offset_stays(
+    platform: EventSQL, ending: str
+) -> None:
+    calls: list[int] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        calls.append(len(events))
+        connection.execute(ending.encode())
+
+    with pytest.raises(DatabaseError, match=r"the handler ended or broke the transaction|savepoint .* does not exist"):
+        consume(platform, handle)
+    # Without the lock on its partition it must not go on, not even one by one.
+    assert calls == [10]
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.consumed_events) == (0, None, 0)
+    assert consume(platform, write) == 10
+
+
+def consume_all(platform: EventSQL, way: str, handler: BatchHandler, *, most: int) -> None:
+    """Consume the ten events, `most` at a time, by a claim or without, as often as it takes."""
+    while state_of(platform).last_event_id < 10:
+        if way == "claim":
+            claim = platform.claims.claim("orders", "mailer", owner="me")
+            assert isinstance(claim, Claim)
+            platform.claims.process(claim, handler, batch=most)
+        else:
+            platform.consumers.consume_once("orders", "mailer", handler, max_events=most)
+        make_due(platform)
+
+
+@pytest.fixture
+def _deferred(platform: EventSQL) -> None:
+    """What handlers write is checked when it is committed: effects may not be of event 4, and need a parent."""
+    with platform.database.connection() as connection:
+        connection.execute(
+            """
+            CREATE TABLE parents (id bigint PRIMARY KEY);
+            ALTER TABLE effects ADD FOREIGN KEY (event_id) REFERENCES parents DEFERRABLE INITIALLY DEFERRED;
+            """
+        )
+
+
+def write_child_first(events: Sequence[Event], connection: Connection) -> None:
+    """Event 4 never gets its parent."""
+    write(events, connection)
+    for event in events:
+        if event.id != 4:
+            connection.execute("INSERT INTO parents VALUES (%s)", (event.id,))
+
+
+@pytest.mark.usefixtures("_deferred")
+@pytest.mark.parametrize("way", ["batch", "each", "claim"])
+def test_a_rejected_commit_is_the_failure_of_its_event_alone(
+    platform: EventSQL, effects: Callable[[], list[int]], way: str
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+
+    consume_all(platform, way, write_child_first, most={"claim": 6, "each": 1, "batch": 1_000}[way])
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert letter.metadata["dlt_attempts"] == "3"
+    assert letter.metadata["dlt_exception"].endswith("ForeignKeyViolation")
+
+
+@pytest.mark.usefixtures("_deferred")
+def test_a_conflicting_commit_is_tried_again_and_no_event_is_blamed(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(
+            """
+            CREATE SEQUENCE tries;
+            CREATE FUNCTION conflict() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                IF nextval('tries') = 1 THEN
+                    RAISE EXCEPTION 'could not serialize' USING ERRCODE = 'serialization_failure';
+                END IF;
+                RETURN NULL;
+            END $$;
+            CREATE CONSTRAINT TRIGGER conflict AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED
+                FOR EACH ROW EXECUTE FUNCTION conflict();
+            """
+        )
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        connection.execute("SET CONSTRAINTS ALL DEFERRED")
+        for event in events:
+            connection.execute("INSERT INTO parents VALUES (%s)", (event.id,))
+        write(events, connection)
+
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        consume(platform, handle)
+    assert effects() == []
+    assert state_of(platform).failed_event_id is None
+    assert consume(platform, handle) == 10
+    assert effects() == list(range(1, 11))
+
+
+@pytest.fixture
+def refusing(platform: EventSQL) -> Callable[[str, str], None]:
+    """Has each commit refused whose effects meet a condition, with a SQLSTATE: no check before the commit says so."""
+
+    def refuse(condition: str, state: str) -> None:
+        with platform.database.connection() as connection:
+            connection.execute(
+                f"""
+                CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                    IF {condition} AND EXISTS (
+                        SELECT FROM eventsql.consumer WHERE eql_last_event_id = (SELECT max(event_id) FROM effects)
+                    ) THEN
+                        RAISE EXCEPTION 'refused' USING ERRCODE = '{state}';
+                    END IF;
+                    RETURN NULL;
+                END $$;
+                CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED
+                    FOR EACH ROW EXECUTE FUNCTION refuse();
+                """
+            )
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("way", "state"),
+    [("batch", "23514"), ("batch", "40002"), ("batch", "55000"), ("batch", "P0001"), ("claim", "23514")],
+)
+def test_a_rejection_that_only_the_commit_shows_is_the_failure_of_its_event(
+    platform: EventSQL, effects: Callable[[], list[int]], refusing: Callable[[str, str], None], way: str, state: str
+) -> None:
+    """The trigger looks at the offset, which moves after all events were handled and checked one by one."""
+    platform.registry.register_topic(Topic("orders_dlt"))
+    refusing("NEW.event_id = 4", state)
+
+    consume_all(platform, way, write, most=4)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert letter.metadata["dlt_attempts"] == "3"
+
+
+@pytest.mark.parametrize("state", ["40001", "57014", "55P03"])
+def test_a_commit_that_never_stops_conflicting_ends_as_the_failure_of_its_event(
+    platform: EventSQL,
+    effects: Callable[[], list[int]],
+    refusing: Callable[[str, str], None],
+    state: str,
+) -> None:
+    platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=3, seconds=0.0)
+    refusing("NEW.event_id = 1", state)
+    # Twice with the others, and twice alone.
+    for _ in range(4):
+        with pytest.raises((psycopg.Error, DatabaseBusyError)):
+            consume(platform, write)
+        assert state_of(platform).failed_event_id is None
+    assert consume(platform, write) == 0
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (1, 1)
+    make_due(platform)
+    # Nobody waits for what has not passed before.
+    assert consume(platform, write) == 0
+    assert state_of(platform).attempts == 2
+    assert effects() == []
+
+
+def test_an_event_whose_commit_never_stops_conflicting_is_found_among_many_at_once(
+    platform: EventSQL,
+    effects: Callable[[], list[int]],
+    refusing: Callable[[str, str], None],
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=2, seconds=0.0)
+    refusing("NEW.event_id = 6", "57014")
+    refused = 0
+    while state_of(platform).failed_event_id is None:
+        try:
+            # Each turn gets some events on, or counts.
+            assert consume(platform, write) or state_of(platform).failed_event_id == 6
+        except (psycopg.Error, DatabaseBusyError):
+            refused += 1
+    assert refused == 2, "once with the others, once alone"
+    assert effects() == [1, 2, 3, 4, 5]
+    assert state_of(platform).attempts == 1
+    for _ in range(2):
+        make_due(platform)
+        consume(platform, write)
+    while state_of(platform).last_event_id < 10:
+        assert consume(platform, write)
+    assert effects() == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+
+
+def test_an_event_is_given_its_own_time_whatever_became_of_those_before_it(
+    platform: EventSQL,
+    effects: Callable[[], list[int]],
+    refusing: Callable[[str, str], None],
+) -> None:
+    platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=2, seconds=0.0)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    refusing("NEW.event_id IN (1, 2)", "55P03")
+    blamed: list[int] = []
+    while state_of(platform).last_event_id < 10:
+        with suppress(psycopg.Error, DatabaseBusyError):
+            consume(platform, write)
+            blamed.append(state_of(platform).failed_event_id or 0)
+        make_due(platform)
+    assert [event for event in blamed if event] == [1, 1, 2, 2]
+    assert effects() == [3, 4, 5, 6, 7, 8, 9, 10]
+
+
+def test_conflicts_that_come_fast_are_not_held_against_an_event(
+    platform: EventSQL, refusing: Callable[[str, str], None]
+) -> None:
+    platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=2)
+    refusing("true", "40001")
+    for _ in range(5):
+        with pytest.raises(psycopg.errors.SerializationFailure):
+            consume(platform, write)
+    assert state_of(platform).failed_event_id is None
+
+
+def test_an_unrelated_error_of_the_commit_is_never_the_failure_of_an_event(
+    platform: EventSQL, refusing: Callable[[str, str], None]
+) -> None:
+    platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=1, seconds=0.0)
+    refusing("true", "53100")
+    for _ in range(3):
+        with pytest.raises(DatabaseFullError, match="has no room left"):
+            consume(platform, write)
+    assert state_of(platform).failed_event_id is None
+
+
+@pytest.mark.parametrize("begin", ["BEGIN", "SAVEPOINT mine", "SAVEPOINT mine; RELEASE mine"])
+def test_a_handler_that_begins_something_and_fails_costs_its_event_alone(
+    platform: EventSQL, effects: Callable[[], list[int]], begin: str
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        connection.execute(begin.encode())
+        for event in events:
+            write([event], connection)
+            if event.id == 4:
+                raise ValueError
+
+    assert consume(platform, handle) == 3
+    assert effects() == [1, 2, 3]
+    assert state_of(platform).failed_event_id == 4
+
+
+@pytest.mark.parametrize("failing", [ValueError, None])
+@pytest.mark.parametrize("ending", ["COMMIT", "COMMIT; BEGIN", "ROLLBACK; BEGIN"])
+def test_a_handler_that_commits_itself_may_repeat_effects_but_skips_no_event(
+    platform: EventSQL, effects: Callable[[], list[int]], ending: str, failing: type[Exception] | None
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        connection.execute(ending.encode())
+        if failing is not None:
+            raise failing
+
+    with pytest.raises((DatabaseError, ValueError)):
+        consume(platform, handle)
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.consumed_events) == (0, None, 0)
+    with platform.database.connection() as connection:
+        connection.execute("TRUNCATE effects")
+    assert consume(platform, write) == 10
+    assert effects() == list(range(1, 11))
+
+
+def test_a_handler_may_set_up_the_connection_as_it_likes(platform: EventSQL, effects: Callable[[], list[int]]) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        connection.row_factory = dict_row  # type: ignore[assignment]  # as handlers do
+        write(events, connection)
+        if any(event.id == 4 for event in events):
+            raise ValueError
+
+    while consume(platform, handle):
+        pass
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_handler_that_moves_the_offset_has_lost_its_partition_however_it_reads_rows(platform: EventSQL) -> None:
+    def handle(_events: Sequence[Event], connection: Connection) -> None:
+        connection.row_factory = dict_row  # type: ignore[assignment]  # as handlers do
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 7")
+
+    with pytest.raises(ClaimLostError):
+        consume(platform, handle)
+    assert state_of(platform).last_event_id == 0
+
+
+@pytest.fixture
+def _no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.parametrize("max_events", [1, 10])
+def test_an_error_is_freed_with_its_events(platform: EventSQL, max_events: int) -> None:
+    class Kept(Exception):  # noqa: N818 - what a weak reference can be to
+        pass
+
+    failures: list[weakref.ref[Exception]] = []
+    kept: list[int] = []
+
+    def fail() -> Exception:
+        error = Kept("no such customer")
+        failures.append(weakref.ref(error))
+        return error
+
+    def handle(_events: Sequence[Event], _connection: Connection) -> None:
+        kept.append(sum(failure() is not None for failure in failures))
+        raise fail()
+
+    platform.consumers.consume_once("orders", "mailer", handle, max_events=max_events)
+    # Neither while the batch is handled again, nor afterwards.
+    assert kept == [0] * (1 if max_events == 1 else 2)
+    assert [failure() for failure in failures] == [None] * len(kept)
+
+
+def test_a_connection_that_is_lost_in_the_handler_is_not_the_events_failure(
+    platform: EventSQL, effects: Callable[[], list[int]], dsn: str
+) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        with psycopg.connect(dsn, autocommit=True) as killer:
+            killer.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
+        connection.execute("SELECT 1")
+
+    with pytest.raises(DatabaseUnavailableError):
+        consume(platform, handle)
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.attempts) == (0, None, 0)
+    assert consume(platform, write) == 10
+    assert effects() == list(range(1, 11))
+
+
+def test_a_handler_may_name_the_event_that_failed_and_why(platform: EventSQL) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        customers = {str(number): number for number in range(1, 11) if number != 4}
+        for event in events:
+            try:
+                assert customers[str(event.id)] == event.id
+            except KeyError as error:
+                raise ConsumptionError(event) from error
+
+    assert consume(platform, handle) == 3
+    state = state_of(platform)
+    assert (state.failed_event_id, state.failure) == (4, "KeyError: '4'")
+
+
+def test_a_failure_of_any_text_can_be_noted(platform: EventSQL) -> None:
+    assert consume(platform, Broken(1, error=ValueError("nul \x00, lone \ud800, long " + "x" * 10_000))) == 0
+    failure = state_of(platform).failure or ""
+    assert failure.startswith("ValueError: nul")
+    assert len(failure) == 2_000
+
+
+# Retry
+
+
+def test_pauses_between_attempts_double_up_to_a_minute(platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 100")
+    handler = Broken(1)
+    for attempt in range(1, 10):
+        consume(platform, handler)
+        assert state_of(platform).attempts == attempt
+        expected = min(2.0 ** (attempt - 1), MAX_BACKOFF)
+        # The clock runs between the note and the look.
+        assert expected - 30 < pause_of(platform) <= expected
+        make_due(platform)
+
+
+def test_an_event_is_not_tried_before_its_pause_is_over(platform: EventSQL) -> None:
+    handler = Broken(1)
+    consume(platform, handler)
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() + interval '1 hour'")
+    handler.calls.clear()
+    assert consume(platform, handler) == 0
+    assert handler.calls == []
+
+
+def test_an_event_that_fails_after_another_has_its_own_attempts(platform: EventSQL) -> None:
+    handler = Broken(1, 2)
+    consume(platform, handler)
+    make_due(platform)
+    consume(platform, handler)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (1, 2)
+    handler.broken.remove(1)
+    make_due(platform)
+    consume(platform, handler)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (2, 1)
+
+
+# The last attempt
+
+
+def test_an_event_whose_attempts_are_spent_becomes_a_dead_letter_and_the_rest_goes_on(
+    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt", 2))
+    handler = Broken(4)
+    for consumed in (3, 0, 1, 6):
+        assert consume(platform, handler) == consumed
+        make_due(platform)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert state_of(platform).last_event_id == 10
+    assert state_of(platform).consumed_events == 10
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert (letter.topic, letter.key, letter.value) == ("orders_dlt", "k", b"4")
+    assert letter.metadata == {
+        "source": "web",
+        "dlt_consumer": "mailer",
+        "dlt_exception": "ValueError",
+        "dlt_message": "no such customer",
+        "dlt_attempts": "3",
+        "dlt_topic": "orders",
+        "dlt_partition": "-1",
+        "dlt_offset": "4",
+    }
+    assert [record.levelno for record in caplog.records if "gave event 4 up" in record.getMessage()] == [logging.ERROR]
+
+
+def test_a_dead_letter_and_the_offset_behind_it_are_one_transaction(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+    bury = platform.shards[0].dead_letters.bury
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        bury(*arguments, **options)  # type: ignore[arg-type]  # as they came
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(platform.shards[0].dead_letters, "bury", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            consume(platform, Broken(1))
+    assert (platform.transfer.run_once(), state_of(platform).last_event_id) == ({}, 0)
+    assert consume(platform, Broken(1)) == 1
+    assert platform.transfer.run_once() == {"orders_dlt": 1}
+
+
+def test_metadata_of_other_publishers_does_not_keep_an_event_from_being_buried(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+        connection.execute("""UPDATE eventsql.orders_event SET eql_metadata = '{"tries": 2, "tags": ["a"]}'""")
+    assert consume(platform, Broken(1)) == 1
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert (letter.metadata["tries"], letter.metadata["tags"]) == ("2", '["a"]')
+
+
+def test_without_a_dead_letter_topic_the_partition_stops_loudly_and_says_where(
+    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = Broken(4)
+    block(platform, handler)
+    handler.calls.clear()
+    for _ in range(3):
+        assert consume(platform, handler) == 0
+    assert handler.calls == []
+    assert effects() == [1, 2, 3]
+    (lag,) = platform.lag("orders")
+    assert lag.cause == LagCause.BLOCKED
+    assert "event 4 failed 3 of 3 times: ValueError: no such customer" in lag.detail
+    (said,) = [record for record in caplog.records if "blocked by event 4" in record.getMessage()]
+    assert said.levelno == logging.ERROR
+    assert "orders_dlt" in said.getMessage()
+
+
+def test_a_blocked_partition_goes_on_when_the_consumer_is_resumed(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    handler = Broken(4)
+    block(platform, handler)
+    handler.broken.clear()
+    platform.registry.resume("orders", "mailer")
+    assert consume(platform, handler) == 7
+    assert effects() == list(range(1, 11))
+
+
+def test_resuming_gives_the_event_all_of_its_attempts_again(platform: EventSQL) -> None:
+    handler = Broken(4)
+    block(platform, handler)
+    platform.registry.resume("orders", "mailer")
+    consume(platform, handler)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
+
+
+def test_a_blocked_partition_goes_on_when_its_dead_letter_topic_is_made(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    handler = Broken(4)
+    block(platform, handler)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    assert consume(platform, handler) == 1
+    assert consume(platform, handler) == 6
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    platform.transfer.run_once()
+    assert [letter.metadata["dlt_offset"] for letter in platform.dead_letters.list("orders")] == ["4"]
+
+
+def test_an_event_that_another_consumption_passed_blocks_nothing_any_more(platform: EventSQL) -> None:
+    block(platform, Broken(4))
+    with platform.database.connection() as connection:
+        # As EventSQL's Java library does, which knows nothing of attempts.
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 5 WHERE eql_topic = 'orders'")
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() + interval '1 hour'")
+    (lag,) = platform.lag("orders")
+    assert (lag.events, lag.cause) == (5, LagCause.WAITING)
+    assert consume(platform, Broken(7)) == 1
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (7, 1)
+
+
+# A dead letter factory
+
+
+def spent(platform: EventSQL) -> None:
+    """Let the first failure of an event be its last attempt."""
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+
+
+def test_a_factory_decides_what_becomes_of_an_event_that_is_given_up(
+    platform: EventSQL, effects: Callable[[], list[int]]
+) -> None:
+    platform.registry.register_topic(Topic("graveyard"))
+    seen: list[tuple[Event, DeadLetterCause]] = []
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        seen.append((event, cause))
+        return replace(dead_letter(event, cause), topic="graveyard", key=f"was {event.key}")
+
+    platform.dead_letters.configure(factory)
+    handler = Broken(4)
+    for consumed in (3, 0, 1, 6):
+        assert consume(platform, handler) == consumed
+        make_due(platform)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    ((event, cause),) = seen
+    assert event.id == 4
+    assert cause == DeadLetterCause("mailer", "ValueError", "no such customer", 3, handler.error)
+    platform.transfer.run_once()
+    (letter,) = platform.reader.read("graveyard")
+    assert (letter.key, letter.value, letter.metadata["dlt_offset"]) == ("was k", b"4", "4")
+
+
+def test_removing_the_factory_restores_the_default(platform: EventSQL) -> None:
+    spent(platform)
+    platform.dead_letters.configure(lambda _event, _cause: None)
+    platform.dead_letters.configure(None)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    assert consume(platform, Broken(1)) == 1
+
+
+def test_if_the_factory_makes_no_dead_letter_the_partition_stops_until_it_is_resumed(
+    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    spent(platform)
+    # That there is a topic for dead letters makes no difference.
+    platform.registry.register_topic(Topic("orders_dlt"))
+    platform.dead_letters.configure(lambda _event, _cause: None)
+    handler = Broken(4)
+    assert consume(platform, handler) == 3
+    handler.calls.clear()
+    for _ in range(3):
+        assert consume(platform, handler) == 0
+    assert handler.calls == []
+    assert state_of(platform).last_event_id == 3
+    (lag,) = platform.lag("orders")
+    assert (lag.cause, lag.detail) == (
+        LagCause.BLOCKED,
+        "event 4 failed 1 of 1 times: ValueError: no such customer",
+    )
+    (said,) = [record for record in caplog.records if "blocked by event 4" in record.getMessage()]
+    assert said.levelno == logging.ERROR
+    assert "resume the consumer" in said.getMessage()
+    refusal = platform.claims.claim("orders", "mailer", owner="me")
+    assert isinstance(refusal, NoClaim)
+    assert refusal.reason == (
+        "event 4 blocks the partition: it failed once (ValueError: no such customer) "
+        "and no dead letter was to be made of it"
+    )
+    handler.broken.clear()
+    platform.registry.resume("orders", "mailer")
+    assert consume(platform, handler) == 7
+    assert effects() == list(range(1, 11))
+
+
+def test_a_partition_that_a_factory_may_unblock_goes_on_without_a_dead_letter_topic(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("graveyard"))
+    block(platform, Broken(4))
+    assert consume(platform, Broken(4)) == 0
+    platform.dead_letters.configure(lambda event, _cause: event.as_publication("graveyard"))
+    assert isinstance(platform.claims.claim("orders", "mailer", owner="me", lease=0.001), Claim)
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now()")
+    assert consume(platform, Broken(4)) == 1
+    assert consume(platform, Broken(4)) == 6
+
+
+def a_factory_that_raises(event: Event, cause: DeadLetterCause) -> Publication:
+    raise LookupError(f"no address for {event.id}")
+
+
+def a_factory_that_rolls_back(event: Event, cause: DeadLetterCause) -> Publication:
+    raise psycopg.OperationalError("another database is down")
+
+
+def a_factory_for_a_topic_that_is_missing(event: Event, cause: DeadLetterCause) -> Publication:
+    return event.as_publication("nowhere")
+
+
+def a_factory_for_a_partition_that_is_missing(event: Event, cause: DeadLetterCause) -> Publication:
+    return replace(event.as_publication("orders"), partition=7)
+
+
+def a_factory_that_gives_anything(event: Event, cause: DeadLetterCause) -> Publication:
+    return "a letter"  # type: ignore[return-value]  # as careless callers do
+
+
+@pytest.mark.parametrize(
+    ("factory", "noted"),
+    [
+        (a_factory_that_raises, "LookupError: no address for 4"),
+        (a_factory_that_rolls_back, "OperationalError: another database is down"),
+        (a_factory_for_a_topic_that_is_missing, "TopicNotFoundError: topic 'nowhere' does not exist"),
+        (a_factory_for_a_partition_that_is_missing, "PartitionOutOfRangeError: partition 7"),
+        (a_factory_that_gives_anything, "ValidationError: a dead letter factory gives a Publication or None, not str"),
+    ],
+)
+def test_an_event_whose_dead_letter_cannot_be_made_is_kept_and_tried_again(
+    platform: EventSQL,
+    effects: Callable[[], list[int]],
+    caplog: pytest.LogCaptureFixture,
+    factory: DeadLetterFactory,
+    noted: str,
+) -> None:
+    spent(platform)
+    platform.dead_letters.configure(factory)
+    handler = Broken(4)
+    assert consume(platform, handler) == 3
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.attempts) == (3, 4, 1)
+    failure = state.failure or ""
+    assert failure.startswith(f"ValueError: no such customer (its dead letter could not be made: {noted}")
+    assert failure.endswith(")")
+    (said,) = [record for record in caplog.records if "held up by event 4" in record.getMessage()]
+    assert said.levelno == logging.ERROR
+    assert consume(platform, handler) == 0, "it is not due yet"
+    make_due(platform)
+    assert consume(platform, handler) == 0
+    assert state_of(platform).attempts == 2
+    assert platform.transfer.run_once() == {}
+    make_due(platform)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    platform.dead_letters.configure(None)
+    assert consume(platform, handler) == 1
+    assert consume(platform, handler) == 6
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert platform.transfer.run_once() == {"orders_dlt": 1}
+
+
+def test_both_failures_are_noted_however_long_they_are(platform: EventSQL) -> None:
+    spent(platform)
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        raise LookupError("y" * 10_000)
+
+    platform.dead_letters.configure(factory)
+    consume(platform, Broken(1, error=ValueError("x" * 10_000)))
+    failure = state_of(platform).failure or ""
+    assert len(failure) == 2_000
+    assert failure.startswith("ValueError: xxx")
+    assert "LookupError: yyy" in failure
+
+
+def test_a_connection_that_is_lost_while_a_dead_letter_is_made_costs_nothing(platform: EventSQL, dsn: str) -> None:
+    spent(platform)
+    platform.registry.register_topic(Topic("orders_dlt"))
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        with psycopg.connect(dsn, autocommit=True) as killer:
+            killer.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND state = 'idle in transaction'"
+            )
+        return dead_letter(event, cause)
+
+    platform.dead_letters.configure(factory)
+    with pytest.raises(DatabaseUnavailableError):
+        consume(platform, Broken(4))
+    assert (state_of(platform).last_event_id, state_of(platform).attempts) == (0, 0)
+    platform.dead_letters.configure(None)
+    assert consume(platform, Broken(4)) == 4
+
+
+def test_a_consumption_outlives_a_factory_that_fails(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+) -> None:
+    spent(platform)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    failures = iter((LookupError("no"),))
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        for failure in failures:
+            raise failure
+        return dead_letter(event, cause)
+
+    platform.dead_letters.configure(factory)
+    with platform.consumers.start_batch("orders", "mailer", Broken(4), polling_delay=0.01):
+        until(lambda: "could not be made" in (state_of(platform).failure or ""))
+        make_due(platform)
+        until(lambda: state_of(platform).last_event_id == 10)
+    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_consumption_goes_on_when_a_partition_that_its_factory_stopped_is_resumed(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+) -> None:
+    spent(platform)
+    platform.dead_letters.configure(lambda _event, _cause: None)
+    handler = Broken(4)
+    with platform.consumers.start_batch("orders", "mailer", handler, polling_delay=0.01):
+        until(lambda: state_of(platform).spent)
+        handler.broken.clear()
+        platform.registry.resume("orders", "mailer")
+        until(lambda: state_of(platform).last_event_id == 10)
+    assert effects() == list(range(1, 11))

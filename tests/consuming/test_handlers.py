@@ -1,0 +1,154 @@
+"""A handler that cannot do its work is refused before it gets an event, and none passes that was not handled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.batch import check_handler, check_returned
+from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.errors import ValidationError
+
+
+@pytest.fixture
+def _one_event(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    platform.publisher.publish(Publication("orders", b"1"))
+    platform.transfer.run_once()
+
+
+async def asynchronous(_event: object, _connection: object) -> None: ...
+
+
+async def asynchronous_generator(_event: object, _connection: object) -> AsyncIterator[None]:
+    yield
+
+
+def generator(_event: object, _connection: object) -> Iterator[None]:
+    yield
+
+
+def one_argument(_event: object) -> None: ...
+
+
+def keyword_only(_event: object, *, connection: object) -> None: ...
+
+
+class Callee:
+    async def __call__(self, _event: object, _connection: object) -> None: ...
+
+    async def method(self, _event: object, _connection: object) -> None: ...
+
+
+Starter = Callable[[EventSQL, Any], object]
+
+STARTERS: list[Starter] = [
+    lambda platform, handler: platform.consumers.start("orders", "mailer", handler),
+    lambda platform, handler: platform.consumers.start_batch("orders", "mailer", handler),
+    lambda platform, handler: platform.consumers.start_leased("orders", "mailer", handler),
+    lambda platform, handler: platform.consumers.consume_once("orders", "mailer", handler),
+]
+
+
+@pytest.mark.parametrize(
+    ("handler", "named"),
+    [
+        (asynchronous, "handler asynchronous is asynchronous"),
+        (partial(asynchronous), "is asynchronous"),
+        (Callee(), "is asynchronous"),
+        (Callee().method, "handler Callee.method is asynchronous"),
+        (asynchronous_generator, "is asynchronous"),
+        (generator, "handler generator is a generator"),
+        (one_argument, "handler one_argument(_event: 'object') -> 'None' cannot be called with (event, "),
+        (keyword_only, "cannot be called with"),
+    ],
+)
+def test_a_handler_that_would_never_run_is_refused(handler: Any, named: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        check_handler(handler, "event", "connection")
+    assert named in str(refused.value)
+
+
+@pytest.mark.usefixtures("_one_event")
+@pytest.mark.parametrize("start", STARTERS)
+@pytest.mark.parametrize("handler", [None, asynchronous])
+def test_no_consumption_starts_with_a_handler_that_would_never_run(
+    platform: EventSQL, start: Starter, handler: Any
+) -> None:
+    with pytest.raises(ValidationError):
+        start(platform, handler)
+    assert [(lag.events, lag.cause) for lag in platform.lag("orders")] == [(1, LagCause.WAITING)]
+
+
+def injected(_event: object, _connection: object, *, mailer: object) -> None: ...
+
+
+@wraps(injected)
+def injecting(*arguments: object) -> None:
+    injected(*arguments, mailer=print)
+
+
+@pytest.mark.parametrize(
+    "handler", [injecting, print, partial(print, "event"), lambda *_: None, lambda event, _, more=1: more]
+)
+def test_any_callable_with_these_arguments_is_a_handler(handler: Any) -> None:
+    check_handler(handler, "event", "connection")
+
+
+@pytest.mark.parametrize(
+    "returning", [lambda: asynchronous(1, 2), lambda: generator(1, 2), lambda: asynchronous_generator(1, 2)]
+)
+@pytest.mark.filterwarnings("error")
+def test_a_returned_awaitable_or_generator_is_an_error(returning: Callable[[], object]) -> None:
+    with pytest.raises(TypeError):
+        check_returned(returning())
+
+
+@pytest.mark.usefixtures("_one_event")
+@pytest.mark.parametrize("way", ["start", "start_batch", "start_leased"])
+@pytest.mark.filterwarnings("error")
+def test_an_event_whose_handler_returns_an_awaitable_has_failed(
+    platform: EventSQL, way: str, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    def handler(_event: object, _connection: object) -> object:
+        return asynchronous(1, 2)
+
+    with getattr(platform.consumers, way)("orders", "mailer", handler):
+        until(lambda: platform.lag("orders")[0].cause == LagCause.BLOCKED)
+    (state,) = platform.registry.consumer("orders", "mailer")
+    assert state.last_event_id == 0
+    assert (state.failure or "").startswith("TypeError: the handler returned an awaitable")
+
+
+@pytest.mark.usefixtures("_one_event")
+def test_delays_and_leases_are_seconds_or_timedeltas(platform: EventSQL) -> None:
+    handled = threading.Event()
+    with platform.consumers.start_leased(
+        "orders", "mailer", lambda _events, _lease: handled.set(), lease=timedelta(seconds=30),
+        polling_delay=timedelta(milliseconds=10), max_polling_delay=timedelta(0),
+    ):  # fmt: skip
+        assert handled.wait(30)
+
+
+@pytest.mark.usefixtures("_one_event")
+@pytest.mark.parametrize(
+    ("delays", "said"),
+    [
+        ({"polling_delay": 0}, "polling_delay of 0 seconds"),
+        ({"polling_delay": timedelta(seconds=-1)}, "polling_delay of -1 seconds"),
+        ({"max_polling_delay": float("nan")}, "max_polling_delay must be a number of seconds"),
+        ({"max_polling_delay": 10**400}, "max_polling_delay of 1000"),
+        ({"max_polling_delay": "1"}, "max_polling_delay must be a number of seconds"),
+    ],
+)
+def test_delays_that_are_none_are_refused(platform: EventSQL, delays: dict[str, Any], said: str) -> None:
+    for start in (platform.consumers.start_batch, platform.consumers.start_leased):
+        with pytest.raises(ValidationError, match=said):
+            start("orders", "mailer", lambda _events, _connection: None, **delays)

@@ -1,0 +1,148 @@
+"""Lag is the number of events not consumed, the seconds since the oldest of them was published, and the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import TopicNotFoundError
+
+
+@pytest.fixture(autouse=True)
+def _topics_and_consumers(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=2)
+    platform.registry.register_consumer(Consumer("orders", "auditor"))
+
+
+def publish(platform: EventSQL, *counts: int) -> None:
+    """Publish so many events in each partition."""
+    platform.publisher.publish_all(
+        Publication("orders", b"", partition=partition) for partition, count in enumerate(counts) for _ in range(count)
+    )
+
+
+def age(platform: EventSQL, table: str, column: str, seconds: int) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(
+            f"UPDATE eventsql.{table} SET {column} = now() - make_interval(secs => %s)".encode(), (seconds,)
+        )
+
+
+def lag_of(platform: EventSQL, consumer: str, partition: int = NOT_PARTITIONED) -> ConsumerLag:
+    (lag,) = [lag for lag in platform.lag("orders") if (lag.consumer, lag.partition) == (consumer, partition)]
+    return lag
+
+
+def nothing(_events: Sequence[Event], _connection: Connection) -> None:
+    pass
+
+
+def test_every_consumer_partition_is_listed_in_order(platform: EventSQL) -> None:
+    platform.registry.register_consumer(Consumer("payments", "a"))
+    assert [(lag.topic, lag.consumer, lag.partition) for lag in platform.lag()] == [
+        ("orders", "auditor", NOT_PARTITIONED),
+        ("orders", "mailer", 0),
+        ("orders", "mailer", 1),
+        ("orders", "mailer", 2),
+        ("payments", "a", NOT_PARTITIONED),
+    ]
+    assert [lag.consumer for lag in platform.lag("payments")] == ["a"]
+    with pytest.raises(TopicNotFoundError):
+        platform.lag("nowhere")
+
+
+def test_without_events_there_is_no_lag(platform: EventSQL) -> None:
+    assert lag_of(platform, "auditor") == ConsumerLag(
+        "orders", "auditor", NOT_PARTITIONED, 0, 0.0, 0, 0, 0, LagCause.NONE, ""
+    )
+
+
+def test_events_are_counted_per_partition_not_by_their_ids(platform: EventSQL) -> None:
+    publish(platform, 5, 2, 0)
+    platform.transfer.run_once()
+    assert [lag_of(platform, "mailer", partition).events for partition in range(3)] == [5, 2, 0]
+    assert lag_of(platform, "auditor").events == 7
+    platform.consumers.consume_once("orders", "mailer", nothing, partition=0, max_events=3)
+    lag = lag_of(platform, "mailer", 0)
+    assert (lag.events, lag.last_event_id, lag.end) == (2, 3, 5)
+    assert lag_of(platform, "mailer", 1).end == 7
+
+
+def test_events_in_the_buffer_count_and_are_told_apart(platform: EventSQL) -> None:
+    publish(platform, 2, 0, 0)
+    platform.transfer.run_once()
+    publish(platform, 3, 1, 0)
+    assert (lag_of(platform, "mailer", 0).events, lag_of(platform, "mailer", 0).buffered) == (5, 3)
+    assert (lag_of(platform, "mailer", 1).events, lag_of(platform, "mailer", 1).buffered) == (1, 1)
+    assert (lag_of(platform, "auditor").events, lag_of(platform, "auditor").buffered) == (6, 4)
+
+
+def test_seconds_are_those_of_the_oldest_event_wherever_it_lies(platform: EventSQL) -> None:
+    publish(platform, 1, 1, 0)
+    platform.transfer.run_once()
+    age(platform, "orders_event", "eql_buffered_at", 100)
+    assert lag_of(platform, "mailer", 0).seconds == pytest.approx(100, abs=30)
+    assert lag_of(platform, "mailer", 2).seconds == 0.0
+    platform.consumers.consume_once("orders", "mailer", nothing, partition=0)
+    assert lag_of(platform, "mailer", 0).seconds == 0.0
+    publish(platform, 1, 1, 0)
+    age(platform, "event_buffer", "eql_created_at", 500)
+    # An event whose transaction committed late may be older than all that was moved.
+    assert lag_of(platform, "mailer", 0).seconds == pytest.approx(500, abs=30)
+    assert lag_of(platform, "mailer", 1).seconds == pytest.approx(500, abs=30)
+
+
+def test_the_cause_is_the_transfer_when_all_that_waits_lies_in_the_buffer(platform: EventSQL) -> None:
+    publish(platform, 1, 0, 0)
+    assert lag_of(platform, "mailer", 0).cause == LagCause.TRANSFER
+    assert "eventsql transfer" in lag_of(platform, "mailer", 0).detail
+    platform.transfer.run_once()
+    assert lag_of(platform, "mailer", 0).cause == LagCause.WAITING
+
+
+def test_the_cause_is_a_pause(platform: EventSQL) -> None:
+    publish(platform, 1, 0, 0)
+    platform.registry.pause("orders", "mailer")
+    assert lag_of(platform, "mailer", 0).cause == LagCause.PAUSED
+    assert lag_of(platform, "mailer", 1).cause == LagCause.NONE
+    assert lag_of(platform, "auditor").cause == LagCause.TRANSFER
+
+
+def test_the_cause_is_an_event_that_is_retried_and_then_blocks(platform: EventSQL) -> None:
+    publish(platform, 1, 0, 0)
+    platform.transfer.run_once()
+
+    def fail(events: Sequence[Event], connection: Connection) -> None:
+        raise ValueError("no such customer")
+
+    for cause in (LagCause.RETRYING, LagCause.BLOCKED):
+        platform.consumers.consume_once("orders", "mailer", fail, partition=0)
+        lag = lag_of(platform, "mailer", 0)
+        assert lag.cause == cause
+        assert "event 1 failed" in lag.detail
+        assert "no such customer" in lag.detail
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now()")
+
+
+def test_the_cause_is_a_lease_and_names_its_owner_until_it_expires(platform: EventSQL) -> None:
+    publish(platform, 1, 0, 0)
+    platform.transfer.run_once()
+    assert isinstance(platform.claims.claim("orders", "mailer", 0, owner="run 7"), Claim)
+    assert (lag_of(platform, "mailer", 0).cause, lag_of(platform, "mailer", 0).detail) == (LagCause.LEASED, "by run 7")
+    age(platform, "consumer", "eql_lease_expires_at", 10)
+    assert lag_of(platform, "mailer", 0).cause == LagCause.WAITING
+
+
+def test_an_event_that_is_consumed_does_not_lag(platform: EventSQL) -> None:
+    publish(platform, 2, 2, 2)
+    platform.transfer.run_once()
+    platform.consumers.consume_once("orders", "mailer", nothing)
+    platform.consumers.consume_once("orders", "auditor", nothing)
+    assert [(lag.events, lag.cause) for lag in platform.lag()] == [(0, LagCause.NONE)] * 4

@@ -1,0 +1,601 @@
+"""Leased consumers work outside of transactions for as long as it takes, and commit offset and effects together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consumer import ConsumerState, EventFilter
+from eventsql_orchestration.consuming import failures
+from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.consuming.leases import Lease
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, ConsumptionError, ValidationError
+
+if TYPE_CHECKING:
+    from tests.fixtures import Sessions, Spawn, Until
+
+POLLING = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _topics_and_consumers(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=3)
+
+
+@pytest.fixture
+def effects(platform: EventSQL) -> Callable[[], list[int]]:
+    """The ids of the events whose effects were committed, in the order in which they were."""
+    with platform.database.connection() as connection:
+        connection.execute(
+            "CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, partition int, key text, event_id bigint, "
+            "value bytea)"
+        )
+
+    def committed() -> list[int]:
+        with platform.database.connection() as connection:
+            return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
+
+    return committed
+
+
+@pytest.fixture
+def gates() -> Iterator[Callable[[], threading.Event]]:
+    """Events that are set at the end of the test at the latest, so that no handler waits for ever."""
+    opened: list[threading.Event] = []
+
+    def gate() -> threading.Event:
+        opened.append(threading.Event())
+        return opened[-1]
+
+    yield gate
+    for each in opened:
+        each.set()
+
+
+def fill(platform: EventSQL, count: int, topic: str = "payments") -> list[int]:
+    before = platform.reader.end(topic)
+    platform.publisher.publish_all(
+        Publication(topic, b"%d" % n, key=str(n), partition=n % 3 if topic == "orders" else None) for n in range(count)
+    )
+    platform.announce(platform.transfer.run_once())
+    return [event.id for event in platform.reader.read(topic, after=before)]
+
+
+def write(events: Sequence[Event], connection: Connection) -> None:
+    for event in events:
+        connection.execute("INSERT INTO effects (event_id) VALUES (%s)", (event.id,))
+
+
+def write_leased(events: Sequence[Event], lease: Lease) -> None:
+    with lease.transaction() as connection:
+        write(events, connection)
+
+
+def state(platform: EventSQL) -> ConsumerState:
+    return platform.registry.consumer("payments", "mailer")[0]
+
+
+def unleased(platform: EventSQL) -> bool:
+    return state(platform).lease_owner is None
+
+
+class Seen:
+    """A leased handler that keeps what it is handed, and fails as it is told to."""
+
+    def __init__(self, fail: Callable[[Sequence[Event]], None] = lambda _events: None) -> None:
+        self.batches: list[list[int]] = []
+        self._fail = fail
+
+    def __call__(self, events: Sequence[Event], lease: Lease) -> None:
+        self.batches.append([event.id for event in events])
+        self._fail(events)
+
+    @property
+    def ids(self) -> list[int]:
+        return [event_id for batch in self.batches for event_id in batch]
+
+
+# Effects and offset
+
+
+def test_effects_of_the_leases_transaction_commit_with_the_offset(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+) -> None:
+    ids = fill(platform, 5)
+    with platform.consumers.start_leased("payments", "mailer", write_leased, max_events=2, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    assert effects() == ids
+    assert (state(platform).consumed_events, unleased(platform)) == (5, True)
+
+
+def test_the_offset_is_committed_after_a_handler_that_used_no_transaction(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 5)
+    seen = Seen()
+    with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    assert seen.batches == [ids]
+
+
+def test_every_partition_is_consumed_in_its_order(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+) -> None:
+    ids = fill(platform, 60, "orders")
+    with platform.consumers.start_leased("orders", "mailer", write_leased, max_events=7, polling_delay=POLLING):
+        until(lambda: len(effects()) == 60)
+    for partition in range(3):
+        assert [event_id for event_id in effects() if event_id in ids[partition::3]] == ids[partition::3]
+
+
+def test_the_handler_works_outside_of_any_transaction(
+    platform: EventSQL, sessions: Sessions, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    fill(platform, 3)
+    inside, go_on = gates(), gates()
+
+    def handle(_events: Sequence[Event], _lease: Lease) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        assert inside.wait(60)
+        watching = sessions()
+        watching.autocommit = True
+        until(
+            lambda: (
+                watching.execute(
+                    "SELECT 1 FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND state LIKE '%in transaction%'"
+                ).fetchone()
+                is None
+            )
+        )
+        watching.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE NOWAIT")
+        go_on.set()
+
+
+def test_effects_of_a_block_that_fails_are_undone_and_may_be_written_again(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+) -> None:
+    ids = fill(platform, 3)
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        with pytest.raises(ValueError, match="first"), lease.transaction() as connection:
+            write(events, connection)
+            raise ValueError("first")
+        assert not lease.committed
+        write_leased(events, lease)
+        assert lease.committed
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    assert effects() == ids
+    assert state(platform).attempts == 0
+
+
+def test_the_offset_is_committed_once_alone(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 3)
+    refused: list[Exception] = []
+
+    def handle(_events: Sequence[Event], lease: Lease) -> None:
+        lease.commit()
+        lease.commit()
+        try:
+            with lease.transaction():
+                pass
+        except ValidationError as error:
+            refused.append(error)
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: refused)
+    assert state(platform).last_event_id == ids[-1]
+
+
+def test_a_handler_that_fails_after_it_committed_repeats_nothing(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+) -> None:
+    ids = fill(platform, 3)
+    calls: list[int] = []
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        calls.append(len(events))
+        write_leased(events, lease)
+        raise RuntimeError("too late")
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: calls)
+        until(lambda: unleased(platform))
+        ids += fill(platform, 1)
+        until(lambda: len(calls) == 2)
+    assert effects() == ids
+    assert (calls, state(platform).failed_event_id) == ([3, 1], None)
+
+
+def test_the_lease_is_renewed_while_the_handler_works(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, 1)
+    inside, go_on = gates(), gates()
+
+    def handle(_events: Sequence[Event], _lease: Lease) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    with platform.consumers.start_leased("payments", "mailer", handle, lease=0.6, polling_delay=POLLING):
+        assert inside.wait(60)
+        first = state(platform).lease_expires_at
+        assert first is not None
+        until(lambda: (state(platform).lease_expires_at or first) > first)
+        go_on.set()
+        until(lambda: state(platform).last_event_id == ids[-1])
+
+
+# What is handed over
+
+
+def test_events_that_do_not_match_the_consumers_filter_are_passed_over(platform: EventSQL, until: Until) -> None:
+    platform.registry.register_consumer(Consumer("payments", "picky"), filter=EventFilter(keys=frozenset({"1", "3"})))
+    ids = fill(platform, 6)
+    seen = Seen()
+    with platform.consumers.start_leased("payments", "picky", seen, polling_delay=POLLING):
+        until(lambda: platform.registry.consumer("payments", "picky")[0].last_event_id == ids[-1])
+    assert seen.batches == [[ids[1], ids[3]]]
+    assert platform.registry.consumer("payments", "picky")[0].consumed_events == 2
+
+
+def test_an_event_between_others_that_do_not_match_fails_its_attempts(platform: EventSQL, until: Until) -> None:
+    platform.registry.register_topic(Topic("payments_dlt"))
+    platform.registry.register_consumer(
+        Consumer("payments", "picky"), filter=EventFilter(keys=frozenset({"0", "3", "5"})), max_attempts=3
+    )
+    ids = fill(platform, 7)
+
+    def fail(events: Sequence[Event]) -> None:
+        if ids[3] in [event.id for event in events]:
+            raise ValueError("no")
+
+    seen = Seen(fail)
+    with platform.consumers.start_leased("payments", "picky", seen, polling_delay=POLLING):
+        until(lambda: platform.registry.consumer("payments", "picky")[0].last_event_id == ids[-1])
+    assert seen.batches == [[ids[0], ids[3], ids[5]], [ids[0]], [ids[3]], [ids[3]], [ids[3]], [ids[5]]]
+
+
+def test_fewer_than_the_least_number_wait_for_more(platform: EventSQL, until: Until) -> None:
+    seen = Seen()
+    with platform.consumers.start_leased(
+        "payments", "mailer", seen, min_events=3, max_events=4, polling_delay=POLLING, max_polling_delay=1e6
+    ):
+        ids = fill(platform, 2)
+        ids += fill(platform, 2)
+        until(lambda: len(seen.ids) == 4)
+    assert seen.batches == [ids]
+
+
+def test_fewer_than_the_least_number_are_handed_over_when_they_have_waited_long_enough(
+    platform: EventSQL, until: Until
+) -> None:
+    ids = fill(platform, 2)
+    seen = Seen()
+    with platform.consumers.start_leased(
+        "payments", "mailer", seen, min_events=3, polling_delay=1e6, max_polling_delay=0.2
+    ):
+        until(lambda: seen.batches == [ids])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lease": 0.0},
+        {"lease": float("nan")},
+        {"min_events": 0},
+        {"min_events": 2, "max_events": 1},
+        {"polling_delay": 0.0},
+    ],
+    ids=str,
+)
+def test_a_leased_consumer_that_cannot_work_is_refused(platform: EventSQL, options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        platform.consumers.start_leased("payments", "mailer", Seen(), **options)
+
+
+def test_a_leased_consumer_that_is_not_registered_is_named(platform: EventSQL) -> None:
+    with pytest.raises(ConsumerNotFoundError):
+        platform.consumers.start_leased("payments", "nobody", Seen())
+
+
+# Failures
+
+
+def test_a_handler_names_the_event_that_failed_and_those_before_it_are_done(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 5)
+    named = iter([True])
+
+    def fail(events: Sequence[Event]) -> None:
+        if next(named, False):
+            raise ConsumptionError(events[2]) from ValueError("no such account")
+
+    seen = Seen(fail)
+    with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    assert seen.batches == [ids, [ids[2]], ids[3:]]
+    assert state(platform).consumed_events == 5
+
+
+def test_a_failure_is_recorded_with_its_cause(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 3)
+
+    def fail(events: Sequence[Event]) -> None:
+        raise ConsumptionError(events[0]) from ValueError("no such account")
+
+    with platform.consumers.start_leased("payments", "mailer", Seen(fail), polling_delay=POLLING):
+        until(lambda: state(platform).spent)
+    failed = state(platform)
+    assert (failed.failed_event_id, failed.attempts, failed.last_event_id) == (ids[0], 3, 0)
+    assert failed.failure == "ValueError: no such account"
+
+
+def test_a_range_that_fails_is_handed_over_one_by_one_and_only_the_guilty_event_is_tried_again(
+    platform: EventSQL, until: Until
+) -> None:
+    ids = fill(platform, 4)
+    failures = iter([ValueError("range"), ValueError("alone")])
+
+    def fail(events: Sequence[Event]) -> None:
+        if ids[2] in [event.id for event in events] and (failure := next(failures, None)) is not None:
+            raise failure
+
+    seen = Seen(fail)
+    with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    assert seen.batches == [ids, [ids[0]], [ids[1]], [ids[2]], [ids[2]], [ids[3]]]
+    assert (state(platform).attempts, state(platform).consumed_events) == (0, 4)
+
+
+def test_an_event_that_has_failed_its_attempts_becomes_a_dead_letter_and_the_rest_is_consumed(
+    platform: EventSQL, until: Until
+) -> None:
+    platform.registry.register_topic(Topic("payments_dlt"))
+    ids = fill(platform, 4)
+
+    def fail(events: Sequence[Event]) -> None:
+        for event in events:
+            if event.id == ids[1]:
+                raise ConsumptionError(event) from ValueError("never")
+
+    seen = Seen(fail)
+    with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    assert seen.batches == [ids, [ids[1]], [ids[1]], ids[2:]]
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("payments")
+    assert (letter.value, letter.metadata["dlt_attempts"], letter.metadata["dlt_exception"]) == (
+        b"1",
+        "3",
+        "ValueError",
+    )
+    assert state(platform).consumed_events == 4
+
+
+def test_an_event_that_has_failed_its_attempts_blocks_its_partition_where_there_is_no_topic_for_it(
+    platform: EventSQL, until: Until
+) -> None:
+    ids = fill(platform, 3)
+
+    def fail(events: Sequence[Event]) -> None:
+        if broken and ids[1] in [event.id for event in events]:
+            raise ValueError("broken")
+
+    broken = True
+    with platform.consumers.start_leased("payments", "mailer", Seen(fail), polling_delay=POLLING):
+        until(lambda: state(platform).spent)
+        assert (state(platform).last_event_id, state(platform).failed_event_id) == (ids[0], ids[1])
+        assert unleased(platform)
+        broken = False
+        platform.registry.resume("payments", "mailer")
+        until(lambda: state(platform).last_event_id == ids[-1])
+
+
+# Owners that die, or are thought dead
+
+
+@pytest.mark.parametrize("where", ["at work", "committing"])
+def test_the_events_of_a_process_that_is_killed_are_taken_over_when_its_lease_has_ended(
+    platform: EventSQL, effects: Callable[[], list[int]], spawn: Spawn, until: Until, where: str
+) -> None:
+    ids = fill(platform, 10)
+    doomed = spawn("hold_leased", "payments", "mailer", 1.0, where)
+    assert doomed.line() == f"{where} {'on ' if where == 'at work' else ''}10 events"
+    doomed.kill()
+    with platform.consumers.start_leased("payments", "mailer", write_leased, max_events=4, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    assert effects() == ids
+    assert state(platform).consumed_events == 10
+
+
+def test_a_handler_that_was_thought_dead_commits_nothing(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, 3)
+    inside, go_on = gates(), gates()
+    said: list[object] = []
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        inside.set()
+        go_on.wait(60)
+        said.append(lease.lost.wait(60))
+        try:
+            write_leased(events, lease)
+        except ClaimLostError as error:
+            said.append(error)
+            raise
+
+    with platform.consumers.start_leased("payments", "mailer", handle, lease=1.0, polling_delay=1e6):
+        assert inside.wait(60)
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() WHERE eql_topic = 'payments'")
+        claim = platform.claims.claim("payments", "mailer", owner="another")
+        assert isinstance(claim, Claim)
+        platform.claims.process(claim, write)
+        go_on.set()
+        until(lambda: len(said) == 2)
+    assert said[0] is True
+    assert effects() == ids
+    assert (state(platform).consumed_events, state(platform).failed_event_id) == (3, None)
+
+
+def test_a_handler_that_fails_because_its_lease_is_lost_is_noted_as_no_failure(
+    platform: EventSQL, effects: Callable[[], list[int]], until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    fill(platform, 3)
+    inside, ended = gates(), gates()
+
+    def handle(_events: Sequence[Event], lease: Lease) -> None:
+        inside.set()
+        lease.lost.wait(60)
+        ended.set()
+        raise RuntimeError("gave up")
+
+    consumers = platform.shards[0].consumers
+    with consumers.start_leased("payments", "mailer", handle, lease=0.3, polling_delay=1e6) as consumption:
+        assert inside.wait(60)
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_topic = 'payments'")
+        assert ended.wait(60)
+        until(lambda: consumption._idle)
+    assert (state(platform).failed_event_id, state(platform).last_event_id) == (None, 0)
+
+
+# Stopping
+
+
+def test_stopping_lets_the_handler_finish(
+    platform: EventSQL, effects: Callable[[], list[int]], gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, 6)
+    inside, go_on = gates(), gates()
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        inside.set()
+        go_on.wait(60)
+        write_leased(events, lease)
+
+    consumption = platform.consumers.start_leased("payments", "mailer", handle, max_events=3)
+    assert inside.wait(60)
+    consumption.stop_soon()
+    go_on.set()
+    assert consumption.stop(timeout=60)
+    assert effects() == ids[:3]
+    assert unleased(platform)
+
+
+def test_a_handler_that_does_not_end_in_time_loses_its_lease_to_others_at_once(
+    platform: EventSQL, effects: Callable[[], list[int]], gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, 3)
+    inside, go_on = gates(), gates()
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        inside.set()
+        go_on.wait(60)
+        assert lease.lost.is_set()
+        write_leased(events, lease)
+
+    consumption = platform.consumers.start_leased("payments", "mailer", handle, lease=3600.0)
+    assert inside.wait(60)
+    assert not consumption.stop(timeout=0.01)
+    claim = platform.claims.claim("payments", "mailer", owner="another")
+    assert isinstance(claim, Claim)
+    go_on.set()
+    assert consumption.stop(timeout=60)
+    assert effects() == []
+    platform.claims.process(claim, write)
+    assert effects() == ids
+    assert state(platform).failed_event_id is None
+
+
+def test_stopping_while_events_are_handed_over_one_by_one_gives_the_rest_back(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 4)
+
+    def fail(events: Sequence[Event]) -> None:
+        if len(events) > 1:
+            raise ValueError("not all of them")
+        started.stop_soon()
+
+    seen = Seen(fail)
+    started = platform.consumers.start_leased("payments", "mailer", seen)
+    until(lambda: len(seen.batches) == 2)
+    assert started.stop(timeout=60)
+    assert seen.batches == [ids, ids[:1]]
+    assert (state(platform).last_event_id, unleased(platform)) == (ids[0], True)
+
+
+# Claims
+
+
+def test_a_claim_may_be_committed_in_parts(platform: EventSQL) -> None:
+    ids = fill(platform, 5)
+    claim = platform.claims.claim("payments", "mailer", owner="me")
+    assert isinstance(claim, Claim)
+    assert [event.id for event in platform.claims.read(claim)] == ids
+    with platform.database.transaction() as connection:
+        rest = platform.claims.commit(connection, claim, upto=ids[1])
+    assert (rest.position, state(platform).last_event_id, unleased(platform)) == (ids[1], ids[1], False)
+    assert [event.id for event in platform.claims.read(rest)] == ids[2:]
+    with platform.database.transaction() as connection, pytest.raises(ClaimLostError, match="moved the offset"):
+        platform.claims.commit(connection, claim)
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, rest)
+    assert (state(platform).consumed_events, unleased(platform)) == (5, True)
+
+
+def test_an_event_that_failed_is_claimed_alone_where_that_is_asked_for(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 5)
+    claim = platform.claims.claim("payments", "mailer", owner="me")
+    assert isinstance(claim, Claim)
+    event = platform.claims.read(claim)[1]
+    platform.claims.settle(claim, event, ValueError("no"), done=platform.claims.read(claim)[:1])
+    claims: list[Claim] = []
+
+    def claimed() -> bool:
+        again = platform.claims.claim("payments", "mailer", owner="me", min_events=3, max_events=5, isolate=True)
+        if isinstance(again, Claim):
+            claims.append(again)
+        return bool(claims)
+
+    until(claimed)
+    assert (claims[0].range.after, claims[0].range.upto, claims[0].events) == (ids[0], ids[1], 1)
+
+
+def test_no_claim_says_how_many_events_wait_and_when_they_are_enough(platform: EventSQL, sessions: Sessions) -> None:
+    def refused() -> NoClaim:
+        claim = platform.claims.claim("payments", "mailer", owner="me", min_events=3, max_wait=1e6)
+        assert isinstance(claim, NoClaim)
+        return claim
+
+    assert (refused().waiting, refused().due_in) == (0, None)
+    fill(platform, 2)
+    assert refused().waiting == 2
+    assert refused().due_in == pytest.approx(1e6, abs=1e3)
+    sessions().execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
+    assert (refused().waiting, refused().due_in) == (None, None)
+
+
+def test_a_cancelled_consumption_begins_nothing(platform: EventSQL) -> None:
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with (
+        platform.database.connection() as connection,
+        pytest.raises(ClaimLostError, match="stopped"),
+        cancellation.connection(connection),
+    ):
+        pytest.fail("it was cancelled")
+    with pytest.raises(ClaimLostError, match="stopped"), cancellation.lease(threading.Event(), lambda: None):
+        pytest.fail("it was cancelled")

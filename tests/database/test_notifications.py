@@ -1,0 +1,342 @@
+"""Notifications reach those who listen; listeners and notifiers outlive their connections and the server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Database, notifications
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier, channel_of
+
+if TYPE_CHECKING:
+    from tests.fixtures import Until
+
+
+class Heard:
+    """Counts what its callbacks are called for."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def by(self, name: str) -> Callable[[], None]:
+        def hear() -> None:
+            with self._lock:
+                self.counts[name] += 1
+
+        return hear
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def listener(database: Database) -> Iterator[Listener]:
+    with closing(Listener(database)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def notifier(database: Database) -> Iterator[Notifier]:
+    with closing(Notifier(database)) as opened:
+        yield opened
+
+
+def listeners(database: Database) -> list[int]:
+    """The server's processes that listen."""
+    with database.connection() as connection:
+        rows = connection.execute(
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN %'"
+        )
+        return [pid for (pid,) in rows]
+
+
+def threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_a_notification_reaches_who_listens_for_its_kind_and_topic(
+    listener: Listener, notifier: Notifier, heard: Heard, until: Until
+) -> None:
+    listener.subscribe(LOG, "orders", heard.by("orders"))
+    listener.subscribe(LOG, "payments", heard.by("payments"))
+    listener.subscribe(LOG, None, heard.by("any log"))
+    listener.subscribe(BUFFER, "orders", heard.by("buffer of orders"))
+    until(lambda: listener.listening)
+    until(lambda: len(heard.counts) == 4)
+    before = heard.counts.copy()
+    notifier.notify(LOG, "orders")
+    until(lambda: (heard.counts - before)["any log"])
+    notifier.notify(LOG, "payments")
+    until(lambda: (heard.counts - before)["payments"])
+    assert heard.counts - before == {"orders": 1, "payments": 1, "any log": 2}
+
+
+def test_a_notification_of_no_topic_reaches_those_who_listen_to_all(
+    listener: Listener, notifier: Notifier, heard: Heard, until: Until
+) -> None:
+    listener.subscribe(BUFFER, None, heard.by("any"))
+    until(lambda: heard.counts["any"] == 1)
+    notifier.notify(BUFFER, None)
+    until(lambda: heard.counts["any"] == 2)
+
+
+def test_who_begins_to_listen_is_called_because_something_may_have_been_missed(
+    listener: Listener, heard: Heard, until: Until
+) -> None:
+    assert not listener.listening
+    listener.subscribe(LOG, "orders", heard.by("orders"))
+    until(lambda: heard.counts["orders"] == 1)
+    assert listener.listening
+
+
+def test_who_has_unsubscribed_is_not_called(listener: Listener, notifier: Notifier, heard: Heard, until: Until) -> None:
+    unsubscribe = listener.subscribe(LOG, "orders", heard.by("first"))
+    listener.subscribe(LOG, "orders", heard.by("second"))
+    until(lambda: heard.counts == {"first": 1, "second": 1})
+    unsubscribe()
+    unsubscribe()
+    notifier.notify(LOG, "orders")
+    until(lambda: heard.counts["second"] == 2)
+    assert heard.counts["first"] == 1
+
+
+def test_a_callback_that_raises_keeps_nobody_else_from_hearing(
+    listener: Listener, notifier: Notifier, heard: Heard, until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("broken")
+
+    listener.subscribe(LOG, "orders", broken)
+    listener.subscribe(LOG, "orders", heard.by("orders"))
+    until(lambda: listener.listening)
+    notifier.notify(LOG, "orders")
+    until(lambda: heard.counts["orders"] == 2)
+    assert "RuntimeError: broken" in caplog.text
+
+
+def test_a_listener_that_loses_its_connection_says_so_and_listens_again(
+    database: Database, listener: Listener, notifier: Notifier, heard: Heard, until: Until
+) -> None:
+    states: list[bool] = []
+    listener.subscribe(LOG, "orders", lambda: states.append(listener.listening))
+    until(lambda: states == [True])
+    with database.connection() as connection:
+        for pid in listeners(database):
+            connection.execute("SELECT pg_terminate_backend(%s)", (pid,))
+    until(lambda: states == [True, False, True])
+    notifier.notify(LOG, "orders")
+    until(lambda: len(states) == 4)
+
+
+def test_both_survive_a_restart_of_the_server(
+    server: EmbeddedPostgres, listener: Listener, notifier: Notifier, heard: Heard, until: Until
+) -> None:
+    listener.subscribe(LOG, "orders", heard.by("orders"))
+    until(lambda: heard.counts["orders"] == 1)
+    notifier.notify(LOG, "orders")
+    until(lambda: heard.counts["orders"] == 2)
+    server.stop(mode="immediate")
+    try:
+        until(lambda: not listener.listening)
+        # Kept until the server is there.
+        notifier.notify(LOG, "orders")
+    finally:
+        server.start()
+    until(lambda: listener.listening)
+    before = heard.counts["orders"]
+    until(lambda: not notifier._pending)
+    notifier.notify(LOG, "orders")
+    until(lambda: heard.counts["orders"] > before)
+
+
+def test_what_a_pooler_swallows_is_not_taken_for_silence(
+    server: EmbeddedPostgres,
+    dsn: str,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """LISTEN succeeds, and nothing arrives, as on a connection to another database than the notifications'."""
+
+    class Elsewhere(Database):
+        def dedicated(self) -> Connection:
+            return psycopg.connect(server.start().dsn, autocommit=True)
+
+    monkeypatch.setattr(notifications, "TEST_SECONDS", 0.05)
+    with Elsewhere(dsn) as database, closing(Listener(database)) as listener:
+        with caplog.at_level(logging.WARNING):
+            listener.subscribe(LOG, "orders", lambda: None)
+            until(lambda: "lets no notification arrive" in caplog.text)
+        assert not listener.listening
+        assert "s3cr3t" not in caplog.text
+    assert threads("eventsql-listener") == []
+
+
+def test_closing_ends_the_thread_and_its_connection(
+    database: Database, listener: Listener, heard: Heard, until: Until
+) -> None:
+    for count in (1, 3):
+        unsubscribe = listener.subscribe(LOG, "orders", heard.by("orders"))
+        until(lambda: listener.listening)
+        until(lambda count=count: heard.counts["orders"] == count)  # type: ignore[misc]  # bound
+        assert len(listeners(database)) == 1
+        listener.close()
+        assert not listener.listening
+        assert threads("eventsql-listener") == []
+        until(lambda: not listeners(database))
+        unsubscribe()
+
+
+def test_a_subscription_that_nobody_has_any_more_leaves_nothing_behind(listener: Listener) -> None:
+    ends = [listener.subscribe(LOG, topic, lambda: None) for topic in ("orders", "orders", "payments")]
+    ends[0]()
+    assert len(listener._callbacks) == 2
+    for end in ends:
+        end()
+    assert listener._callbacks == {}
+
+
+def test_a_thread_that_outlives_its_closing_does_not_speak_for_its_successor(
+    listener: Listener, heard: Heard, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "CLOSE_SECONDS", 0.01)
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        if not held.is_set():
+            held.set()
+            go_on.wait(60)
+
+    end = listener.subscribe(LOG, "orders", hold)
+    assert held.wait(60)
+    (old,) = threads("eventsql-listener")
+    listener.close()
+    assert not listener.listening
+    end()
+    listener.subscribe(LOG, "orders", heard.by("orders"))
+    until(lambda: heard.counts["orders"] == 1)
+    go_on.set()
+    old.join(60)
+    assert (old.is_alive(), listener.listening) == (False, True)
+    assert heard.counts["orders"] == 1
+
+
+# Notifiers
+
+
+@pytest.fixture
+def received(dsn: str, until: Until) -> Iterator[Callable[[], list[str]]]:
+    """The payloads that have arrived at a session of the test's own."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel_of("eventsql"))))
+        payloads: list[str] = []
+
+        def receive() -> list[str]:
+            payloads.extend(notification.payload for notification in connection.notifies(timeout=0))
+            return payloads
+
+        yield receive
+
+
+def test_what_is_told_within_the_interval_is_told_together_and_the_last_is_never_lost(
+    notifier: Notifier, received: Callable[[], list[str]], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "NOTIFY_INTERVAL", 0.2)
+    notifier.notify(LOG, "orders")
+    until(lambda: received() == ["log:orders"])
+    for _ in range(1_000):
+        notifier.notify(LOG, "orders")
+    notifier.notify(LOG, "payments")
+    until(lambda: received().count("log:orders") == 2)
+    assert sorted(received()) == ["log:orders", "log:orders", "log:payments"]
+
+
+def test_nothing_connects_before_there_is_something_to_tell(until: Until) -> None:
+    with (
+        Database("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere") as database,
+        closing(Notifier(database)),
+        closing(Listener(database)),
+    ):
+        assert threads("eventsql-notifier") == threads("eventsql-listener") == []
+
+
+def test_notifying_waits_for_no_database_and_complains_once(caplog: pytest.LogCaptureFixture, until: Until) -> None:
+    with Database("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere") as database:
+        notifier = Notifier(database)
+        for _ in range(3):
+            notifier.notify(LOG, "orders")
+            until(lambda: "is not notified" in caplog.text)
+        notifier.close()
+    assert threads("eventsql-notifier") == []
+    assert caplog.text.count("is not notified") == 1
+    assert "s3cr3t" not in caplog.text
+
+
+def test_closing_sends_what_is_left_and_another_notification_starts_it_anew(
+    notifier: Notifier, received: Callable[[], list[str]], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "NOTIFY_INTERVAL", 3600.0)
+    for count in (2, 4):
+        notifier.notify(LOG, "orders")
+        until(lambda count=count: len(received()) == count - 1)  # type: ignore[misc]  # bound
+        notifier.notify(LOG, "orders")
+        notifier.close()
+        assert threads("eventsql-notifier") == []
+        until(lambda count=count: len(received()) == count)  # type: ignore[misc]  # bound
+
+
+def test_a_thread_that_outlives_its_closing_sends_beside_its_successor(
+    notifier: Notifier, received: Callable[[], list[str]], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "CLOSE_SECONDS", 0.01)
+
+    class Contended(dict[str, None]):
+        """Another thread takes out what this one has just found due."""
+
+        def __iter__(self) -> Iterator[str]:
+            found = list(super().keys())
+            self.clear()
+            return iter(found)
+
+    notifier._pending = Contended()
+    notifier.notify(LOG, "orders")
+    until(lambda: received() == ["log:orders"])
+    assert len(threads("eventsql-notifier")) == 1
+
+
+def test_a_notifier_goes_on_when_its_connection_was_closed_while_it_was_idle(
+    database: Database, notifier: Notifier, received: Callable[[], list[str]], until: Until,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    notifier.notify(LOG, "orders")
+    until(lambda: len(received()) == 1)
+    with database.connection() as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND query LIKE '%pg_notify%' AND pid <> pg_backend_pid()"
+        )
+    notifier.notify(LOG, "orders")
+    until(lambda: len(received()) == 2)
+    assert "not notified" not in caplog.text
+
+
+@pytest.mark.parametrize("schema", ["eventsql", "e" * 54, "e" * 55, "e" * 63])
+def test_the_channel_of_a_schema_has_a_name_that_postgresql_takes(dsn: str, schema: str) -> None:
+    channel = channel_of(schema)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        connection.execute("SELECT pg_notify(%s, 'x')", (channel,))
+        assert [notification.payload for notification in connection.notifies(timeout=0)] == ["x"]
+    assert channel_of(schema) != channel_of(schema[:-1])

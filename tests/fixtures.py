@@ -1,0 +1,189 @@
+"""Fixtures of every room: sessions of their own, real processes, and the statements that a connection sends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import IO, TypeAlias
+
+import psycopg
+import pytest
+from psycopg.pq import Trace
+
+from eventsql_orchestration.database import Connection, Database
+from tests import worker
+
+PATIENCE = 120.0
+"""Seconds after which what was waited for is taken not to happen; far more than it takes on a busy machine."""
+
+Sessions: TypeAlias = Callable[[], Connection]
+Until: TypeAlias = Callable[[Callable[[], object]], None]
+Spawn: TypeAlias = Callable[..., "Worker"]
+
+
+@pytest.fixture
+def sessions(direct_dsn: str) -> Iterator[Sessions]:
+    """Opens sessions whose transactions the test holds open; whatever they left is rolled back at the end."""
+    opened: list[Connection] = []
+
+    def session() -> Connection:
+        opened.append(psycopg.connect(direct_dsn))
+        return opened[-1]
+
+    yield session
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture
+def session(sessions: Sessions) -> Connection:
+    """A session in autocommit mode, beside the connections of the platform."""
+    opened = sessions()
+    opened.autocommit = True
+    return opened
+
+
+@pytest.fixture
+def until() -> Until:
+    """Waits until a condition holds that another thread or process brings about."""
+
+    def wait(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.005)
+
+    return wait
+
+
+@pytest.fixture
+def until_blocked(direct_dsn: str, until: Until) -> Callable[[], None]:
+    """Waits until a statement of another session of the test's database waits for a lock."""
+
+    def wait() -> None:
+        with psycopg.connect(direct_dsn, autocommit=True) as connection:
+            until(
+                lambda: connection.execute(
+                    "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+                ).fetchone()
+            )
+
+    return wait
+
+
+class Worker:
+    """A process of `worker.py`, forked from one that has imported everything already."""
+
+    def __init__(self, *arguments: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["eventsql_orchestration.shards.shard", "tests.worker", "tests.dying"])
+        self._wire, theirs = context.Pipe()
+        self._process = context.Process(target=worker.play, args=(theirs, *arguments))
+        self._process.start()
+        theirs.close()
+
+    def line(self) -> str:
+        """The next line that it says."""
+        assert self._wire.poll(PATIENCE), "the process says nothing"
+        return str(self._wire.recv())
+
+    def tell(self, line: str) -> None:
+        self._wire.send(line)
+
+    def kill(self) -> None:
+        """SIGKILL: it has no time for anything."""
+        self._process.kill()
+        self._process.join(PATIENCE)
+
+    def end(self) -> int | None:
+        """Wait for its end; gives its exit code."""
+        self._process.join(PATIENCE)
+        return self._process.exitcode
+
+    @property
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.close()
+        self._wire.close()
+
+
+@pytest.fixture
+def spawn(dsn: str) -> Iterator[Spawn]:
+    """Starts processes on the test's database; none outlives the test."""
+    started: list[Worker] = []
+
+    def start(role: str, *arguments: object) -> Worker:
+        started.append(Worker(role, dsn, *map(str, arguments)))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+class Said:
+    """The statements that connections send, as the driver sends them."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._position = 0
+
+    def listen(self, connection: Connection) -> None:
+        connection.pgconn.trace(self._file.fileno())
+        connection.pgconn.set_trace_flags(Trace.SUPPRESS_TIMESTAMPS)
+
+    def statements(self) -> list[str]:
+        """Those since the last time, in order; `;` is the pool's look whether a connection is alive."""
+        self._file.seek(self._position)
+        text = self._file.read().decode(errors="replace")
+        self._position = self._file.tell()
+        texts: dict[str, str] = {}
+        bound, found = "", []
+        for message in re.split(r"^(?=[FB]\t\d+\t)", text, flags=re.MULTILINE):
+            kind, _, rest = message.partition("\t")[2].partition("\t")[2].partition("\t")
+            if not message.startswith("F"):
+                continue
+            if kind == "Query":
+                found.append(" ".join(rest.strip().removeprefix('"').removesuffix('"').split()))
+            elif kind == "Parse":
+                name, _, statement = rest.strip().partition(" ")
+                texts[name] = " ".join(statement.removeprefix('"').split())
+            elif kind == "Bind":
+                bound = rest.split()[1]
+            elif kind == "Execute":
+                found.append(texts.get(bound, bound))
+        return found
+
+    def verbs(self) -> list[str]:
+        """The first words of those since the last time."""
+        return [statement.split()[0] for statement in self.statements()]
+
+
+@pytest.fixture
+def said_by() -> Iterator[Callable[[Database | Connection], Said]]:
+    """Listens to what a connection, or the one that a pool hands out to one thread, says from here on."""
+    if sys.platform != "linux":
+        pytest.skip("psycopg traces connections on Linux alone")
+    heard: list[Connection] = []
+    with tempfile.TemporaryFile("w+b") as file:
+
+        def listen(source: Database | Connection) -> Said:
+            said = Said(file)
+            with source.connection() if isinstance(source, Database) else nullcontext(source) as connection:
+                heard.append(connection)
+                said.listen(connection)
+            said.statements()
+            return said
+
+        yield listen
+        for connection in heard:
+            if not connection.closed:
+                connection.pgconn.untrace()

@@ -1,0 +1,737 @@
+"""Topics that get another number of partitions while their events flow: every key stays in its order."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    RedefinitionError,
+    TopicNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.maintenance import repartitioning
+from eventsql_orchestration.model import Event
+from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.topics import legacy_writer_trigger, segments
+from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, ShiftBy
+from eventsql_orchestration.topics.partitioner import partition_of_key
+from tests.dying import repartition_and_die, repartition_until
+
+KEYS = [f"rider {number}" for number in range(40)]
+
+Until = Callable[[Callable[[], object]], object]
+
+
+@pytest.fixture(autouse=True)
+def registered(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("orders_dlt"))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    platform.registry.register_consumer(Consumer("orders", "auditor"))
+
+
+class Orders:
+    """Publishes numbered events of some keys, and looks at what consumers were handed."""
+
+    def __init__(self, platform: EventSQL) -> None:
+        self.platform = platform
+        self.published: dict[str, int] = dict.fromkeys(KEYS, 0)
+        self.handled: dict[str, list[int]] = {key: [] for key in KEYS}
+
+    def publish(self, events: int = 200, *, transfer: bool = True) -> None:
+        for _ in range(events):
+            key = random.choice(KEYS)
+            self.platform.publisher.publish(Publication("orders", str(self.published[key]).encode(), key=key))
+            self.published[key] += 1
+        if transfer:
+            self.platform.transfer.run_once()
+
+    def handle(self, events: Sequence[Event], _connection: Connection | None = None) -> None:
+        for event in events:
+            assert event.key is not None
+            self.handled[event.key].append(int(event.value))
+
+    def consume(self, **options: Any) -> int:
+        total = 0
+        while consumed := self.platform.consumers.consume_once("orders", "mailer", self.handle, **options):
+            total += consumed
+        return total
+
+    def check(self) -> None:
+        assert self.handled == {key: list(range(count)) for key, count in self.published.items()}
+
+
+@pytest.fixture
+def orders(platform: EventSQL) -> Orders:
+    return Orders(platform)
+
+
+def partitions(platform: EventSQL, consumer: str = "mailer") -> list[int]:
+    return [state.partition for state in platform.registry.consumer("orders", consumer)]
+
+
+def untils(platform: EventSQL, consumer: str = "mailer") -> set[int | None]:
+    return {state.until for state in platform.registry.consumer("orders", consumer)}
+
+
+@pytest.mark.parametrize("after", [5, 2, 1, 12])
+def test_keys_stay_in_their_order_when_partitions_come_and_go(platform: EventSQL, orders: Orders, after: int) -> None:
+    orders.publish()
+    orders.consume(partition=0)
+    changed = platform.repartitioner.repartition("orders", after)
+    assert changed is not None
+    assert (changed.before, changed.partitions, changed.consumers) == (3, after, ("mailer",))
+    assert changed.after == platform.reader.end("orders")
+    orders.publish()
+    orders.consume()
+    orders.check()
+    assert partitions(platform) == list(range(after))
+    assert untils(platform) == {None}
+    assert partitions(platform, "auditor") == [-1]
+    assert platform.registry.topic("orders").partitions == after
+
+
+def test_each_event_has_its_partition_by_the_number_of_its_time(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(100)
+    changed = platform.repartitioner.repartition("orders", 7)
+    orders.publish(100)
+    assert changed is not None
+    for event in platform.reader.read("orders"):
+        assert event.key is not None
+        assert event.partition == partition_of_key(event.key, 3 if event.id <= changed.after else 7)
+
+
+def test_what_is_in_the_buffer_enters_the_log_before_the_change(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(50, transfer=False)
+    changed = platform.repartitioner.repartition("orders", 2)
+    assert changed is not None
+    assert len(platform.reader.read("orders", upto=changed.after)) == 50
+    assert platform.buffered() == {}
+
+
+def test_a_consumer_waits_for_all_of_its_partitions_at_the_change(platform: EventSQL, orders: Orders) -> None:
+    orders.publish()
+    changed = platform.repartitioner.repartition("orders", 4)
+    assert changed is not None
+    orders.publish()
+    for partition in (0, 1, 3):
+        while platform.consumers.consume_once("orders", "mailer", orders.handle, partition=partition):
+            pass
+    claim = platform.claims.claim("orders", "mailer", 1, owner="a run")
+    assert isinstance(claim, NoClaim)
+    assert f"partition 2 must come to offset {changed.after} first" in claim.reason
+    assert untils(platform) == {changed.after}
+    assert platform.layouts.unsettled("orders") == {"mailer": changed.after}
+    lag = {entry.partition: entry for entry in platform.lag("orders") if entry.consumer == "mailer"}
+    assert lag[0].cause is LagCause.HELD_BACK
+    ends = f"offset {changed.after}, where layout 1 of the topic ends"
+    assert lag[0].detail == f"until partition 2 has come to {ends}"
+    assert (lag[2].cause, lag[2].detail) == (LagCause.WAITING, "not consumed yet")
+    assert sum(entry.events for entry in lag.values()) == sum(orders.published.values()) - sum(
+        map(len, orders.handled.values())
+    )
+    orders.consume()
+    orders.check()
+    assert platform.layouts.unsettled("orders") == {}
+
+
+def test_a_claim_ends_where_the_partitions_change_and_the_next_begins_there(platform: EventSQL, orders: Orders) -> None:
+    platform.registry.register_topic(Topic("trips", 1))
+    platform.registry.register_consumer(Consumer("trips", "mailer", partitioned=True))
+    for _ in range(3):
+        platform.publisher.publish(Publication("trips", b""))
+    changed = platform.repartitioner.repartition("trips", 2)
+    assert changed is not None
+    for partition in (0, 0, 1):
+        platform.publisher.publish(Publication("trips", b"", partition=partition))
+    platform.transfer.run_once()
+    # Though more are asked for: there will be no more up to the change.
+    first = platform.claims.claim("trips", "mailer", 0, owner="a run", min_events=5, max_wait=3600)
+    assert isinstance(first, Claim)
+    assert (first.range.upto, first.events) == (changed.after, 3)
+    assert isinstance(platform.claims.claim("trips", "mailer", 1, owner="a run"), NoClaim)
+    platform.claims.process(first, lambda _events, _connection: None)
+    second = platform.claims.claim("trips", "mailer", 1, owner="a run")
+    third = platform.claims.claim("trips", "mailer", 0, owner="a run")
+    assert isinstance(second, Claim)
+    assert isinstance(third, Claim)
+    assert (second.events, third.events) == (1, 2)
+    assert third.range.after == changed.after
+
+
+def test_a_claim_of_before_the_change_is_consumed_by_whoever_has_it(platform: EventSQL, orders: Orders) -> None:
+    orders.publish()
+    claim = platform.claims.claim("orders", "mailer", 2, owner="a run")
+    assert isinstance(claim, Claim)
+    platform.repartitioner.repartition("orders", 2)
+    orders.publish()
+    assert orders.consume() > 0
+    assert untils(platform) != {None}
+    platform.claims.process(claim, orders.handle)
+    orders.consume()
+    orders.check()
+    assert partitions(platform) == [0, 1]
+
+
+def test_changes_follow_each_other_before_consumers_have_come_to_the_first(platform: EventSQL, orders: Orders) -> None:
+    for number in (5, 2, 4, 1, 6):
+        orders.publish(60)
+        platform.repartitioner.repartition("orders", number)
+    orders.publish(60)
+    assert [each.partitions for each in platform.layouts.of("orders")] == [3, 5, 2, 4, 1, 6]
+    assert sum(entry.events for entry in platform.lag("orders") if entry.consumer == "mailer") == 360
+    assert orders.consume() == 360
+    orders.check()
+    assert partitions(platform) == list(range(6))
+
+
+@pytest.mark.parametrize("before", [0, 30])
+def test_changes_between_which_no_event_came_are_one_for_consumers(
+    platform: EventSQL, orders: Orders, before: int
+) -> None:
+    orders.publish(before)
+    for number in (4, 8, 2, 6):
+        platform.repartitioner.repartition("orders", number)
+    orders.publish(60)
+    assert orders.consume() == before + 60
+    orders.check()
+    assert (partitions(platform), untils(platform)) == (list(range(6)), {None})
+
+
+def test_a_claim_that_ends_its_own_partition_says_so(platform: EventSQL, orders: Orders) -> None:
+    platform.repartitioner.repartition("orders", 1)
+    claim = platform.claims.claim("orders", "mailer", 2, owner="a run")
+    assert claim == NoClaim("the topic has no partition 2 any more")
+    assert partitions(platform) == [0]
+
+
+def test_what_another_process_has_added_is_read_at_once(dsn: str, platform: EventSQL, orders: Orders) -> None:
+    orders.publish(30)
+    platform.registry.cached_topic("orders")
+    with EventSQL(dsn, transfer=False) as other:
+        other.repartitioner.repartition("orders", 9)
+    assert len([entry for entry in platform.lag("orders") if entry.consumer == "mailer"]) == 9
+    assert len(platform.seeker.execute("orders", "mailer", Latest())) == 9
+
+
+def test_a_consumer_that_comes_later_goes_through_all_layouts(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(100)
+    first = platform.repartitioner.repartition("orders", 1)
+    orders.publish(100)
+    platform.repartitioner.repartition("orders", 4)
+    orders.publish(100)
+    assert first is not None
+    for name, start in (("all", "earliest"), ("some", first.after + 1), ("none", "latest")):
+        platform.registry.register_consumer(Consumer("orders", name, partitioned=True), start=start)  # type: ignore[arg-type]
+    assert untils(platform, "none") == {None}
+    seen: dict[str, list[int]] = {}
+    for name in ("all", "some", "none"):
+        ids = seen.setdefault(name, [])
+        order: dict[str, list[int]] = {key: [] for key in KEYS}
+
+        def handle(
+            events: Sequence[Event], _connection: object, ids: list[int] = ids, order: dict[str, list[int]] = order
+        ) -> None:
+            for event in events:
+                ids.append(event.id)
+                order[event.key or ""].append(event.id)
+
+        while platform.consumers.consume_once("orders", name, handle):
+            pass
+        assert all(each == sorted(each) for each in order.values())
+        assert partitions(platform, name) == [0, 1, 2, 3]
+    ids = [event.id for event in platform.reader.read("orders")]
+    assert sorted(seen["all"]) == ids
+    assert sorted(seen["some"]) == [event for event in ids if event > first.after]
+    assert seen["none"] == []
+
+
+def test_a_seek_back_over_a_change_consumes_by_the_partitions_of_then(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(100)
+    changed = platform.repartitioner.repartition("orders", 2)
+    orders.publish(100)
+    orders.consume()
+    orders.check()
+    platform.seeker.execute("orders", "mailer", Earliest())
+    assert changed is not None
+    assert (partitions(platform), untils(platform)) == ([0, 1, 2], {changed.after})
+    orders.handled = {key: [] for key in KEYS}
+    assert orders.consume() == 200
+    orders.check()
+    assert (partitions(platform), untils(platform)) == ([0, 1], {None})
+    platform.seeker.execute("orders", "mailer", AtOffset(changed.after + 1))
+    assert (partitions(platform), untils(platform)) == ([0, 1], {None})
+
+
+def test_a_seek_forward_over_a_change_leaves_its_layout(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(100)
+    platform.repartitioner.repartition("orders", 5)
+    orders.publish(100)
+    platform.seeker.execute("orders", "mailer", Latest())
+    assert (partitions(platform), untils(platform)) == ([0, 1, 2, 3, 4], {None})
+    orders.publish(10)
+    assert orders.consume() == 10
+
+
+def test_a_seek_that_would_tear_a_consumer_apart_moves_nothing(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(100)
+    platform.repartitioner.repartition("orders", 2)
+    orders.publish(100)
+    orders.consume()
+    before = platform.registry.consumer("orders", "mailer")
+    with pytest.raises(ValidationError, match="seek all of its partitions to one offset or time"):
+        platform.seeker.execute("orders", "mailer", Earliest(), partition=1)
+    moves = platform.seeker.execute("orders", "mailer", ShiftBy(-1), partition=1)
+    assert [move.again for move in moves] == [1]
+    platform.seeker.execute("orders", "mailer", Latest(), partition=1)
+    assert [state.last_event_id for state in before][1] <= platform.registry.consumer("orders", "mailer")[
+        1
+    ].last_event_id
+
+
+def test_a_failing_event_holds_the_change_up_until_it_is_a_dead_letter(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(30)
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=1)
+    poison = platform.reader.read("orders", partition=1, limit=1)[0]
+    platform.repartitioner.repartition("orders", 1)
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        if poison.id in [event.id for event in events]:
+            raise ValueError("poison")
+        orders.handle(events, connection)
+
+    while platform.consumers.consume_once("orders", "mailer", handle):
+        pass
+    assert [event.key for event in platform.reader.read("orders_dlt")] in ([], [poison.key])
+    platform.transfer.run_once()
+    while platform.consumers.consume_once("orders", "mailer", handle):
+        pass
+    assert partitions(platform) == [0]
+    assert len(platform.reader.read("orders_dlt")) == 1
+
+
+def test_retention_keeps_what_later_layouts_have_for_a_consumer(platform: EventSQL, orders: Orders) -> None:
+    platform.repartitioner.repartition("orders", 1)
+    platform.repartitioner.repartition("orders", 6)
+    orders.publish(100)
+    platform.seeker.execute("orders", "mailer", Earliest())
+    lag = [entry for entry in platform.lag("orders") if entry.consumer == "mailer"]
+    assert sum(entry.events for entry in lag) == 100
+    assert orders.consume() == 100
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_a_side_consumer_of_some_partitions_gets_no_others(platform: EventSQL, orders: Orders, only: int) -> None:
+    """It stands for a window of a backfill, which is replayed in these and moves the offsets of these."""
+    orders.publish(50)
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.consumer WHERE eql_partition NOT IN (-1, %s)", [only])
+    platform.repartitioner.repartition("orders", 5)
+    assert partitions(platform) == [only]
+
+
+@pytest.mark.parametrize("after", [5, 2])
+def test_a_side_consumer_of_one_partition_gets_no_others_wherever_it_is_sought(
+    platform: EventSQL, orders: Orders, after: int
+) -> None:
+    orders.publish(50)
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.consumer WHERE eql_partition NOT IN (-1, 1)")
+    changed = platform.repartitioner.repartition("orders", after)
+    orders.publish(50)
+    assert changed is not None
+    for position in (Earliest(), AtOffset(changed.after + 1), Latest(), Earliest()):
+        platform.seeker.execute("orders", "mailer", position)
+        assert partitions(platform) == [1]
+    # Nor is it kept from the events of its own.
+    assert orders.consume() == len(platform.reader.read("orders", partition=1))
+    assert (partitions(platform), untils(platform)) == ([1], {None})
+
+
+def test_a_consumer_that_is_held_back_is_of_the_layout_in_which_it_stands(platform: EventSQL, orders: Orders) -> None:
+    """As on a shard that joined, where a seek holds all consumers back first."""
+    orders.publish(30)
+    changed = platform.repartitioner.repartition("orders", 2)
+    orders.publish(30)
+    orders.consume()
+    assert changed is not None
+    store = ShardStore(platform.database)
+    store.hold("orders", "mailer")
+    with pytest.raises(ValidationError, match="seek all of its partitions to one offset or time"):
+        platform.seeker.execute("orders", "mailer", Earliest(), partition=1)
+    platform.seeker.execute("orders", "mailer", Earliest())
+    assert (partitions(platform), untils(platform)) == ([0, 1, 2], {HELD})
+    store.let_go("orders", "mailer")
+    assert untils(platform) == {changed.after}
+    orders.handled = {key: [] for key in KEYS}
+    assert orders.consume() == 60
+    orders.check()
+
+
+def test_a_partition_of_a_held_consumer_is_sought_in_the_layout_of_the_one_behind(
+    platform: EventSQL, orders: Orders
+) -> None:
+    orders.publish(30, transfer=False)
+    # The last event of the layout is one of partition 1.
+    key = next(key for key in KEYS if partition_of_key(key, 3) == 1)
+    platform.publisher.publish(Publication("orders", b"0", key=key))
+    platform.transfer.run_once()
+    changed = platform.repartitioner.repartition("orders", 2)
+    assert changed is not None
+    orders.consume(partition=1)
+    ShardStore(platform.database).hold("orders", "mailer")
+    behind, ahead, _ = (state.last_event_id for state in platform.registry.consumer("orders", "mailer"))
+    assert (behind, ahead) == (0, changed.after)
+    (moved,) = platform.seeker.execute("orders", "mailer", Earliest(), partition=1)
+    assert moved.target == 0
+    ShardStore(platform.database).let_go("orders", "mailer")
+    assert untils(platform) == {changed.after}
+
+
+# Publishers that know the old number
+
+
+def test_publishers_of_the_old_number_are_told_and_choose_anew(dsn: str, platform: EventSQL, orders: Orders) -> None:
+    with EventSQL(dsn, transfer=False) as other:
+        known = other.registry.cached_topic("orders")
+        changed = platform.repartitioner.repartition("orders", 8)
+        assert changed is not None
+        other.publisher.publish(Publication("orders", b"one", key="rider 1"))
+        assert other.registry.known("orders") != known
+        other.shards[0].registry._cache["orders"] = (10**12, known)
+        many = [Publication("orders", b"many", key=key) for key in KEYS * 3]
+        other.publisher.publish_all(many)
+        other.shards[0].registry._cache["orders"] = (10**12, known)
+        with other.database.transaction() as connection:
+            other.publisher.publish(Publication("orders", b"joined", key="rider 2"), connection=connection)
+    platform.transfer.run_once()
+    events = platform.reader.read("orders", after=changed.after)
+    assert len(events) == 2 + len(many)
+    assert all(event.partition == partition_of_key(event.key or "", 8) for event in events)
+
+
+def test_a_library_that_knows_nothing_of_layouts_loses_no_event(platform: EventSQL, orders: Orders) -> None:
+    platform.repartitioner.repartition("orders", 2)
+    with platform.database.connection() as connection:
+        for key in ("rider 1", None):
+            connection.execute(
+                "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) "
+                "VALUES ('orders', 2, %s, '', '{}')",
+                [key],
+            )
+    platform.transfer.run_once()
+    keyed, other = platform.reader.read("orders")
+    assert keyed.partition == partition_of_key("rider 1", 2)
+    assert other.partition in (0, 1)
+
+
+# Writers that know nothing of layouts
+
+
+def write_past(platform: EventSQL, partition: int, key: str | None = None) -> Event:
+    """As EventSQL's Java library moves an event into a log: by the number that its publisher knew."""
+    with platform.database.connection() as connection:
+        row = connection.execute(
+            "INSERT INTO eventsql.orders_event (eql_partition, eql_key, eql_value, eql_buffered_at, eql_metadata) "
+            "VALUES (%s, %s, '', now(), '{}') RETURNING eql_id",
+            [partition, key],
+        ).fetchone()
+    assert row is not None
+    (event,) = platform.reader.read("orders", after=row[0] - 1, limit=1)
+    return event
+
+
+def test_what_is_written_for_a_partition_that_is_gone_lies_where_its_key_does(platform: EventSQL) -> None:
+    assert write_past(platform, 2, "rider 1").partition == 2
+    for number, gone in ((2, range(2, 9)), (5, range(5, 9)), (1, range(1, 9)), (7, range(7, 9))):
+        platform.repartitioner.repartition("orders", number)
+        for partition in gone:
+            assert write_past(platform, partition, "rider 1").partition == partition_of_key("rider 1", number)
+            assert write_past(platform, partition).partition in range(number)
+        for partition in range(number):
+            assert write_past(platform, partition, "rider 1").partition == partition
+    assert legacy_writer_trigger.stranded(platform.database, "orders") == []
+
+
+def test_a_log_whose_topic_never_lost_a_partition_has_no_guard(platform: EventSQL) -> None:
+    platform.repartitioner.repartition("orders", 4)
+    platform.repartitioner.repartition("orders", 9)
+    with platform.database.connection() as connection:
+        assert not legacy_writer_trigger.is_guarded(connection, "eventsql", "orders")
+
+
+def test_segments_that_come_later_are_guarded_too(platform: EventSQL) -> None:
+    platform.repartitioner.repartition("orders", 2)
+    for number in range(1, 5):
+        with platform.database.connection() as connection:
+            newest = number * segments.SEGMENT_EVENTS - 3
+            connection.execute("SELECT setval('eventsql.orders_event_eql_id_seq', %s)", [newest])
+        platform.publisher.publish_all([Publication("orders", b"")] * 6)
+        platform.transfer.run_once()
+        assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
+    with platform.database.connection() as connection:
+        assert len(segments.segments(connection, "eventsql", "orders") or []) > 5
+
+
+def test_a_plain_log_keeps_its_guard_when_it_becomes_a_segment(platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(
+            """
+            DROP TABLE eventsql.orders_event;
+            CREATE TABLE eventsql.orders_event (
+                eql_id bigserial PRIMARY KEY, eql_partition smallint NOT NULL, eql_key text, eql_value bytea NOT NULL,
+                eql_buffered_at timestamptz NOT NULL, eql_created_at timestamptz NOT NULL DEFAULT now(),
+                eql_metadata json NOT NULL
+            );
+            """
+        )
+        platform.repartitioner.repartition("orders", 2)
+        assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
+        segments.adopt(connection, "eventsql", "orders")
+        assert segments.segments(connection, "eventsql", "orders")
+    assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
+    platform.repartitioner.repartition("orders", 1)
+    assert write_past(platform, 1, "rider 1").partition == 0
+
+
+def test_whoever_reads_the_log_is_not_in_the_way_of_its_guard(dsn: str, platform: EventSQL, orders: Orders) -> None:
+    orders.publish(10)
+    with open_transaction(dsn, "SELECT count(*) FROM eventsql.orders_event"):
+        assert platform.repartitioner.repartition("orders", 2, patience=0) is not None
+
+
+def test_events_in_partitions_that_were_gone_are_found(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(20)
+    platform.repartitioner.repartition("orders", 1)
+    platform.repartitioner.repartition("orders", 2)
+    with platform.database.transaction() as connection:
+        connection.execute("SET LOCAL session_replication_role TO replica")
+        connection.execute(
+            "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+            "SELECT 2, '', now(), '{}' FROM generate_series(1, 3)"
+        )
+    end = platform.reader.end("orders")
+    assert legacy_writer_trigger.stranded(platform.database, "orders") == [
+        legacy_writer_trigger.Stranded(2, 3, end - 2, end)
+    ]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 64, 1000, 32_767])
+def test_the_server_has_the_hash_of_the_publishers(platform: EventSQL, number: int) -> None:
+    keys = ["", "a", "ключ", "🚕", *KEYS]
+    with platform.database.connection() as connection:
+        for key in keys:
+            row = connection.execute("SELECT eventsql.partition_of_key(%s, %s)", [key, number]).fetchone()
+            assert row == (partition_of_key(key, number),)
+
+
+# What is in the way
+
+
+@contextmanager
+def open_transaction(dsn: str, statement: str) -> Iterator[None]:
+    with psycopg.connect(dsn) as connection:
+        connection.execute(statement)
+        yield
+        connection.rollback()
+
+
+def test_a_publisher_that_does_not_end_leaves_everything_as_it_was(
+    dsn: str, platform: EventSQL, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repartitioning, "BUFFER_SECONDS", 0.05)
+    publishing = (
+        "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+        "VALUES ('orders', 0, '', '{}')"
+    )
+    with open_transaction(dsn, publishing), pytest.raises(DatabaseBusyError, match="keeps its 3 partitions"):
+        platform.repartitioner.repartition("orders", 4, patience=0.2)
+    assert platform.registry.topic("orders").partitions == 3
+    assert platform.layouts.of("orders") == []
+    assert partitions(platform) == [0, 1, 2]
+
+
+def test_a_handler_that_publishes_and_a_change_do_not_wait_for_each_other(platform: EventSQL, orders: Orders) -> None:
+    platform.registry.register_topic(Topic("mails"))
+    orders.publish(20)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        inside.set()
+        assert go_on.wait(60)
+        platform.publisher.publish(Publication("mails", b""), connection=connection)
+        orders.handle(events)
+
+    consuming = threading.Thread(
+        target=platform.consumers.consume_once, args=("orders", "mailer", handle), kwargs={"max_events": 1}
+    )
+    consuming.start()
+    assert inside.wait(60)
+    changing = threading.Thread(target=platform.repartitioner.repartition, args=("orders", 2))
+    changing.start()
+    go_on.set()
+    consuming.join(60)
+    changing.join(60)
+    assert platform.registry.topic("orders").partitions == 2
+    orders.consume()
+    orders.check()
+
+
+@pytest.mark.parametrize(
+    ("topic", "number", "error"),
+    [
+        ("nobody", 3, TopicNotFoundError),
+        ("orders", 0, ValidationError),
+        ("orders", -1, ValidationError),
+        ("orders", 40_000, ValidationError),
+        ("orders_dlt", 3, RedefinitionError),
+    ],
+)
+def test_what_cannot_be_is_refused(platform: EventSQL, topic: str, number: int, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        platform.repartitioner.repartition(topic, number)
+    assert platform.layouts.of("orders") == []
+
+
+def test_the_number_that_a_topic_has_changes_nothing(platform: EventSQL, orders: Orders) -> None:
+    assert platform.repartitioner.repartition("orders", 3) is None
+    assert platform.layouts.of("orders") == []
+
+
+# Whoever dies
+
+
+def check_all_or_nothing(platform: EventSQL, orders: Orders, before: int, after: int) -> None:
+    """Neither the change nor anything of it, or all of it; what was published is consumed in order either way."""
+    topic = platform.registry.topic("orders")
+    with platform.database.connection() as connection:
+        guarded = legacy_writer_trigger.is_guarded(connection, "eventsql", "orders")
+    known = [each.partitions for each in platform.layouts.of("orders")]
+    if topic.partitions == before:
+        assert (topic.layout, known, partitions(platform), untils(platform)) == (1, [], list(range(before)), {None})
+        assert not guarded
+    else:
+        assert (topic.partitions, topic.layout, known) == (after, 2, [before, after])
+        assert guarded
+        assert len(untils(platform) - {None}) == 1
+    assert platform.reader.count("orders") + sum(platform.buffered().values()) == sum(orders.published.values())
+
+
+def test_a_process_that_is_killed_at_any_step_leaves_the_change_to_be_made(
+    dsn: str, platform: EventSQL, orders: Orders
+) -> None:
+    orders.publish(40)
+    orders.consume(partition=0)
+    number = 0
+    while True:
+        number += 1
+        orders.publish(2, transfer=False)
+        died = repartition_and_die(dsn, "orders", 2, number)
+        check_all_or_nothing(platform, orders, 3, 2)
+        if not died:
+            break
+    assert number > 15, "each statement of the change was a step"
+    assert platform.registry.topic("orders").partitions == 2
+    orders.publish(40)
+    orders.consume()
+    orders.check()
+    assert (partitions(platform), untils(platform)) == ([0, 1], {None})
+
+
+@pytest.mark.parametrize(
+    "last", ["LOCK TABLE .*event_buffer", "INTO .*topic_layout", "CREATE OR REPLACE TRIGGER", "^COMMIT"]
+)
+def test_a_server_that_is_killed_during_a_change_has_made_none_and_it_is_made_by_running_it_again(
+    dsn: str, server: EmbeddedPostgres, platform: EventSQL, orders: Orders, last: str
+) -> None:
+    orders.publish(30)
+    orders.publish(5, transfer=False)
+
+    def restart() -> None:
+        server.stop(mode="immediate")
+        server.start()
+
+    def reached(steps: list[str]) -> bool:
+        """What comes before the change moves events too, and commits."""
+        changing = any("LOCK TABLE" in step for step in steps)
+        return changing and re.search(last, steps[-1]) is not None
+
+    with pytest.raises(DatabaseUnavailableError):
+        repartition_until(dsn, "orders", 2, reached, restart)
+    check_all_or_nothing(platform, orders, 3, 2)
+    assert platform.registry.topic("orders").partitions == 3
+    assert platform.repartitioner.repartition("orders", 2) is not None
+    orders.publish(30)
+    orders.consume()
+    orders.check()
+
+
+# While everything runs
+
+
+def test_running_consumers_and_publishers_go_through_changes(dsn: str, orders: Orders, until: Until) -> None:
+    """Two processes' worth of consumers, three publishers with keys of their own, and changes in between."""
+    stop = threading.Event()
+    handled: dict[str, list[int]] = {key: [] for key in KEYS}
+    published = dict.fromkeys(KEYS, 0)
+
+    def publish(other: EventSQL, keys: list[str]) -> None:
+        while not stop.is_set():
+            batch = random.choices(keys, k=random.choice([1, 3, 80]))
+            numbers = dict(published)
+            publications = []
+            for key in batch:
+                publications.append(Publication("orders", str(numbers[key]).encode(), key=key))
+                numbers[key] += 1
+            try:
+                other.publisher.publish_all(publications)
+            except RedefinitionError:
+                continue
+            for key in keys:
+                published[key] = numbers[key]
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        with connection.cursor() as cursor:
+            cursor.executemany(
+                "INSERT INTO seen (key, number) VALUES (%s, %s)", [(event.key, int(event.value)) for event in events]
+            )
+
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE seen (at bigserial, key text, number int)")
+    with EventSQL(dsn) as one, EventSQL(dsn) as two:
+        for other in (one, two):
+            other.consumers.start_batch("orders", "mailer", handle, polling_delay=0.05, max_events=50)
+        threads = [
+            threading.Thread(target=publish, args=(other, KEYS[start::3]))
+            for start, other in enumerate((one, two, orders.platform))
+        ]
+        for thread in threads:
+            thread.start()
+        for number in (5, 2, 8, 1, 4):
+            assert two.repartitioner.repartition("orders", number) is not None
+            until(lambda: not one.layouts.unsettled("orders"))
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        one.transfer.run_once()
+        until(lambda: not any(entry.events for entry in one.lag("orders") if entry.consumer == "mailer"))
+        with psycopg.connect(dsn) as connection:
+            for key, number in connection.execute("SELECT key, number FROM seen ORDER BY at"):
+                handled[key].append(number)
+    assert handled == {key: list(range(count)) for key, count in published.items()}
+    assert sum(published.values()) > 100

@@ -1,0 +1,319 @@
+"""Retention drops whole segments that need not be kept, and never what a registered consumer has not passed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.database.tables import DROPPED
+from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
+from eventsql_orchestration.maintenance import retention
+from eventsql_orchestration.maintenance.retention import Dropped
+from eventsql_orchestration.model import Retention
+from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.topics import segments
+from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
+
+if TYPE_CHECKING:
+    from tests.fixtures import Sessions
+
+SCHEMA = "eventsql"
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
+    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
+
+
+def fill(platform: EventSQL, count: int, topic: str = "orders", **fields: Any) -> None:
+    for number in range(0, count, 5):
+        platform.publisher.publish_all(Publication(topic, b"%d" % (number + n), **fields) for n in range(5))
+        platform.transfer.run_once()
+
+
+def age(session: psycopg.Connection[Any], seconds: float, upto: int) -> None:
+    """Let events up to an offset be so much older."""
+    session.execute(
+        "UPDATE eventsql.orders_event SET eql_created_at = eql_created_at - make_interval(secs => %s) "
+        "WHERE eql_id <= %s",
+        [seconds, upto],
+    )
+
+
+def first(platform: EventSQL) -> int:
+    return platform.reader.read("orders", limit=1)[0].id
+
+
+def consume(platform: EventSQL, consumer: str, count: int = 1_000) -> int:
+    return platform.consumers.consume_once("orders", consumer, lambda *_: None, max_events=count)
+
+
+def test_everything_is_kept_where_nothing_else_is_said(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    fill(platform, 40)
+    assert platform.retention.run_once() == []
+    assert platform.reader.count("orders") == 40
+
+
+def test_segments_beyond_a_number_of_events_go(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    fill(platform, 60)
+    (dropped,) = platform.retention.run_once()
+    assert (dropped.topic, dropped.segments, dropped.upto, dropped.held_by) == ("orders", 3, 29, None)
+    assert dropped.bytes > 0
+    assert [event.id for event in platform.reader.read("orders")] == list(range(30, 61))
+    assert platform.retention.run_once()[0].segments == 0
+    fill(platform, 10)
+    assert platform.retention.run_once()[0].segments == 1
+
+
+def test_segments_beyond_an_age_go(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
+    fill(platform, 50)
+    assert platform.retention.run_once()[0].segments == 0
+    age(session, 7200, upto=25)
+    assert platform.retention.run_once()[0].upto == 19, "the third segment has an event that is young enough"
+    assert first(platform) == 20
+
+
+def test_segments_beyond_a_size_go(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(bytes=200_000)))
+    fill(platform, 20)
+    fill(platform, 20, key="k" * 10_000)
+    for _ in range(3):
+        platform.publisher.publish_all(Publication("orders", os.urandom(30_000)) for _ in range(10))
+        platform.transfer.run_once()
+    (dropped,) = platform.retention.run_once()
+    assert dropped.segments >= 3
+    assert first(platform) == dropped.upto + 1
+
+
+def test_a_topic_of_few_events_loses_them_too_because_its_segment_is_closed_in_time(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
+    fill(platform, 5)
+    age(session, 3600 / retention.ROLL_SHARE + 1, upto=5)
+    assert platform.retention.run_once()[0].segments == 0
+    fill(platform, 5)
+    assert [event.id for event in platform.reader.read("orders")] == [1, 2, 3, 4, 5, 10, 11, 12, 13, 14]
+    age(session, 3600, upto=5)
+    assert platform.retention.run_once()[0].segments == 1
+    assert first(platform) == 10
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_what_a_consumer_has_not_passed_is_kept(platform: EventSQL, partitioned: bool) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
+    platform.registry.register_consumer(Consumer("orders", "slow", partitioned))
+    fill(platform, 50)
+    (dropped,) = platform.retention.run_once()
+    assert dropped.segments == 0
+    assert dropped.held_by is not None
+    assert "slow" in dropped.held_by
+    consumed = consume(platform, "slow", 12)
+    platform.retention.run_once()
+    assert sum(lag.events for lag in platform.lag("orders")) == 50 - consumed
+    assert first(platform) > 1
+    while consume(platform, "slow"):
+        pass
+    (dropped,) = platform.retention.run_once()
+    assert dropped.held_by is None
+    assert first(platform) == 40
+
+
+def test_a_partition_without_events_in_a_segment_holds_it_not(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
+    platform.registry.register_consumer(Consumer("orders", "both", partitioned=True))
+    fill(platform, 50, partition=1)
+    assert platform.consumers.consume_once("orders", "both", lambda *_: None, partition=1) == 50
+    assert platform.registry.consumer("orders", "both")[0].last_event_id == 0
+    assert platform.retention.run_once()[0].segments == 4
+
+
+def test_force_drops_what_a_consumer_has_not_passed_and_it_goes_on_with_what_is_left(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
+    platform.registry.register_consumer(Consumer("orders", "slow"))
+    fill(platform, 50)
+    assert platform.retention.run_once(["orders"], force=True)[0].segments == 4
+    assert consume(platform, "slow") == 11
+
+
+def test_a_look_changes_nothing(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
+    fill(platform, 50)
+    (planned,) = platform.retention.run_once(execute=False)
+    assert platform.reader.count("orders") == 50
+    (done,) = platform.retention.run_once()
+    assert (planned.segments, planned.upto) == (done.segments, done.upto) == (4, 39)
+
+
+def test_an_unknown_topic_is_refused(platform: EventSQL) -> None:
+    with pytest.raises(TopicNotFoundError):
+        platform.retention.run_once(["nobody"])
+
+
+def test_readers_and_publishers_go_on_while_a_segment_waits_for_a_transaction_that_reads_it(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    fill(platform, 50)
+    reading = sessions()
+    reading.execute("SELECT count(*) FROM eventsql.orders_event")
+    with ThreadPoolExecutor() as executor:
+        retaining = executor.submit(platform.retention.run_once)
+        until_blocked()
+        assert platform.reader.read("orders", limit=1)[0].id >= 10
+        fill(platform, 5)
+        assert not retaining.done()
+        assert reading.execute("SELECT count(*) FROM eventsql.orders_event WHERE eql_id > 40").fetchone() is not None
+        reading.commit()
+        retaining.result()
+    assert first(platform) == 20
+
+
+def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
+    platform: EventSQL, sessions: Sessions, session: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    fill(platform, 50)
+    monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
+    reading = sessions()
+    reading.execute("SELECT count(*) FROM eventsql.orders_event")
+    with pytest.raises(DatabaseBusyError, match="next run"):
+        platform.retention.run_once()
+    reading.commit()
+    assert (segments.segments(session, SCHEMA, "orders") or [])[0].detaching
+    platform.retention.run_once()
+    assert first(platform) == 20
+    tables = session.execute("SELECT count(*) FROM pg_class WHERE relname LIKE 'orders%segment%' AND relkind = 'r'")
+    assert tables.fetchone() == (len(segments.segments(session, SCHEMA, "orders") or ()),)
+
+
+def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_run(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    fill(platform, 50)
+    ours, theirs = segments.segment_name("orders", 0), segments.segment_name("orders", 10)
+    session.execute(f"COMMENT ON TABLE eventsql.{ours} IS '{DROPPED}'")
+    session.execute(f"ALTER TABLE eventsql.orders_event DETACH PARTITION eventsql.{ours} CONCURRENTLY")
+    session.execute(f"ALTER TABLE eventsql.orders_event DETACH PARTITION eventsql.{theirs} CONCURRENTLY")
+    platform.retention.run_once()
+    left = session.execute(
+        "SELECT to_regclass(%s) IS NULL, to_regclass(%s) IS NULL", [f"eventsql.{ours}", f"eventsql.{theirs}"]
+    )
+    assert left.fetchone() == (True, False), "somebody detached the second one to keep it"
+
+
+def test_a_seek_back_waits_for_a_drop_and_a_drop_for_a_seek(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    platform.registry.register_consumer(Consumer("orders", "all"))
+    fill(platform, 50)
+    consume(platform, "all")
+    seeking = sessions()
+    seeking.execute("SELECT pg_advisory_xact_lock(%s)", [REGISTRY_LOCK])
+    seeking.execute("UPDATE eventsql.consumer SET eql_last_event_id = 0")
+    with ThreadPoolExecutor() as executor:
+        retaining = executor.submit(platform.retention.run_once)
+        until_blocked()
+        seeking.commit()
+        (dropped,) = retaining.result()
+    assert dropped.segments == 0
+    assert consume(platform, "all") == 50
+
+
+def test_a_plain_table_gets_segments_with_its_retention(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    session.execute(
+        """
+        DROP TABLE eventsql.orders_event;
+        CREATE TABLE eventsql.orders_event (
+            eql_id bigserial PRIMARY KEY, eql_partition smallint NOT NULL, eql_key text, eql_value bytea NOT NULL,
+            eql_buffered_at timestamptz NOT NULL, eql_created_at timestamptz NOT NULL DEFAULT now(),
+            eql_metadata json NOT NULL
+        );
+        """
+    )
+    fill(platform, 50)
+    platform.registry.set_retention("orders", Retention(events=10))
+    assert platform.retention.run_once()[0].segments == 0, "the plain table became one segment, and was closed"
+    fill(platform, 15)
+    (dropped,) = platform.retention.run_once()
+    assert dropped == Dropped("orders", 1, 50, dropped.bytes, dropped.upto, None)
+    assert platform.reader.count("orders") == 15
+
+
+def test_a_topic_that_cannot_lose_its_segments_now_does_not_keep_others_from_it(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for topic in ("busy", "orders"):
+        platform.registry.register_topic(Topic(topic, 2, retention=Retention(events=25)))
+        fill(platform, 50, topic)
+    monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
+    reading = sessions()
+    reading.execute("SELECT count(*) FROM eventsql.busy_event")
+    for _ in range(2):
+        with pytest.raises(DatabaseBusyError):
+            platform.retention.run_once()
+    assert first(platform) == 20
+    assert platform.reader.read("busy", limit=1)[0].id == 10
+    reading.commit()
+    platform.retention.run_once()
+    assert platform.reader.read("busy", limit=1)[0].id == 20
+
+
+def test_two_that_retain_at_once_do_not_disturb_each_other(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None], dsn: str
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    fill(platform, 50)
+    reading = sessions()
+    reading.execute("SELECT count(*) FROM eventsql.orders_event")
+    with ThreadPoolExecutor() as executor, EventSQL(dsn, transfer=False) as other:
+        retaining = executor.submit(platform.retention.run_once)
+        until_blocked()
+        assert other.retention.run_once() == [], "the other one is at it"
+        reading.commit()
+        assert retaining.result()[0].segments == 2
+
+
+def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    fill(platform, 50)
+    kept = segments.segment_name("orders", 0)
+    session.execute(f"ALTER TABLE eventsql.orders_event DETACH PARTITION eventsql.{kept} CONCURRENTLY")
+    platform.registry.unregister_topic("orders", force=True)
+    assert session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone() == (9,)
+
+
+def test_a_segment_whose_events_are_not_committed_yet_is_kept(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+) -> None:
+    """Ids of an open transaction are given out already; its events are there when it ends."""
+    platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
+    platform.registry.register_consumer(Consumer("orders", "all"))
+    fill(platform, 5)
+    writing = sessions()
+    writing.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+    writing.execute(
+        "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+        "SELECT -1, 'x', now(), '{}' FROM generate_series(1, 20)"
+    )
+    with ThreadPoolExecutor() as executor:
+        retaining = executor.submit(platform.retention.run_once)
+        until_blocked()
+        writing.commit()
+        assert retaining.result()[0].segments == 0
+    assert consume(platform, "all") == 25

@@ -1,0 +1,39 @@
+"""Fixtures of the tests of publishers: a held commit, and the events in the buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
+
+import pytest
+
+from tests.fixtures import Sessions
+
+Hold: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def hold(sessions: Sessions) -> Hold:
+    """Keeps every flush from being committed while its block runs."""
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        session = sessions()
+        session.execute("LOCK TABLE eventsql.event_buffer IN SHARE MODE")
+        try:
+            yield
+        finally:
+            session.close()
+
+    return held
+
+
+@pytest.fixture
+def published(sessions: Sessions) -> Callable[[], list[bytes]]:
+    """The values that anybody else sees in the buffer."""
+    session = sessions()
+    session.autocommit = True
+    return lambda: [
+        value for (value,) in session.execute("SELECT eql_value FROM eventsql.event_buffer ORDER BY eql_id")
+    ]

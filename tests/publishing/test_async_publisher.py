@@ -1,0 +1,434 @@
+"""Tasks share commits: each goes on after its own, in order; the loop never waits for the database."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from eventsql_orchestration import AsyncPublisher, EventSQL, Publication, Topic
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import (
+    DatabaseError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    PartitionOutOfRangeError,
+    PublisherClosedError,
+    TopicNotFoundError,
+)
+from eventsql_orchestration.publishing import async_publisher
+
+if TYPE_CHECKING:
+    from tests.fixtures import Sessions
+    from tests.publishing.conftest import Hold
+
+PATIENCE = 120.0
+NEVER = 3_600.0
+PARTITIONS = 4
+
+
+@pytest.fixture(autouse=True)
+def _topics(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", PARTITIONS))
+
+
+def order(value: bytes, **fields: Any) -> Publication:
+    return Publication("orders", value, **fields)
+
+
+def log(platform: EventSQL) -> list[bytes]:
+    platform.transfer.run_once()
+    return [event.value for event in platform.reader.read("orders")]
+
+
+async def settle() -> None:
+    """Let every other task run until it waits for something outside of the loop."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def until_queued(publisher: AsyncPublisher, tasks: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while publisher._collectors.all()[0]._queued != tasks:  # noqa: ASYNC110 - it sets no event for a test
+            await asyncio.sleep(0.001)
+    await settle()
+
+
+# Acknowledged after the commit
+
+
+def test_publish_returns_after_the_commit_and_not_before(
+    platform: EventSQL, hold: Hold, until_blocked: Callable[[], None], published: Callable[[], list[bytes]]
+) -> None:
+    async def play() -> None:
+        async with platform.async_publisher() as publisher:
+            with hold():
+                publishing = asyncio.create_task(publisher.publish(order(b"one")))
+                # The loop is free meanwhile: otherwise the task could not have started.
+                await asyncio.to_thread(until_blocked)
+                assert not publishing.done()
+                assert published() == []
+            await publishing
+            assert published() == [b"one"]
+
+    asyncio.run(play())
+
+
+def test_enqueue_returns_before_the_commit_with_a_future_for_it(
+    platform: EventSQL, hold: Hold, published: Callable[[], list[bytes]]
+) -> None:
+    async def play() -> None:
+        async with platform.async_publisher() as publisher:
+            with hold():
+                futures = [await publisher.enqueue(order(b"%d" % number, key="k")) for number in range(10)]
+                assert not any(future.done() for future in futures)
+            await asyncio.gather(*futures)
+            assert published() == [b"%d" % number for number in range(10)]
+
+    asyncio.run(play())
+
+
+def test_flush_waits_for_what_was_given_before(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_age=NEVER) as publisher:
+            futures = [await publisher.enqueue(order(b"")) for _ in range(10)]
+            await settle()
+            assert not any(future.done() for future in futures)
+            await publisher.flush()
+            assert all(future.done() for future in futures)
+            assert len(published()) == 10
+
+    asyncio.run(play())
+
+
+def test_the_first_event_of_a_topic_does_not_keep_the_loop_from_running(platform: EventSQL, sessions: Sessions) -> None:
+    async def play() -> None:
+        session = sessions()
+        session.execute("LOCK TABLE eventsql.topic IN ACCESS EXCLUSIVE MODE")
+        async with platform.async_publisher() as publisher:
+            platform.registry.forget("orders")
+            publishing = asyncio.create_task(publisher.publish(order(b"")))
+            await until_queued(publisher, 1)
+            assert not publishing.done()
+            session.rollback()
+            await publishing
+
+    asyncio.run(play())
+
+
+# Order
+
+
+def test_events_of_a_key_keep_the_order_in_which_tasks_gave_them(platform: EventSQL) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
+            await asyncio.gather(
+                *(publisher.publish(order(b"%d" % number, key=str(number % 7))) for number in range(700))
+            )
+
+    asyncio.run(play())
+    platform.transfer.run_once()
+    seen: dict[str | None, list[int]] = {}
+    for event in platform.reader.read("orders"):
+        seen.setdefault(event.key, []).append(int(event.value))
+    assert seen == {str(key): list(range(key, 700, 7)) for key in range(7)}
+
+
+def test_events_without_a_key_keep_their_order_in_the_partition_that_they_name(platform: EventSQL) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
+            await asyncio.gather(
+                *(publisher.publish(order(b"%d" % number, partition=number % PARTITIONS)) for number in range(700))
+            )
+
+    asyncio.run(play())
+    platform.transfer.run_once()
+    for partition in range(PARTITIONS):
+        seen = [int(event.value) for event in platform.reader.read("orders", partition=partition)]
+        assert seen == list(range(partition, 700, PARTITIONS))
+
+
+def test_events_of_a_topic_without_partitions_keep_their_order(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("payments"))
+
+    async def play() -> None:
+        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
+            await asyncio.gather(
+                *(
+                    publisher.publish(
+                        Publication("payments", b"%d" % number, key=str(number % 7) if number % 2 else None)
+                    )
+                    for number in range(300)
+                )
+            )
+
+    asyncio.run(play())
+    platform.transfer.run_once()
+    assert [int(event.value) for event in platform.reader.read("payments")] == list(range(300))
+
+
+def test_events_of_a_key_keep_their_order_whichever_partitions_they_name(platform: EventSQL) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
+            await asyncio.gather(
+                *(
+                    publisher.publish(order(b"%d" % number, key="one", partition=number % PARTITIONS))
+                    for number in range(300)
+                )
+            )
+
+    asyncio.run(play())
+    platform.transfer.run_once()
+    assert [int(event.value) for event in platform.reader.read("orders")] == list(range(300))
+
+
+def test_a_task_that_only_gives_events_lets_others_run(platform: EventSQL) -> None:
+    async def play() -> None:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with platform.async_publisher(max_age=NEVER, max_events=10_000, max_pending_events=10_000) as publisher:
+            await publisher.enqueue(order(b""))
+            task = asyncio.create_task(other())
+            for _ in range(5 * async_publisher.IN_A_ROW):
+                await publisher.enqueue(order(b""))
+            assert turns >= 5
+            task.cancel()
+
+    asyncio.run(play())
+
+
+# Errors
+
+
+def test_an_event_that_cannot_be_published_is_refused_when_it_is_given(platform: EventSQL) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_age=NEVER) as publisher:
+            good = await publisher.enqueue(order(b"good"))
+            with pytest.raises(TopicNotFoundError):
+                await publisher.enqueue(Publication("nowhere", b""))
+            with pytest.raises(PartitionOutOfRangeError):
+                await publisher.enqueue(order(b"", partition=PARTITIONS))
+            await publisher.flush()
+            assert good.exception() is None
+
+    asyncio.run(play())
+    assert log(platform) == [b"good"]
+
+
+def test_exactly_the_events_that_the_database_refuses_fail(platform: EventSQL, sessions: Sessions) -> None:
+    with sessions() as session:
+        session.execute("ALTER TABLE eventsql.event_buffer ADD CONSTRAINT no_bad CHECK (eql_value <> 'bad')")
+
+    async def play() -> list[BaseException | None]:
+        async with platform.async_publisher(flushes=1) as publisher:
+            return await asyncio.gather(
+                *(publisher.publish(order(value, key="k")) for value in (b"1", b"bad", b"2", b"3", b"bad")),
+                return_exceptions=True,
+            )
+
+    outcomes = asyncio.run(play())
+    assert [type(outcome) for outcome in outcomes] == [
+        type(None),
+        DatabaseError,
+        type(None),
+        type(None),
+        DatabaseError,
+    ]
+    assert log(platform) == [b"1", b"2", b"3"]
+
+
+def test_a_server_that_goes_away_fails_the_events_under_way_and_no_later_ones(
+    platform: EventSQL, server: EmbeddedPostgres, hold: Hold, until_blocked: Callable[[], None]
+) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_age=0, flushes=1) as publisher:
+            with hold():
+                lost = [asyncio.create_task(publisher.publish(order(b"lost"))) for _ in range(5)]
+                await asyncio.to_thread(until_blocked)
+                await asyncio.to_thread(server.stop, mode="immediate")
+                try:
+                    outcomes = await asyncio.gather(*lost, return_exceptions=True)
+                finally:
+                    await asyncio.to_thread(server.start)
+            assert {type(outcome) for outcome in outcomes} == {DatabaseUnavailableError}
+            await publisher.publish(order(b"later"))
+
+    asyncio.run(play())
+    assert log(platform) == [b"later"]
+
+
+def test_events_given_before_and_after_a_redefinition_are_published(platform: EventSQL, dsn: str) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_age=NEVER) as publisher:
+            old = await publisher.enqueue(order(b"old"))
+            gone = await publisher.enqueue(order(b"gone", partition=2))
+            with EventSQL(dsn, transfer=False) as elsewhere:
+                elsewhere.repartitioner.repartition("orders", 1)
+            await publisher.flush()
+            await old
+            with pytest.raises(PartitionOutOfRangeError):
+                await gone
+            new = await publisher.enqueue(order(b"new", partition=0))
+            await publisher.flush()
+            assert new.exception() is None
+
+    asyncio.run(play())
+    assert sorted(log(platform)) == [b"new", b"old"]
+
+
+# Backpressure
+
+
+@pytest.mark.parametrize("options", [{"max_pending_events": 2}, {"max_pending_bytes": 2}], ids=["events", "bytes"])
+def test_tasks_wait_for_room_in_the_order_in_which_they_came(
+    platform: EventSQL, hold: Hold, options: dict[str, Any]
+) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_age=0, **options) as publisher:
+            with hold():
+                for number in range(2):
+                    await publisher.enqueue(order(b"%d" % number, partition=0))
+                waiting = [
+                    asyncio.create_task(publisher.publish(order(b"%d" % number, partition=0))) for number in range(2, 8)
+                ]
+                await until_queued(publisher, 6)
+                assert publisher._collectors.all()[0]._lanes._pending_events == 2
+                assert not any(task.done() for task in waiting)
+            while publisher._collectors.all()[0]._queued == 6:  # noqa: ASYNC110 - it sets no event for a test
+                await asyncio.sleep(0)
+            # There is room for this one, and others were there before it.
+            await publisher.publish(order(b"8", partition=0))
+            await asyncio.gather(*waiting)
+
+    asyncio.run(play())
+    assert log(platform) == [b"%d" % number for number in range(9)]
+
+
+def test_a_task_that_gives_up_waiting_for_room_publishes_nothing_and_holds_up_nobody(
+    platform: EventSQL, hold: Hold
+) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_pending_events=1) as publisher:
+            with hold():
+                await publisher.enqueue(order(b"1", partition=0))
+                for _ in range(2):
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(publisher.publish(order(b"given up", partition=0)), 0.01)
+                gone = asyncio.create_task(publisher.publish(order(b"given up", partition=0)))
+                stays = asyncio.create_task(publisher.publish(order(b"2", partition=0)))
+                await until_queued(publisher, 2)
+                gone.cancel()
+                await until_queued(publisher, 1)
+            await stays
+            assert gone.cancelled()
+
+    asyncio.run(play())
+    assert log(platform) == [b"1", b"2"]
+
+
+# Cancelling
+
+
+def test_an_event_whose_task_is_cancelled_is_published_all_the_same(
+    platform: EventSQL, hold: Hold, until_blocked: Callable[[], None]
+) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_age=0, flushes=1) as publisher:
+            with hold():
+                await publisher.enqueue(order(b"first", partition=0))
+                await asyncio.to_thread(until_blocked)
+                cancelled = asyncio.create_task(publisher.publish(order(b"cancelled", partition=0)))
+                stays = asyncio.create_task(publisher.publish(order(b"stays", partition=0)))
+                await settle()
+                cancelled.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await cancelled
+            await stays
+
+    asyncio.run(play())
+    assert log(platform) == [b"first", b"cancelled", b"stays"]
+
+
+# Closing
+
+
+def test_closing_commits_what_was_given_and_what_waits_for_room(platform: EventSQL, hold: Hold) -> None:
+    async def play() -> None:
+        publisher = platform.async_publisher(max_pending_events=2)
+        with hold():
+            tasks = [asyncio.create_task(publisher.publish(order(b"%d" % n, partition=0))) for n in range(4)]
+            await until_queued(publisher, 2)
+            closing = asyncio.create_task(publisher.aclose())
+            await settle()
+            with pytest.raises(PublisherClosedError):
+                await publisher.publish(order(b"late"))
+            assert not closing.done()
+        await closing
+        await asyncio.gather(*tasks)
+        await publisher.aclose()
+
+    asyncio.run(play())
+    assert log(platform) == [b"0", b"1", b"2", b"3"]
+
+
+def test_what_closing_does_not_wait_for_is_told_whether_its_outcome_is_known(
+    platform: EventSQL, hold: Hold, until_blocked: Callable[[], None]
+) -> None:
+    async def play() -> None:
+        publisher = platform.async_publisher(max_age=0, flushes=1, max_pending_events=2)
+        with hold():
+            under_way = await publisher.enqueue(order(b"under way"))
+            await asyncio.to_thread(until_blocked)
+            waiting = await publisher.enqueue(order(b"waiting"))
+            no_room = asyncio.create_task(publisher.publish(order(b"no room")))
+            await until_queued(publisher, 1)
+            await publisher.aclose(timeout=0.01)
+            with pytest.raises(PublisherClosedError, match="not known"):
+                await under_way
+            with pytest.raises(PublisherClosedError, match="not published"):
+                await waiting
+            with pytest.raises(PublisherClosedError):
+                await no_room
+        thread = publisher._collectors.all()[0]._lanes._lanes[0].thread
+        assert thread is not None
+        await asyncio.to_thread(thread.join, PATIENCE)
+
+    asyncio.run(play())
+    assert log(platform) == [b"under way"]
+
+
+def test_closing_the_platform_outside_of_the_loop_commits_what_its_publishers_were_given(
+    dsn: str, platform: EventSQL
+) -> None:
+    publishing = EventSQL(dsn)
+
+    async def play() -> None:
+        publisher = publishing.async_publisher(max_age=NEVER)
+        await publisher.enqueue(order(b"one"))
+        # A publisher whose loop has ended still has its events committed.
+
+    asyncio.run(play())
+    publishing.close()
+    assert platform.reader.count("orders") == 1
+
+
+def test_a_publisher_belongs_to_one_loop(platform: EventSQL) -> None:
+    publisher = platform.async_publisher()
+
+    async def play() -> None:
+        await publisher.publish(order(b""))
+
+    asyncio.run(play())
+    with pytest.raises(EventSQLError, match="another event loop"):
+        asyncio.run(play())
+    publisher.close()
+    assert not any(thread.name == "eventsql-flush" for thread in threading.enumerate())

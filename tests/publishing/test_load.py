@@ -1,0 +1,365 @@
+"""A batch that is too much for the server is halved, down to one event; triggers force the refusals of the server."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming import claim_processing, claims, consumers
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
+from eventsql_orchestration.database import driver_connection
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, StuckEventError
+from eventsql_orchestration.maintenance import repartitioning
+from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.topics.reader import fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from eventsql_orchestration.consuming.leases import Lease
+    from eventsql_orchestration.database import Connection
+    from tests.fixtures import Until
+
+CANCELED: Final = "57014"
+TEMPORARY_FILES: Final = "53400"
+
+
+@pytest.fixture(autouse=True)
+def _topics(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders")).register_topic(Topic("payments"))
+
+
+@pytest.fixture
+def session(session: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
+    session.execute("CREATE TABLE statements (id bigserial, rows bigint)")
+    return session
+
+
+@pytest.fixture
+def refuse(session: psycopg.Connection[Any]) -> Callable[..., None]:
+    """Has the server refuse each statement that inserts too many rows, or a certain one; notes the sizes of others."""
+
+    def refusing(most: int, *, table: str = "orders_event", value: str = "", state: str = CANCELED) -> None:
+        session.execute(
+            f"""
+            CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN
+                IF (SELECT count(*) > {most} OR bool_or(eql_value = '{value}') FROM added) THEN
+                    RAISE EXCEPTION 'too much' USING ERRCODE = '{state}';
+                END IF;
+                INSERT INTO public.statements (rows) SELECT count(*) FROM added HAVING count(*) > 0;
+                RETURN NULL;
+            END
+            $$;
+            CREATE OR REPLACE TRIGGER refuse AFTER INSERT ON eventsql.{table}
+                REFERENCING NEW TABLE AS added FOR EACH STATEMENT EXECUTE FUNCTION refuse();
+            """
+        )
+
+    return refusing
+
+
+def publish(platform: EventSQL, *values: int, topic: str = "orders") -> None:
+    """Through the buffer."""
+    for value in values:
+        platform.publisher.publish(Publication(topic, b"%d" % value))
+
+
+def read(platform: EventSQL, topic: str = "orders") -> list[int]:
+    return [int(event.value) for event in platform.reader.read(topic)]
+
+
+def sizes(session: psycopg.Connection[Any]) -> list[int]:
+    return [rows for (rows,) in session.execute("SELECT rows FROM statements ORDER BY id")]
+
+
+# The transfer
+
+
+@pytest.mark.parametrize("state", [CANCELED, TEMPORARY_FILES, "53100", "53200", "54000", "P0001"])
+@pytest.mark.parametrize("most", [1, 3, 19])
+def test_a_batch_that_the_server_refuses_is_moved_in_smaller_ones(
+    platform: EventSQL, refuse: Callable[..., None], state: str, most: int
+) -> None:
+    publish(platform, *range(20))
+    refuse(most, state=state)
+    assert platform.transfer.run_once() == {"orders": 20}
+    assert read(platform) == list(range(20))
+
+
+def test_a_fixed_batch_is_halved_as_well(platform: EventSQL, refuse: Callable[..., None]) -> None:
+    publish(platform, *range(20))
+    refuse(3)
+    transfer = Transfer(platform.database, batch=10)
+    assert transfer.run_once() == {"orders": 20}
+    transfer.close()
+
+
+def test_batches_grow_again_when_the_server_takes_them(
+    platform: EventSQL,
+    session: psycopg.Connection[Any],
+    refuse: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log_writer, "BATCH_SECONDS", 1e9)
+    publish(platform, *range(8))
+    refuse(1)
+    platform.transfer.run_once()
+    assert sizes(session) == [1] * 8
+    refuse(1_000)
+    publish(platform, *range(31))
+    platform.transfer.run_once()
+    grown = sizes(session)[8:]
+    assert sum(grown) == 31
+    assert grown[:4] in ([1, 2, 4, 8], [2, 4, 8, 16])
+
+
+def test_a_slow_server_does_not_make_a_batch_larger_that_was_made_small(
+    platform: EventSQL,
+    session: psycopg.Connection[Any],
+    refuse: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log_writer, "BATCH_SECONDS", -1.0)
+    publish(platform, *range(20))
+    refuse(5)
+    platform.transfer.run_once()
+    assert sizes(session) == [5, 5, 5, 5]
+
+
+def test_an_event_that_cannot_be_moved_alone_is_named_and_those_before_it_are_moved(
+    platform: EventSQL, refuse: Callable[..., None], session: psycopg.Connection[Any]
+) -> None:
+    publish(platform, *range(10))
+    platform.publisher.publish(Publication("orders", b"7" * 1_000, key="key", metadata={"a": "b"}))
+    publish(platform, 11, 12)
+    publish(platform, *range(5), topic="payments")
+    row = session.execute("SELECT eql_id FROM eventsql.event_buffer WHERE eql_key = 'key'").fetchone()
+    refuse(1_000, value="7" * 1_000)
+    with pytest.raises(StuckEventError) as caught:
+        platform.transfer.run_once()
+    assert (caught.value.topic, (caught.value.buffer_id,)) == ("orders", row)
+    assert caught.value.size == 1_000 + len("key") + len('{"a": "b"}')
+    assert isinstance(caught.value.__cause__, psycopg.errors.QueryCanceled)
+    assert read(platform) == list(range(10))
+    assert read(platform, "payments") == list(range(5))
+    with pytest.raises(StuckEventError):
+        platform.transfer.run_once()
+    refuse(1_000)
+    assert platform.transfer.run_once() == {"orders": 3}
+
+
+def test_the_batches_of_other_topics_stay_as_they_are(platform: EventSQL, refuse: Callable[..., None]) -> None:
+    publish(platform, *range(20))
+    publish(platform, *range(20), topic="payments")
+    refuse(2)
+    moved: list[dict[str, int]] = []
+    stop = threading.Event()
+
+    def note(counts: dict[str, int]) -> None:
+        moved.append(counts)
+        if sum(each.get("orders", 0) for each in moved) == 20:
+            stop.set()
+
+    transfer = Transfer(platform.database)
+    transfer.run(stop, on_moved=note)
+    transfer.close()
+    assert moved[0] == {"payments": 20}
+    assert read(platform) == list(range(20))
+
+
+def test_an_error_that_has_nothing_to_do_with_events_leaves_batches_as_they_are(
+    platform: EventSQL, session: psycopg.Connection[Any], refuse: Callable[..., None]
+) -> None:
+    publish(platform, *range(20))
+    refuse(0, state="42501")
+    with pytest.raises(DatabaseError) as caught:
+        platform.transfer.run_once()
+    assert not isinstance(caught.value, StuckEventError)
+    assert isinstance(caught.value.__cause__, psycopg.errors.InsufficientPrivilege)
+    refuse(1_000)
+    platform.transfer.run_once()
+    assert sizes(session) == [20]
+
+
+def test_a_lost_connection_makes_the_next_batch_smaller(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+    """As of a server that ran out of memory."""
+    publish(platform, *range(20))
+    session.execute(
+        """
+        CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF (SELECT count(*) > 3 FROM added) THEN
+                PERFORM pg_terminate_backend(pg_backend_pid());
+                PERFORM pg_sleep(60);
+            END IF;
+            RETURN NULL;
+        END
+        $$;
+        CREATE TRIGGER die AFTER INSERT ON eventsql.orders_event
+            REFERENCING NEW TABLE AS added FOR EACH STATEMENT EXECUTE FUNCTION die();
+        """
+    )
+    failures = 0
+    while platform.buffered():
+        try:
+            platform.transfer.run_once()
+        except DatabaseError:
+            failures += 1
+            assert failures < 20
+    assert failures
+    assert read(platform) == list(range(20))
+
+
+# Publishers
+
+
+def test_a_publisher_leaves_a_buffer_that_it_cannot_move_to_the_transfer(
+    platform: EventSQL, refuse: Callable[..., None]
+) -> None:
+    publish(platform, *range(10))
+    refuse(1_000, value="3")
+    batch = [Publication("orders", b"%d" % number) for number in range(100, 200)]
+    assert platform.publisher.publish_all(batch) == 100
+    assert platform.buffered() == {"orders": 110}
+    refuse(1_000)
+    platform.transfer.run_once()
+    assert read(platform) == [*range(10), *range(100, 200)]
+
+
+def test_a_batch_that_is_cancelled_in_the_log_goes_to_the_buffer(
+    platform: EventSQL, refuse: Callable[..., None]
+) -> None:
+    refuse(50)
+    assert platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(100)) == 100
+    assert platform.transfer.run_once() == {"orders": 100}
+    assert read(platform) == list(range(100))
+
+
+# Repartitioning
+
+
+def test_the_buffer_is_emptied_in_parts_of_some_size(
+    platform: EventSQL,
+    session: psycopg.Connection[Any],
+    refuse: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repartitioning, "PART_BYTES", 2)
+    publish(platform, *range(9))
+    refuse(3)
+    with platform.database.core() as connection:
+        repartitioning.drain(driver_connection(connection), "eventsql", [("orders", -1, 1)])
+    assert read(platform) == list(range(9))
+    assert sum(sizes(session)) == 9
+
+
+# Reading
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of events that are read at once; the server cancels each read of more than three, a negative one."""
+    done: list[int] = []
+
+    def limited(connection: Connection, *arguments: Any, limit: int | None = None, **options: Any) -> list[Event]:
+        events = fetch(connection, *arguments, limit=limit, **options)
+        if len(events) > 3:
+            done.append(-len(events))
+            connection.execute("DO $$ BEGIN RAISE EXCEPTION 'too much' USING ERRCODE = '57014'; END $$")
+        done.append(len(events))
+        return events
+
+    for module in (consumers, claims, claim_processing):
+        monkeypatch.setattr(module, "fetch", limited)
+    return done
+
+
+def test_a_consumer_reads_fewer_events_at_once(platform: EventSQL, reads: list[int]) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(20))
+    platform.transfer.run_once()
+    seen: list[int] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        seen.extend(int(event.value) for event in events)
+
+    while platform.consumers.consume_once("orders", "mailer", handle):
+        pass
+    assert seen == list(range(20))
+
+
+def test_a_claim_is_processed_in_smaller_batches(platform: EventSQL, reads: list[int]) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(20))
+    platform.transfer.run_once()
+    seen: list[int] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        seen.extend(int(event.value) for event in events)
+
+    claim = platform.claims.claim("orders", "mailer", -1, owner="me")
+    assert isinstance(claim, Claim)
+    assert [int(event.value) for event in platform.claims.read(claim)] == list(range(20))
+    assert platform.claims.process(claim, handle).consumed == 20
+    assert seen == list(range(20))
+
+
+def test_a_leased_consumer_reads_its_range_in_parts(platform: EventSQL, reads: list[int], until: Until) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(20))
+    platform.transfer.run_once()
+    seen: list[int] = []
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        seen.extend(int(event.value) for event in events)
+
+    with platform.consumers.start_leased("orders", "mailer", handle, polling_delay=0.01):
+        until(lambda: len(seen) >= 20)
+    assert seen == list(range(20))
+
+
+def test_a_single_event_that_cannot_be_read_is_an_error(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(20))
+    platform.transfer.run_once()
+
+    def cancelled(connection: Connection, *_: Any, **__: Any) -> list[Event]:
+        connection.execute("DO $$ BEGIN RAISE EXCEPTION 'too much' USING ERRCODE = '57014'; END $$")
+        return []
+
+    monkeypatch.setattr(consumers, "fetch", cancelled)
+    with pytest.raises(DatabaseBusyError):
+        platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: None)
+
+
+# Redriving
+
+
+def test_letters_are_redriven_in_smaller_batches(
+    platform: EventSQL, session: psycopg.Connection[Any], refuse: Callable[..., None]
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    publish(platform, *range(20), topic="orders_dlt")
+    platform.transfer.run_once()
+    refuse(3, table="event_buffer")
+    assert platform.dead_letters.redrive("orders") == 20
+    platform.transfer.run_once()
+    assert read(platform) == list(range(20))
+    assert max(sizes(session)) <= 3
+
+
+def test_a_consumer_tries_larger_reads_again_after_some_smaller_ones(platform: EventSQL, reads: list[int]) -> None:
+    platform.shards[0].consumers.commit_retry = CommitRetryLimits(batches=2)
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(20))
+    platform.transfer.run_once()
+    while platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: None, max_events=8):
+        pass
+    assert reads == [-8, -4, 2, 2, 2, -4, 2, 2, 2, -4, 2, 2, 2, 2, 0]

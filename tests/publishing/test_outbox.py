@@ -1,0 +1,150 @@
+"""An outbox is published in the transaction that its caller means, or refused before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+import sqlalchemy
+from psycopg import conninfo
+from psycopg.pq import TransactionStatus
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import ValidationError
+from tests.conftest import TEMPLATE, copy_database
+
+if TYPE_CHECKING:
+    from tests.fixtures import Said
+
+ONE = Publication("orders", b"one")
+
+
+@pytest.fixture(autouse=True)
+def _topic(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3))
+    platform.registry.cached_topic("orders")
+
+
+@pytest.fixture(params=["template0", TEMPLATE], ids=["without the tables", "with the tables"])
+def another(server: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Another database, which may have the platform's tables too."""
+    running = server.start()
+    with psycopg.connect(running.dsn, autocommit=True) as connection:
+        copy_database(connection, "another", template=request.param)
+    yield running.dsn_for("another")
+    server.drop_database("another")
+
+
+def both_ways(platform: EventSQL) -> list[Callable[[Any], object]]:
+    return [
+        lambda connection: platform.publisher.publish(ONE, connection=connection),
+        lambda connection: platform.publisher.publish_all([ONE], connection=connection),
+    ]
+
+
+def test_an_outbox_in_another_database_is_refused_and_names_both(platform: EventSQL, another: str) -> None:
+    with psycopg.connect(another) as mine:
+        for publish in both_ways(platform):
+            with pytest.raises(ValidationError, match="'another'") as caught:
+                publish(mine)
+            assert str(platform.database) in caught.value.message
+        # The caller's transaction is not spoilt, and has nothing in it.
+        if mine.execute("SELECT to_regclass('eventsql.event_buffer')").fetchone() != (None,):
+            assert mine.execute("SELECT count(*) FROM eventsql.event_buffer").fetchone() == (0,)
+    assert platform.transfer.run_once() == {}
+
+
+def test_the_server_is_asked_once_whether_another_name_is_the_same_database(
+    platform: EventSQL, direct_dsn: str, said_by: Callable[[Connection], Said]
+) -> None:
+    named = conninfo.conninfo_to_dict(direct_dsn)
+    alias = conninfo.make_conninfo(direct_dsn, host="an-alias.invalid", hostaddr=str(named["host"]))
+    with psycopg.connect(alias) as mine:
+        said = said_by(mine)
+        platform.publisher.publish(ONE, connection=mine)
+        platform.publisher.publish(ONE, connection=mine)
+        assert said.verbs() == ["BEGIN", "SELECT", "COMMIT", "BEGIN", "WITH", "WITH"]
+    assert platform.transfer.run_once() == {"orders": 2}
+
+
+def test_an_outbox_of_sqlalchemy_in_autocommit_is_refused(platform: EventSQL, dsn: str) -> None:
+    engine = sqlalchemy.create_engine(
+        dsn.replace("postgresql://", "postgresql+psycopg://"), isolation_level="AUTOCOMMIT"
+    )
+    for publish in both_ways(platform):
+        with engine.begin() as mine, pytest.raises(ValidationError, match="AUTOCOMMIT"):
+            publish(mine)
+    engine.dispose()
+    assert platform.transfer.run_once() == {}
+
+
+def test_a_connection_in_autocommit_publishes_at_once_or_with_the_transaction_that_it_opened(
+    platform: EventSQL, dsn: str
+) -> None:
+    with psycopg.connect(dsn, autocommit=True) as mine:
+        for publish in both_ways(platform):
+            with pytest.raises(ZeroDivisionError), mine.transaction():
+                publish(mine)
+                raise ZeroDivisionError
+            assert platform.transfer.run_once() == {}
+            publish(mine)
+            assert mine.info.transaction_status is TransactionStatus.IDLE
+            assert platform.transfer.run_once() == {"orders": 1}
+
+
+# What is no publication
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_is_no_publication_is_refused_with_what_to_pass(platform: EventSQL, dsn: str, joined: bool) -> None:
+    bad: Any = {"topic": "orders", "value": b"one"}
+    with psycopg.connect(dsn) as connection:
+        mine = connection if joined else None
+        with pytest.raises(ValidationError, match=r"not dict: Publication\(topic, value"):
+            platform.publisher.publish(bad, connection=mine)
+        with pytest.raises(ValidationError, match=r"not dict: Publication\(topic, value"):
+            platform.publisher.publish_all([ONE, bad], connection=mine)
+        connection.rollback()
+        single: Any = ONE
+        with pytest.raises(ValidationError, match="not Publication: a single one goes to publish"):
+            platform.publisher.publish_all(single, connection=mine)
+    assert platform.transfer.run_once() == {}
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_error_of_the_code_that_gives_the_publications_is_not_taken_for_that(
+    platform: EventSQL, dsn: str, joined: bool
+) -> None:
+    def from_a_bug() -> Iterator[Publication]:
+        yield ONE
+        raise AttributeError("theirs")
+
+    with psycopg.connect(dsn) as mine, pytest.raises(AttributeError, match="theirs"):
+        platform.publisher.publish_all(from_a_bug(), connection=mine if joined else None)
+    assert platform.transfer.run_once() == {}
+
+
+def test_a_connection_in_pipeline_mode_is_refused(platform: EventSQL, direct_dsn: str) -> None:
+    """There, nobody would be told that a statement has written nothing."""
+    with psycopg.connect(direct_dsn) as mine:
+        with mine.pipeline():
+            for publish in both_ways(platform):
+                with pytest.raises(ValidationError, match="is in pipeline mode"):
+                    publish(mine)
+        for publish in both_ways(platform):
+            publish(mine)
+    assert platform.transfer.run_once() == {"orders": 2}
+
+
+def test_a_connection_that_is_refused_has_begun_nothing(platform: EventSQL, another: str) -> None:
+    engine = sqlalchemy.create_engine(another.replace("postgresql://", "postgresql+psycopg://"))
+    with engine.connect() as mine:
+        with pytest.raises(ValidationError, match="'another'"):
+            platform.publisher.publish(ONE, connection=mine)
+        with mine.begin():
+            assert mine.execute(sqlalchemy.text("SELECT 1")).scalar_one() == 1
+    engine.dispose()

@@ -1,0 +1,479 @@
+"""What is published is committed before the call returns, or with the caller's transaction, whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+import sqlalchemy
+from psycopg.rows import dict_row
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    PartitionOutOfRangeError,
+    RedefinitionError,
+    TopicNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.publishing.publisher import STRAIGHT_MOST
+from eventsql_orchestration.topics import catalog
+
+if TYPE_CHECKING:
+    from tests.fixtures import Said, Sessions
+
+
+@pytest.fixture
+def platform(dsn: str) -> Iterator[EventSQL]:
+    """One whose batches all go through the buffer; events move only when the test transfers them."""
+    with EventSQL(dsn, transfer=False, straight=False) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _topics(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+
+
+def order(value: bytes, **fields: Any) -> Publication:
+    return Publication("orders", value, **fields)
+
+
+def numbered(count: int) -> list[Publication]:
+    return [order(b"%d" % number, key=str(number)) for number in range(count)]
+
+
+# Alone
+
+
+def test_an_event_is_committed_when_publish_returns(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
+    platform.publisher.publish(order(b"one"))
+    assert published() == [b"one"]
+
+
+def test_a_batch_is_committed_when_publish_all_returns(
+    platform: EventSQL, published: Callable[[], list[bytes]]
+) -> None:
+    assert platform.publisher.publish_all([order(b"one"), Publication("payments", b"two")]) == 2
+    assert published() == [b"one", b"two"]
+
+
+def test_a_batch_may_come_one_by_one(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
+    def publications() -> Iterator[Publication]:
+        for number in range(500):
+            yield order(b"%d" % number)
+
+    assert platform.publisher.publish_all(publications()) == 500
+    assert len(published()) == 500
+
+
+def test_an_empty_batch_publishes_nothing(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
+    assert platform.publisher.publish_all([]) == 0
+    assert published() == []
+
+
+def test_an_event_keeps_its_value_key_and_metadata(platform: EventSQL) -> None:
+    metadata = {"": "", 'quote"': "back\\slash", "żółw": "🚕", "json": '{"a": [1, null]}', "line": "a\nb\tc"}
+    publications = [
+        order(value, key=key, metadata=metadata)
+        for value in (b"", b"\x00\x01\xff\\N", b"x" * 1_000_000)
+        for key in (None, "", "42", "a\tb\\n🚕")
+    ]
+    platform.publisher.publish_all(publications)
+    for publication in publications:
+        platform.publisher.publish(publication)
+    platform.transfer.run_once()
+    events = platform.reader.read("orders")
+    assert [(event.value, event.key, event.metadata) for event in events] == [
+        (publication.value, publication.key, metadata) for publication in publications * 2
+    ]
+
+
+def test_threads_share_a_publisher(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
+    gate = threading.Barrier(6)
+
+    def publish(thread: int) -> None:
+        gate.wait()
+        for number in range(10):
+            platform.publisher.publish(order(b"%d" % (thread * 100 + number)))
+            platform.publisher.publish_all(numbered(5))
+
+    with ThreadPoolExecutor(6) as executor:
+        for done in [executor.submit(publish, thread) for thread in range(6)]:
+            done.result()
+    assert len(published()) == 6 * 10 * 6
+
+
+# Nothing half-written
+
+
+@pytest.mark.parametrize("bad", [Publication("nowhere", b""), order(b"", partition=3)], ids=["topic", "partition"])
+def test_a_batch_with_an_event_that_cannot_be_published_publishes_none(
+    platform: EventSQL, published: Callable[[], list[bytes]], bad: Publication
+) -> None:
+    with pytest.raises((TopicNotFoundError, PartitionOutOfRangeError)):
+        platform.publisher.publish_all([*numbered(1_000), bad, *numbered(1_000)])
+    assert published() == []
+    with pytest.raises((TopicNotFoundError, PartitionOutOfRangeError)):
+        platform.publisher.publish(bad)
+    assert published() == []
+
+
+def test_a_batch_whose_source_fails_publishes_none_and_shows_the_failure_as_it_is(
+    platform: EventSQL, published: Callable[[], list[bytes]], dsn: str
+) -> None:
+    def from_a_database_that_is_gone() -> Iterator[Publication]:
+        yield from numbered(1_000)
+        psycopg.connect("postgresql://someone@127.0.0.1:1/theirs")
+
+    def from_a_bug() -> Iterator[Publication]:
+        yield from numbered(1_000)
+        raise ZeroDivisionError
+
+    with pytest.raises(psycopg.OperationalError):
+        platform.publisher.publish_all(from_a_database_that_is_gone())
+    with pytest.raises(ZeroDivisionError):
+        platform.publisher.publish_all(from_a_bug())
+    with psycopg.connect(dsn) as mine:
+        with pytest.raises(psycopg.OperationalError):
+            platform.publisher.publish_all(from_a_database_that_is_gone(), connection=mine)
+        mine.rollback()
+    assert published() == []
+    assert platform.publisher.publish_all(numbered(3)) == 3
+
+
+def test_a_batch_that_the_server_refuses_publishes_none(
+    platform: EventSQL, published: Callable[[], list[bytes]], sessions: Sessions
+) -> None:
+    with sessions() as session:
+        session.execute("ALTER TABLE eventsql.event_buffer ADD CONSTRAINT no_seven CHECK (eql_value <> '7')")
+    with pytest.raises(DatabaseError) as refused:
+        platform.publisher.publish_all(numbered(10))
+    assert isinstance(refused.value.__cause__, psycopg.errors.CheckViolation)
+    assert published() == []
+
+
+def test_a_connection_that_is_lost_in_a_batch_publishes_none(
+    platform: EventSQL, published: Callable[[], list[bytes]], sessions: Sessions
+) -> None:
+    def publications() -> Iterator[Publication]:
+        # More than are read before the first is written.
+        yield from numbered(STRAIGHT_MOST + 1)
+        with sessions() as session:
+            session.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND query LIKE 'COPY%'"
+            )
+        yield from numbered(100_000)
+
+    with pytest.raises(DatabaseUnavailableError):
+        platform.publisher.publish_all(publications())
+    assert published() == []
+
+
+def test_a_database_that_is_down_is_an_error_of_ours_without_its_password() -> None:
+    with EventSQL("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere") as platform:
+        for publish in (
+            lambda: platform.publisher.publish(order(b"")),
+            lambda: platform.publisher.publish_all([order(b"")]),
+        ):
+            with pytest.raises(DatabaseUnavailableError) as caught:
+                publish()
+            assert "s3cr3t" not in caught.value.message
+
+
+# In the caller's transaction
+
+
+def both_ways(platform: EventSQL, connection: Any) -> None:
+    platform.publisher.publish(order(b"one"), connection=connection)
+    platform.publisher.publish_all([order(b"two"), order(b"three")], connection=connection)
+
+
+def test_an_outbox_publishes_with_the_callers_commit_and_not_before(
+    platform: EventSQL, published: Callable[[], list[bytes]], sessions: Sessions
+) -> None:
+    mine = sessions()
+    mine.execute("CREATE TABLE accounts (id int)")
+    both_ways(platform, mine)
+    assert published() == []
+    mine.commit()
+    assert published() == [b"one", b"two", b"three"]
+
+
+def test_an_outbox_publishes_nothing_when_the_caller_rolls_back(
+    platform: EventSQL, published: Callable[[], list[bytes]], sessions: Sessions
+) -> None:
+    mine = sessions()
+    both_ways(platform, mine)
+    mine.rollback()
+    with pytest.raises(ZeroDivisionError), mine.transaction():
+        both_ways(platform, mine)
+        raise ZeroDivisionError
+    mine.commit()
+    assert published() == []
+    assert platform.transfer.run_once() == {}
+
+
+def test_a_part_of_an_outbox_can_be_rolled_back(
+    platform: EventSQL, published: Callable[[], list[bytes]], sessions: Sessions
+) -> None:
+    mine = sessions()
+    with mine.transaction():
+        platform.publisher.publish(order(b"kept"), connection=mine)
+        with pytest.raises(ZeroDivisionError), mine.transaction():
+            both_ways(platform, mine)
+            raise ZeroDivisionError
+        platform.publisher.publish(order(b"kept too"), connection=mine)
+    assert published() == [b"kept", b"kept too"]
+
+
+def test_a_connection_of_the_caller_may_be_set_up_in_any_way(
+    platform: EventSQL, published: Callable[[], list[bytes]], dsn: str
+) -> None:
+    mine: Any
+    with psycopg.connect(dsn, row_factory=dict_row, autocommit=True) as mine:
+        both_ways(platform, mine)
+        assert published() == [b"one", b"two", b"three"]
+        with pytest.raises(ZeroDivisionError), mine.transaction():
+            both_ways(platform, mine)
+            raise ZeroDivisionError
+        assert len(published()) == 3
+
+
+def test_a_batch_on_a_connection_outside_of_a_transaction_is_whole_all_the_same(
+    platform: EventSQL, published: Callable[[], list[bytes]], dsn: str
+) -> None:
+    with psycopg.connect(dsn, autocommit=True) as mine:
+        with pytest.raises(TopicNotFoundError):
+            platform.publisher.publish_all([*numbered(5), Publication("nowhere", b"")], connection=mine)
+        assert mine.info.transaction_status is psycopg.pq.TransactionStatus.IDLE
+    assert published() == []
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[sqlalchemy.Engine]:
+    engine = sqlalchemy.create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    yield engine
+    engine.dispose()
+
+
+def test_an_outbox_of_sqlalchemy_publishes_with_its_commit(
+    platform: EventSQL, published: Callable[[], list[bytes]], engine: sqlalchemy.Engine
+) -> None:
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text("CREATE TABLE accounts (id int)"))
+        both_ways(platform, connection)
+        assert published() == []
+    assert published() == [b"one", b"two", b"three"]
+
+
+def test_an_outbox_of_sqlalchemy_that_begins_with_the_publication_is_the_callers_to_commit(
+    platform: EventSQL, published: Callable[[], list[bytes]], engine: sqlalchemy.Engine
+) -> None:
+    with engine.connect() as connection:
+        both_ways(platform, connection)
+        connection.commit()
+        assert published() == [b"one", b"two", b"three"]
+        both_ways(platform, connection)
+        connection.rollback()
+    with engine.connect() as connection:
+        both_ways(platform, connection)
+    assert len(published()) == 3
+
+
+def test_another_driver_is_refused(platform: EventSQL) -> None:
+    engine = sqlalchemy.create_engine("sqlite://")
+    with engine.connect() as connection, pytest.raises(ValidationError, match="postgresql"):
+        platform.publisher.publish(order(b""), connection=connection)
+    engine.dispose()
+
+
+# A topic that is redefined under a publisher
+
+
+@pytest.fixture
+def elsewhere(dsn: str) -> Iterator[EventSQL]:
+    """Another process's platform, which knows nothing of what this one remembers."""
+    with EventSQL(dsn, transfer=False) as platform:
+        yield platform
+
+
+def remember(platform: EventSQL, topic: str = "orders") -> None:
+    """Make the publisher look the topic up; it will not look again for seconds."""
+    platform.registry.cached_topic(topic)
+
+
+def test_a_publisher_that_remembers_the_old_definition_publishes_by_the_new_one(
+    platform: EventSQL, elsewhere: EventSQL
+) -> None:
+    platform.registry.register_topic(Topic("orders", 10))
+    remember(platform)
+    elsewhere.registry.register_topic(Topic("orders", 2))
+    for number in range(20):
+        platform.publisher.publish(order(b"", key=str(number)))
+    platform.transfer.run_once()
+    assert {event.partition for event in platform.reader.read("orders")} == {0, 1}
+
+
+def test_a_batch_of_a_publisher_that_remembers_the_old_definition_goes_by_the_new_one(
+    platform: EventSQL, elsewhere: EventSQL
+) -> None:
+    remember(platform)
+    elsewhere.registry.unregister_topic("orders")
+    elsewhere.registry.register_topic(Topic("orders", 2))
+    assert platform.publisher.publish_all([*numbered(50), Publication("payments", b"")]) == 51
+    platform.transfer.run_once()
+    assert {event.partition for event in platform.reader.read("orders")} == {0, 1}
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_batch_that_cannot_be_read_again_is_refused_once(
+    platform: EventSQL, elsewhere: EventSQL, published: Callable[[], list[bytes]], sessions: Sessions, *, joined: bool
+) -> None:
+    remember(platform)
+    elsewhere.registry.unregister_topic("orders")
+    elsewhere.registry.register_topic(Topic("orders", 2))
+    mine = sessions() if joined else None
+    publications = [*numbered(5 if joined else STRAIGHT_MOST + 1), Publication("payments", b"")]
+    with pytest.raises(RedefinitionError, match="orders"):
+        platform.publisher.publish_all(publications, connection=mine)
+    if mine is not None:
+        mine.rollback()
+    assert published() == []
+    assert platform.publisher.publish_all(publications, connection=mine) == len(publications)
+
+
+def test_a_publisher_that_remembers_a_deleted_topic_publishes_nothing(
+    platform: EventSQL, elsewhere: EventSQL, published: Callable[[], list[bytes]]
+) -> None:
+    remember(platform)
+    elsewhere.registry.unregister_topic("orders")
+    with pytest.raises(TopicNotFoundError):
+        platform.publisher.publish_all(numbered(5))
+    with pytest.raises(TopicNotFoundError):
+        platform.publisher.publish(order(b""))
+    assert published() == []
+
+
+@pytest.mark.parametrize("one", [True, False], ids=["publish", "publish_all"])
+def test_a_publication_that_comes_during_a_redefinition_waits_and_goes_by_the_new_one(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None], one: bool
+) -> None:
+    remember(platform)
+    redefining = sessions()
+    redefining.execute("LOCK TABLE eventsql.event_buffer IN SHARE ROW EXCLUSIVE MODE")
+    redefining.execute("UPDATE eventsql.topic SET eql_partitions = 1 WHERE eql_name = 'orders'")
+    published: Future[Any]
+    with ThreadPoolExecutor(1) as executor:
+        if one:
+            published = executor.submit(platform.publisher.publish, order(b"", key="a"))
+        else:
+            published = executor.submit(platform.publisher.publish_all, numbered(5))
+        until_blocked()
+        redefining.commit()
+        published.result()
+    assert platform.transfer.run_once() == {"orders": 1 if one else 5}
+    assert {event.partition for event in platform.reader.read("orders")} == {0}
+
+
+def test_a_redefinition_waits_for_what_is_being_published_and_is_refused_by_it(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+) -> None:
+    mine = sessions()
+    platform.publisher.publish(order(b""), connection=mine)
+    with ThreadPoolExecutor(1) as executor:
+        redefined = executor.submit(platform.registry.register_topic, Topic("orders", 2))
+        until_blocked()
+        mine.commit()
+        with pytest.raises(RedefinitionError, match="it has events"):
+            redefined.result()
+
+
+def test_a_redefinition_does_not_wait_for_ever_for_a_transaction_that_published(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "LOCK_SECONDS", 0.05)
+    mine = sessions()
+    platform.publisher.publish(order(b""), connection=mine)
+    with pytest.raises(DatabaseBusyError):
+        platform.registry.register_topic(Topic("orders", 2))
+    with pytest.raises(DatabaseBusyError):
+        platform.registry.unregister_topic("orders")
+    mine.rollback()
+    platform.registry.register_topic(Topic("orders", 2))
+    assert platform.registry.topic("orders") == Topic("orders", 2)
+
+
+# What it asks of the server
+
+
+def test_one_event_is_one_statement(platform: EventSQL, said_by: Callable[[Database], Said]) -> None:
+    remember(platform)
+    said = said_by(platform.database)
+    platform.publisher.publish(order(b""))
+    assert said.verbs() == ["INSERT"]
+
+
+@pytest.mark.parametrize("count", [1, 10_000])
+def test_a_batch_is_one_copy_of_any_size(platform: EventSQL, said_by: Callable[[Database], Said], count: int) -> None:
+    remember(platform)
+    said = said_by(platform.database)
+    platform.publisher.publish_all(numbered(count))
+    assert said.verbs() == ["BEGIN", "COPY", "SELECT", "COMMIT"]
+
+
+def test_an_outbox_adds_its_statements_to_the_callers_and_nothing_else(
+    platform: EventSQL, sessions: Sessions, said_by: Callable[[Connection], Said]
+) -> None:
+    remember(platform)
+    mine = sessions()
+    # Where its URL differs from the platform's, the server is asked once which database it leads to.
+    platform.publisher.publish(order(b""), connection=mine)
+    mine.rollback()
+    said = said_by(mine)
+    platform.publisher.publish(order(b""), connection=mine)
+    platform.publisher.publish_all(numbered(10), connection=mine)
+    mine.commit()
+    assert said.verbs() == ["BEGIN", "WITH", "COPY", "SELECT", "SELECT", "COMMIT"]
+
+
+# A caller's transaction whose snapshot is older than the topic
+
+
+@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_a_transaction_that_began_before_a_redefinition_publishes_nothing_by_the_old_definition(
+    platform: EventSQL, sessions: Sessions, published: Callable[[], list[bytes]], isolation: str, count: int
+) -> None:
+    mine = sessions()
+    mine.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}")
+    mine.execute("SELECT count(*) FROM eventsql.topic")
+    remember(platform)
+    with EventSQL(platform.database.dsn) as other:
+        other.registry.register_topic(Topic("orders", 2))
+    with pytest.raises((DatabaseBusyError, RedefinitionError)):
+        if count == 1:
+            platform.publisher.publish(order(b"old"), connection=mine)
+        else:
+            platform.publisher.publish_all(numbered(count), connection=mine)
+    mine.rollback()
+    assert published() == []
+
+
+def test_a_transaction_of_a_higher_isolation_publishes(
+    platform: EventSQL, sessions: Sessions, published: Callable[[], list[bytes]]
+) -> None:
+    mine = sessions()
+    mine.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+    platform.publisher.publish(order(b"one"), connection=mine)
+    platform.publisher.publish_all([order(b"two")], connection=mine)
+    mine.commit()
+    assert published() == [b"one", b"two"]

@@ -1,0 +1,445 @@
+"""A batch may be appended to its topic's log directly: whole and in order with what was buffered, or not at all.
+
+Interleavings are forced: transactions are held open where a publisher could be overtaken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import DatabaseUnavailableError, PartitionOutOfRangeError, TopicNotFoundError
+from eventsql_orchestration.publishing import log_writer, publisher
+
+if TYPE_CHECKING:
+    from tests.fixtures import Said, Sessions
+
+MANY = publisher.STRAIGHT_LEAST
+
+
+@pytest.fixture(autouse=True)
+def _topics(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+
+
+def order(value: object, **fields: Any) -> Publication:
+    return Publication("orders", str(value).encode(), **fields)
+
+
+def batch(name: str, count: int = MANY) -> list[Publication]:
+    return [order(f"{name}.{number}", key=f"{number % 7}") for number in range(count)]
+
+
+def values(platform: EventSQL, topic: str = "orders") -> list[str]:
+    return [event.value.decode() for event in platform.reader.read(topic)]
+
+
+def names(platform: EventSQL) -> list[str]:
+    """The batches in the log, in order, each once: a batch that is not whole or not together shows up twice."""
+    return [name for name, _ in itertools.groupby(values(platform), key=lambda value: value.split(".")[0])]
+
+
+@pytest.fixture
+def hold(sessions: Sessions) -> Callable[[], Connection]:
+    """Holds the topic, as a transfer under way does."""
+
+    def held() -> Connection:
+        session = sessions()
+        session.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+        return session
+
+    return held
+
+
+def test_a_batch_is_in_the_log_when_publish_returns_without_a_transfer(platform: EventSQL) -> None:
+    assert platform.publisher.publish_all(batch("a")) == MANY
+    assert values(platform) == [f"a.{number}" for number in range(MANY)]
+    assert platform.buffered() == {}
+
+
+def test_an_event_of_the_straight_path_is_like_one_of_the_buffer(platform: EventSQL) -> None:
+    before = datetime.now(UTC) - timedelta(seconds=5)
+    odd = [
+        order("all", key="Schlüssel \N{SNOWMAN}", metadata={"who": 'a "quote" \\ \N{SNOWMAN}', "": "\n"}),
+        order("nothing"),
+        Publication("orders", b"", key=""),
+        Publication("orders", bytes(range(256)), partition=2),
+    ]
+    fill = [order("fill") for _ in range(MANY)]
+    platform.publisher.publish_all([*odd, *fill])
+    with EventSQL(platform.database.dsn, straight=False, transfer=False) as through_the_buffer:
+        through_the_buffer.publisher.publish_all([*odd, *fill])
+        through_the_buffer.transfer.run_once()
+    events = platform.reader.read("orders")
+    straight, buffered = events[: len(odd)], events[MANY + len(odd) :][: len(odd)]
+    for event, other, publication in zip(straight, buffered, odd, strict=False):
+        assert (event.key, event.value, event.metadata) == (other.key, other.value, other.metadata)
+        assert (event.key, event.value, event.metadata) == (publication.key, publication.value, publication.metadata)
+        assert event.partition == other.partition or publication.key is None
+        assert before < event.buffered_at == event.created_at < datetime.now(UTC) + timedelta(seconds=5)
+    assert straight[3].partition == buffered[3].partition == 2
+
+
+def test_small_batches_mixed_ones_and_those_in_a_transaction_go_through_the_buffer(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    platform.publisher.publish_all(batch("small", MANY - 1))
+    platform.publisher.publish_all([*batch("mixed"), Publication("payments", b"")])
+    with sessions() as session:
+        platform.publisher.publish_all(batch("outbox"), connection=session)
+    assert values(platform) == []
+    assert platform.buffered() == {"orders": 3 * MANY - 1, "payments": 1}
+
+
+@pytest.mark.parametrize("limit", ["STRAIGHT_MOST", "STRAIGHT_BYTES"])
+def test_a_batch_that_is_too_large_goes_through_the_buffer_whole(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(publisher, limit, MANY)
+    assert platform.publisher.publish_all(iter(batch("large", 500))) == 500
+    assert values(platform) == []
+    platform.transfer.run_once()
+    assert values(platform) == [f"large.{number}" for number in range(500)]
+
+
+# Order over both paths
+
+
+def test_an_iterator_that_is_false_is_read_to_its_end_all_the_same(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "STRAIGHT_MOST", MANY)
+
+    class Left:
+        """An iterator that is true while it knows of more, as some are, and knows of none."""
+
+        def __init__(self) -> None:
+            self._source = iter(batch("a", 3 * MANY))
+
+        def __iter__(self) -> Left:
+            return self
+
+        def __next__(self) -> Publication:
+            return next(self._source)
+
+        def __len__(self) -> int:
+            return 0
+
+    assert platform.publisher.publish_all(Left()) == 3 * MANY
+    platform.transfer.run_once()
+    assert len(values(platform)) == 3 * MANY
+
+
+def test_keys_and_metadata_count_for_what_is_too_large(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "STRAIGHT_BYTES", 100 * MANY)
+    for fields in ({"metadata": {"a": "x" * 100}}, {"metadata": {"x" * 101: ""}}, {"key": "x" * 101}):
+        platform.publisher.publish_all(order("", **fields) for _ in range(MANY))
+        assert sum(platform.buffered().values()) == MANY
+        platform.transfer.run_once()
+
+
+def test_what_was_buffered_before_comes_first(platform: EventSQL) -> None:
+    platform.publisher.publish(order("single.0", key="k"))
+    platform.publisher.publish_all(batch("small", 3))
+    platform.publisher.publish_all(batch("straight"))
+    platform.publisher.publish(order("after.0", key="k"))
+    platform.transfer.run_once()
+    assert names(platform) == ["single", "small", "straight", "after"]
+
+
+def test_while_another_holds_the_topic_a_batch_goes_to_the_buffer_and_order_is_kept(
+    platform: EventSQL, hold: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 0.01)
+    platform.publisher.publish_all(batch("a"))
+    holder = hold()
+    platform.publisher.publish_all(batch("b"))
+    platform.publisher.publish_all(batch("c"))
+    assert names(platform) == ["a"]
+    holder.rollback()
+    platform.publisher.publish_all(batch("d"))
+    assert names(platform) == ["a", "b", "c", "d"]
+    assert platform.buffered() == {}
+
+
+def test_a_publisher_waits_a_little_for_the_topic(
+    platform: EventSQL,
+    hold: Callable[[], Connection],
+    until_blocked: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 100.0)
+    holder = hold()
+    with ThreadPoolExecutor() as executor:
+        publishing = executor.submit(platform.publisher.publish_all, batch("a"))
+        until_blocked()
+        assert not publishing.done()
+        holder.rollback()
+        publishing.result()
+    assert names(platform) == ["a"]
+
+
+def test_what_commits_while_a_publisher_waits_for_the_topic_is_not_overtaken(
+    platform: EventSQL,
+    hold: Callable[[], Connection],
+    until_blocked: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 100.0)
+    holder = hold()
+    with ThreadPoolExecutor() as executor:
+        publishing = executor.submit(platform.publisher.publish_all, batch("late"))
+        until_blocked()
+        platform.publisher.publish(order("meanwhile.0"))
+        holder.rollback()
+        publishing.result()
+    assert names(platform) == ["meanwhile", "late"]
+
+
+def test_an_open_transaction_neither_holds_the_straight_path_up_nor_loses_its_event(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    early = sessions()
+    platform.publisher.publish(order("outbox.0"), connection=early)
+    platform.publisher.publish_all(batch("a"))
+    platform.publisher.publish_all(batch("b"))
+    early.commit()
+    platform.publisher.publish_all(batch("c"))
+    assert names(platform) == ["a", "b", "outbox", "c"]
+
+
+def test_a_reader_sees_a_smaller_id_no_later_than_a_larger_one(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A straight batch is stopped after its ids are drawn and before its commit, and others publish meanwhile."""
+    monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 0.01)
+    with sessions() as session:
+        session.execute(
+            """
+            CREATE FUNCTION eventsql.stop() RETURNS trigger LANGUAGE plpgsql AS
+            $$ BEGIN PERFORM pg_advisory_xact_lock(7); RETURN NULL; END $$;
+            CREATE TRIGGER stop AFTER INSERT ON eventsql.orders_event
+            FOR EACH STATEMENT EXECUTE FUNCTION eventsql.stop()
+            """
+        )
+    gate = sessions()
+    gate.execute("SELECT pg_advisory_xact_lock(7)")
+    with EventSQL(platform.database.dsn, transfer=False) as stopped, ThreadPoolExecutor() as executor:
+        # Its own limit for locks would end the stop on a busy machine.
+        monkeypatch.setattr(stopped.shards[0].publisher._writer, "_lock_timeout", 3_600.0)
+        publishing = executor.submit(stopped.publisher.publish_all, batch("stopped"))
+        until_blocked()
+        platform.publisher.publish_all(batch("meanwhile"))
+        assert platform.transfer.run_once() == {}, "whoever holds the topic is its one writer"
+        assert names(platform) == []
+        gate.rollback()
+        publishing.result()
+        assert names(platform) == ["stopped"]
+        platform.transfer.run_once()
+        assert names(platform) == ["stopped", "meanwhile"]
+
+
+def test_many_publishers_keep_each_batch_whole_and_each_key_in_order(platform: EventSQL, dsn: str) -> None:
+    rounds, publishers = 6, 4
+    barrier = threading.Barrier(publishers)
+
+    def publish(name: int) -> None:
+        with EventSQL(dsn, transfer=False) as mine:
+            barrier.wait()
+            for turn in range(rounds):
+                if turn % 3 == 2:
+                    mine.publisher.publish(order(f"{name}:{turn}.0", key=f"{name}"))
+                else:
+                    mine.publisher.publish_all(order(f"{name}:{turn}.{n}", key=f"{name}") for n in range(MANY * 4))
+
+    with ThreadPoolExecutor(publishers) as executor:
+        list(executor.map(publish, range(publishers)))
+    platform.transfer.run_once()
+    for name in range(publishers):
+        own = [value for value in values(platform) if value.startswith(f"{name}:")]
+        expected = [
+            f"{name}:{turn}.{n}" for turn in range(rounds) for n in range(1 if turn % 3 == 2 else MANY * 4)
+        ]  # fmt: skip
+        assert own == expected
+
+
+def test_a_buffer_that_is_long_is_left_to_the_transfer(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "MOST_BUFFERED", 10)
+    platform.publisher.publish_all(batch("a", 11))
+    platform.publisher.publish_all(batch("b"))
+    assert values(platform) == []
+    platform.transfer.run_once()
+    platform.publisher.publish_all(batch("c"))
+    assert names(platform) == ["a", "b", "c"]
+
+
+def test_a_log_whose_times_have_no_zone_gets_its_batches_through_the_buffer(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    """As EventSQL's Java library makes them: the server must convert to the reading of its own clock."""
+    with sessions() as session:
+        session.execute("ALTER TABLE eventsql.orders_event ALTER eql_buffered_at TYPE timestamp")
+        session.execute("ALTER TABLE eventsql.orders_event ALTER eql_created_at TYPE timestamp")
+        session.execute('ALTER DATABASE "' + session.info.dbname + "\" SET timezone TO 'Asia/Tokyo'")
+    with EventSQL(platform.database.dsn, transfer=False) as elsewhere:
+        before = datetime.now(UTC) - timedelta(seconds=5)
+        elsewhere.publisher.publish_all(batch("a"))
+        assert elsewhere.buffered() == {"orders": MANY}
+        elsewhere.transfer.run_once()
+        (event, *_) = elsewhere.reader.read("orders")
+        assert before < event.buffered_at <= event.created_at < datetime.now(UTC) + timedelta(seconds=5)
+
+
+# Refusals and failures
+
+
+def test_a_batch_that_is_refused_publishes_nothing(platform: EventSQL) -> None:
+    with pytest.raises(PartitionOutOfRangeError):
+        platform.publisher.publish_all([*batch("a"), order("b", partition=3)])
+    with pytest.raises(TopicNotFoundError):
+        platform.publisher.publish_all(Publication("nobody", b"") for _ in range(MANY))
+    assert values(platform) == []
+    assert platform.buffered() == {}
+
+
+def test_a_topic_that_was_redefined_meanwhile_gets_events_of_its_new_partitions(platform: EventSQL, dsn: str) -> None:
+    platform.registry.cached_topic("orders")
+    with EventSQL(dsn) as other:
+        other.registry.register_topic(Topic("orders", 2))
+    platform.publisher.publish_all(order(number, key=str(number)) for number in range(500))
+    platform.transfer.run_once()
+    assert len(values(platform)) == 500
+    assert {event.partition for event in platform.reader.read("orders")} == {0, 1}
+
+
+def test_a_connection_that_is_lost_in_the_append_publishes_none(
+    platform: EventSQL, hold: Callable[[], Connection], until_blocked: Callable[[], None], sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 100.0)
+    holder = hold()
+    with ThreadPoolExecutor() as executor:
+        publishing = executor.submit(platform.publisher.publish_all, batch("lost"))
+        until_blocked()
+        with sessions() as session:
+            session.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            )
+        with pytest.raises(DatabaseUnavailableError):
+            publishing.result()
+    holder.rollback()
+    platform.publisher.publish_all(batch("next"))
+    assert names(platform) == ["next"]
+
+
+def test_a_connection_that_was_lost_while_idle_costs_a_reconnect(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", -1.0)
+    platform.publisher.publish_all(batch("a"))
+    with sessions() as session:
+        session.execute(
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+    platform.publisher.publish_all(batch("b"))
+    assert names(platform) == ["a", "b"]
+
+
+def test_an_event_that_became_unstorable_publishes_nothing_and_costs_no_room(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    publications = [order("bad", metadata={"a": "b"}) for _ in range(2_000)]
+    # Past its check, so that the append fails in its midst.
+    object.__setattr__(publications[1_500], "key", "\ud800")
+    with sessions() as session:
+        sequence = "pg_get_serial_sequence('eventsql.orders_event', 'eql_id')"
+        # In the second of the first segments; the append that fails makes one more, which goes with it.
+        session.execute(f"SELECT setval({sequence}, 9000000)")
+        session.commit()
+        with pytest.raises(UnicodeEncodeError):
+            platform.publisher.publish_all(publications)
+        assert (values(platform), platform.buffered()) == ([], {})
+        # The next one is made to reach the end of what there is now.
+        session.execute(f"SELECT setval({sequence}, 14999990)")
+        session.commit()
+    platform.publisher.publish_all(batch("next"))
+    assert (names(platform), platform.buffered()) == (["next"], {})
+
+
+def test_a_mapping_of_the_callers_is_not_read_while_the_topic_is_held(platform: EventSQL, sessions: Sessions) -> None:
+    session = sessions()
+    free: list[bool] = []
+
+    class Slow(Mapping[str, str]):
+        def __getitem__(self, name: str) -> str:
+            row = session.execute(
+                "SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE SKIP LOCKED"
+            )
+            free.append(row.fetchone() is not None)
+            session.rollback()
+            return name
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(("a",))
+
+        def __len__(self) -> int:
+            return 1
+
+    platform.publisher.publish_all(order("", metadata=Slow()) for _ in range(MANY))
+    assert platform.buffered() == {}
+    assert len(free) >= MANY
+    assert all(free)
+
+
+def test_an_interrupted_append_leaves_nothing(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(psycopg.Copy, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            platform.publisher.publish_all(batch("interrupted"))
+    platform.publisher.publish_all(batch("next"))
+    assert names(platform) == ["next"]
+
+
+# Statements
+
+
+@pytest.fixture
+def said(platform: EventSQL, said_by: Callable[[Connection], Said]) -> Said:
+    platform.publisher.publish_all(batch("first"))
+    straight = platform.shards[0].publisher._writer
+    assert straight is not None
+    assert straight._connection is not None
+    return said_by(straight._connection)
+
+
+def test_a_batch_takes_five_statements_of_any_size(
+    platform: EventSQL, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", 1e9)
+    for count in (MANY, 10_000):
+        platform.publisher.publish_all(batch("a", count))
+        assert said.verbs() == ["BEGIN", "SELECT", "SELECT", "COPY", "COMMIT"]
+
+
+def test_what_lies_in_the_buffer_takes_one_more(
+    platform: EventSQL, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", 1e9)
+    platform.publisher.publish(order("buffered.0"))
+    platform.publisher.publish_all(batch("a"))
+    assert said.verbs() == ["BEGIN", "SELECT", "SELECT", "WITH", "COPY", "COMMIT"]

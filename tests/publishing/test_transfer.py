@@ -1,0 +1,693 @@
+"""The transfer moves events to the end of their topic's log, and a smaller id never appears after a larger one.
+
+Interleavings are forced: transactions are held open between the assignment of their ids and their commit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, TopicNotFoundError
+from eventsql_orchestration.publishing import low_water
+from eventsql_orchestration.publishing.transfer import Transfer
+
+if TYPE_CHECKING:
+    from tests.fixtures import Said, Sessions, Until
+
+
+@pytest.fixture
+def platform(dsn: str) -> Iterator[EventSQL]:
+    """One whose batches all go through the buffer; events move only when the test transfers them."""
+    with EventSQL(dsn, transfer=False, straight=False) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _topics(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+
+
+def order(value: object, **fields: Any) -> Publication:
+    return Publication("orders", str(value).encode(), **fields)
+
+
+def values(platform: EventSQL, topic: str = "orders", **bounds: Any) -> list[str]:
+    return [event.value.decode() for event in platform.reader.read(topic, **bounds)]
+
+
+@pytest.fixture
+def transfers(database: Database) -> Iterator[Callable[..., Transfer]]:
+    """Further transfers of this database, as other processes run them."""
+    opened: list[Transfer] = []
+
+    def transfer(**options: Any) -> Transfer:
+        opened.append(Transfer(database, **options))
+        return opened[-1]
+
+    yield transfer
+    for each in opened:
+        each.close()
+
+
+# What is moved
+
+
+def test_events_are_moved_once_and_in_the_order_of_the_buffer(platform: EventSQL) -> None:
+    platform.publisher.publish_all(order(number) for number in range(100))
+    platform.publisher.publish(order("last"))
+    assert platform.transfer.run_once() == {"orders": 101}
+    assert platform.transfer.run_once() == {}
+    assert values(platform) == [*map(str, range(100)), "last"]
+
+
+def test_an_event_keeps_everything_and_the_time_of_its_publication(platform: EventSQL, sessions: Sessions) -> None:
+    platform.publisher.publish(order("x", key="42", metadata={"source": "web"}))
+    session = sessions()
+    row = session.execute("SELECT eql_partition, eql_created_at FROM eventsql.event_buffer").fetchone()
+    assert row is not None
+    session.rollback()
+    platform.transfer.run_once()
+    event = platform.reader.read("orders")[0]
+    assert (event.topic, event.key, event.value, event.metadata) == ("orders", "42", b"x", {"source": "web"})
+    assert (event.partition, event.buffered_at) == row
+    assert event.created_at > event.buffered_at
+
+
+def test_whoever_published_an_event_it_is_moved(platform: EventSQL, dsn: str, sessions: Sessions) -> None:
+    with EventSQL(dsn, transfer=False) as another:
+        another.publisher.publish(order("of another process"))
+    with sessions() as session:
+        session.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) "
+            "VALUES ('orders', 0, NULL, 'of another language', '{}'), ('payments', -1, NULL, 'of another topic', '{}')"
+        )
+    assert platform.transfer.run_once() == {"orders": 2, "payments": 1}
+    assert values(platform) == ["of another process", "of another language"]
+
+
+def test_only_the_topics_that_are_named_are_moved(platform: EventSQL) -> None:
+    platform.publisher.publish_all([order("one"), Publication("payments", b"two")])
+    assert platform.transfer.run_once(["payments", "nowhere"]) == {"payments": 1}
+    assert platform.transfer.run_once([]) == {}
+    assert platform.transfer.run_once() == {"orders": 1}
+
+
+@pytest.mark.parametrize("batch", [1, 3, 10, 11, 1_000])
+def test_batches_of_any_size_move_everything(
+    platform: EventSQL, transfers: Callable[..., Transfer], batch: int
+) -> None:
+    platform.publisher.publish_all(order(number) for number in range(10))
+    platform.publisher.publish_all(Publication("payments", b"") for _ in range(7))
+    assert transfers(batch=batch).run_once() == {"orders": 10, "payments": 7}
+    assert values(platform) == [str(number) for number in range(10)]
+
+
+# Order and visibility
+
+
+def test_an_event_that_commits_late_comes_after_what_was_moved_before_it(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    early, late = sessions(), sessions()
+    platform.publisher.publish(order("drew the smaller id"), connection=early)
+    platform.publisher.publish(order("drew the larger id"), connection=late)
+    late.commit()
+    platform.transfer.run_once()
+    assert values(platform) == ["drew the larger id"]
+    early.commit()
+    platform.transfer.run_once()
+    assert values(platform) == ["drew the larger id", "drew the smaller id"]
+
+
+def test_ids_of_transactions_that_are_rolled_back_leave_gaps_and_nothing_else(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    for number in range(6):
+        session = sessions()
+        platform.publisher.publish_all([order(number), order(number)], connection=session)
+        if number % 2:
+            session.rollback()
+        else:
+            session.commit()
+        platform.transfer.run_once()
+    assert values(platform) == ["0", "0", "2", "2", "4", "4"]
+
+
+class Interleaving:
+    """Publishers that insert and end in a given order, with a transfer and a reader after every step."""
+
+    def __init__(self, platform: EventSQL, sessions: Sequence[Connection]) -> None:
+        self._platform = platform
+        self._sessions = sessions
+        self._seen = platform.reader.end("orders")
+
+    def run(self, order_of_steps: Sequence[int], commits: Sequence[bool]) -> None:
+        """`order_of_steps` names each publisher three times: it inserts, inserts again, and ends."""
+        steps = dict.fromkeys(range(len(self._sessions)), 0)
+        expected: list[str] = []
+        moved: list[str] = []
+        for publisher in order_of_steps:
+            session, step = self._sessions[publisher], steps[publisher]
+            if step < 2:
+                self._platform.publisher.publish(order(f"{publisher}.{step}", key=str(publisher)), connection=session)
+            elif commits[publisher]:
+                session.commit()
+                expected += [f"{publisher}.0", f"{publisher}.1"]
+            else:
+                session.rollback()
+            steps[publisher] = step + 1
+            self._platform.transfer.run_once()
+            # A reader that goes on from the last offset it saw must see everything, once.
+            events = self._platform.reader.read("orders", after=self._seen)
+            self._seen = events[-1].id if events else self._seen
+            moved += [event.value.decode() for event in events]
+            assert sorted(moved) == sorted(expected)
+        for publisher, commit in enumerate(commits):
+            of_publisher = [value for value in moved if value.startswith(f"{publisher}.")]
+            assert of_publisher == ([f"{publisher}.0", f"{publisher}.1"] if commit else [])
+
+
+def test_two_publishers_in_every_order_with_every_outcome_lose_and_reorder_nothing(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    interleaving = Interleaving(platform, [sessions(), sessions()])
+    for steps in sorted(set(itertools.permutations([0, 0, 0, 1, 1, 1]))):
+        for commits in itertools.product([True, False], repeat=2):
+            interleaving.run(steps, commits)
+
+
+def test_four_publishers_in_many_orders_lose_and_reorder_nothing(platform: EventSQL, sessions: Sessions) -> None:
+    drawn = random.Random(20250613)
+    interleaving = Interleaving(platform, [sessions() for _ in range(4)])
+    for _ in range(40):
+        steps = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+        drawn.shuffle(steps)
+        interleaving.run(steps, [drawn.random() < 0.7 for _ in range(4)])
+
+
+def test_a_reader_with_an_old_snapshot_sees_a_beginning_of_the_log(platform: EventSQL, sessions: Sessions) -> None:
+    reader = sessions()
+    reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    seen = "SELECT eql_id FROM eventsql.orders_event ORDER BY eql_id"
+    for number in range(3):
+        platform.publisher.publish(order(number))
+        platform.transfer.run_once()
+        before = reader.execute(seen).fetchall()
+        platform.publisher.publish(order(number))
+        platform.transfer.run_once()
+        assert reader.execute(seen).fetchall() == before
+        reader.rollback()
+        assert reader.execute(seen).fetchall()[: len(before)] == before
+        reader.rollback()
+
+
+def test_a_topic_that_another_transfer_holds_is_left_to_it_and_others_are_not(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    platform.publisher.publish_all([order("first"), Publication("payments", b"")])
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+    holder.execute(
+        "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+        "SELECT eql_partition, eql_value, eql_created_at, eql_metadata FROM eventsql.event_buffer "
+        "WHERE eql_topic = 'orders'"
+    )
+    holder.execute("DELETE FROM eventsql.event_buffer WHERE eql_topic = 'orders'")
+    platform.publisher.publish(order("second"))
+    assert platform.transfer.run_once() == {"payments": 1}
+    assert values(platform) == []
+    holder.commit()
+    assert platform.transfer.run_once() == {"orders": 1}
+    assert values(platform) == ["first", "second"]
+
+
+def test_a_transfer_that_ends_without_a_commit_leaves_its_events_to_the_next(
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions, until_blocked: Callable[[], None]
+) -> None:
+    platform.publisher.publish_all(order(number) for number in range(5))
+    # The transfer stops between the deletion and the insertion.
+    gate = sessions()
+    gate.execute("LOCK TABLE eventsql.orders_event IN SHARE MODE")
+    doomed = transfers()
+    with ThreadPoolExecutor(1) as executor:
+        moved = executor.submit(doomed.run_once)
+        until_blocked()
+        assert platform.transfer.run_once() == {}
+        platform.publisher.publish(order(5))
+        with psycopg.connect(gate.info.dsn, password=gate.info.password, autocommit=True) as killer:
+            killer.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+                "WHERE wait_event_type = 'Lock' AND datname = current_database()"
+            )
+        with pytest.raises(DatabaseUnavailableError):
+            moved.result()
+    gate.rollback()
+    assert platform.transfer.run_once() == {"orders": 6}
+    assert values(platform) == [str(number) for number in range(6)]
+    assert doomed.run_once() == {}
+
+
+def test_transfers_that_take_turns_at_a_topic_keep_its_order(
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions
+) -> None:
+    one, two = transfers(batch=2), transfers(batch=3)
+    late = sessions()
+    platform.publisher.publish(order("late"), connection=late)
+    for turn in range(6):
+        platform.publisher.publish_all(order(turn * 4 + number) for number in range(4))
+        assert (one, two)[turn % 2].run_once() == {"orders": 4}
+    late.commit()
+    assert two.run_once() == {"orders": 1}
+    assert one.run_once() == {}
+    assert values(platform) == [*map(str, range(24)), "late"]
+
+
+def test_many_transfers_and_publishers_at_once_lose_repeat_and_reorder_nothing(
+    platform: EventSQL, transfers: Callable[..., Transfer]
+) -> None:
+    publishers, batches, size = 4, 12, 25
+    stop = threading.Event()
+
+    def publish(publisher: int) -> None:
+        drawn = random.Random(publisher)
+        for batch in range(batches):
+            topic = drawn.choice(["orders", "payments"])
+            numbers = range(batch * size, (batch + 1) * size)
+            publications = [Publication(topic, b"%d" % number, key=str(publisher)) for number in numbers]
+            if drawn.random() < 0.5:
+                platform.publisher.publish_all(publications)
+            else:
+                with platform.database.transaction() as connection:
+                    for publication in publications:
+                        platform.publisher.publish(publication, connection=connection)
+
+    with ThreadPoolExecutor(publishers + 3) as executor:
+        moving = [executor.submit(transfers(batch=batch).run, stop, polling_delay=0.001) for batch in (7, 10, 1_000)]
+        for published in [executor.submit(publish, publisher) for publisher in range(publishers)]:
+            published.result()
+        stop.set()
+        for moved in moving:
+            moved.result()
+    platform.transfer.run_once()
+    events = [*platform.reader.read("orders"), *platform.reader.read("payments")]
+    assert len(events) == publishers * batches * size
+    for publisher in range(publishers):
+        for topic in ("orders", "payments"):
+            numbers = [int(e.value) for e in events if e.key == str(publisher) and e.topic == topic]
+            assert numbers == sorted(set(numbers))
+
+
+def test_a_key_keeps_its_order_over_publishers_that_take_turns_and_transactions_that_commit_late(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    drawn = random.Random(7)
+    late = [sessions() for _ in range(3)]
+    keys = {f"key {number}": 0 for number in range(6)}
+    open_keys: dict[int, list[str]] = {}
+    for _ in range(120):
+        step = drawn.random()
+        free = [key for key in keys if all(key not in held for held in open_keys.values())]
+        if step < 0.25 and len(open_keys) < len(late) and free:
+            # Whoever publishes a key next does so after this transaction has ended, as one who knows of it must.
+            number = next(number for number in range(len(late)) if number not in open_keys)
+            open_keys[number] = drawn.sample(free, k=min(2, len(free)))
+            for key in open_keys[number]:
+                platform.publisher.publish(order(keys[key], key=key), connection=late[number])
+                keys[key] += 1
+        elif step < 0.45 and open_keys:
+            number = drawn.choice(sorted(open_keys))
+            late[number].commit()
+            del open_keys[number]
+        elif step < 0.7:
+            platform.transfer.run_once()
+        elif free:
+            chosen = drawn.sample(free, k=min(3, len(free)))
+            platform.publisher.publish_all(order(keys[key], key=key) for key in chosen)
+            for key in chosen:
+                keys[key] += 1
+    for session in late:
+        session.commit()
+    platform.transfer.run_once()
+    events = platform.reader.read("orders")
+    for key, count in keys.items():
+        assert [int(event.value) for event in events if event.key == key] == list(range(count))
+        assert len({event.partition for event in events if event.key == key}) <= 1
+    assert sum(keys.values()) > 100
+
+
+# Fairness
+
+
+def test_the_flood_of_one_topic_does_not_keep_another_waiting(
+    platform: EventSQL, transfers: Callable[..., Transfer]
+) -> None:
+    platform.publisher.publish_all(order(number) for number in range(500))
+    platform.publisher.publish(Publication("payments", b"one"))
+    stop = threading.Event()
+    rounds: list[dict[str, int]] = []
+
+    def after_a_round(moved: dict[str, int]) -> None:
+        rounds.append(moved)
+        stop.set()
+
+    transfers(batch=10).run(stop, on_moved=after_a_round)
+    assert rounds == [{"orders": 10, "payments": 1}]
+
+
+def test_a_topic_that_cannot_be_moved_does_not_keep_another_waiting(platform: EventSQL, sessions: Sessions) -> None:
+    platform.registry.register_topic(Topic("broken")).register_topic(Topic("refusing"))
+    platform.publisher.publish_all(
+        Publication(topic, b"seven") for topic in ("broken", "orders", "refusing", "payments")
+    )
+    with sessions() as session:
+        session.execute("DROP TABLE eventsql.broken_event")
+        session.execute("ALTER TABLE eventsql.refusing_event ADD CHECK (eql_value <> 'seven')")
+    with pytest.raises(TopicNotFoundError, match="the events of topic 'broken' stay in the buffer"):
+        platform.transfer.run_once()
+    assert values(platform) == ["seven"]
+    assert values(platform, "payments") == ["seven"]
+    with pytest.raises(DatabaseError, match="the events of topic 'refusing' stay in the buffer") as caught:
+        platform.transfer.run_once(["refusing"])
+    assert "\n" not in caught.value.message
+    with sessions() as session:
+        session.execute("ALTER TABLE eventsql.refusing_event DROP CONSTRAINT refusing_event_eql_value_check")
+    assert platform.transfer.run_once(["refusing"]) == {"refusing": 1}
+
+
+def test_the_loop_goes_on_past_a_topic_that_cannot_be_moved(
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions
+) -> None:
+    with sessions() as session:
+        session.execute("DROP TABLE eventsql.orders_event")
+    stop = threading.Event()
+    moved: list[dict[str, int]] = []
+
+    def after_a_round(counts: dict[str, int]) -> None:
+        moved.append(counts)
+        if len(moved) == 2:
+            stop.set()
+        else:
+            platform.publisher.publish(Publication("payments", b"two"))
+
+    platform.publisher.publish_all([order("one"), Publication("payments", b"one")])
+    transfers().run(stop, polling_delay=0.001, on_moved=after_a_round)
+    assert moved == [{"payments": 1}, {"payments": 1}]
+
+
+def test_one_run_ends_though_publishers_go_on(
+    platform: EventSQL, transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = transfers(batch=2)
+    move = transfer._writer.move
+
+    def move_and_publish(topic: str, newest: int) -> int | None:
+        moved = move(topic, newest)
+        platform.publisher.publish_all(order("meanwhile") for _ in range(4))
+        return moved
+
+    monkeypatch.setattr(transfer._writer, "move", move_and_publish)
+    platform.publisher.publish_all(order("before") for _ in range(5))
+    assert transfer.run_once() == {"orders": 5}
+    assert values(platform) == ["before"] * 5
+
+
+def test_the_loop_ends_between_batches_when_it_is_told_to(
+    platform: EventSQL, transfers: Callable[..., Transfer]
+) -> None:
+    platform.publisher.publish_all(order(number) for number in range(100))
+    stop = threading.Event()
+    transfers(batch=10).run(stop, on_moved=lambda _: stop.set())
+    assert len(values(platform)) == 10
+
+
+def test_the_loop_is_woken(platform: EventSQL, transfers: Callable[..., Transfer], until: Until) -> None:
+    stop, wake = threading.Event(), threading.Event()
+    moved: list[dict[str, int]] = []
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(transfers().run, stop, polling_delay=1e6, wake=wake, on_moved=moved.append)
+        platform.publisher.publish(order("one"))
+        wake.set()
+        until(lambda: moved)
+        platform.publisher.publish(order("two"))
+        wake.set()
+        until(lambda: len(moved) == 2)
+        stop.set()
+        wake.set()
+        running.result()
+
+
+# The low-water mark
+
+
+@pytest.fixture(autouse=True)
+def observing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look observes the transactions that may have written, however soon after the last."""
+    monkeypatch.setattr(low_water, "OBSERVE_SECONDS", -1.0)
+
+
+def marks(transfer: Transfer) -> dict[str, int]:
+    return dict(transfer._writer._low_water.marks)
+
+
+def newest_id(sessions: Sessions) -> int:
+    with sessions() as session:
+        row = session.execute("SELECT last_value FROM eventsql.event_buffer_eql_id_seq").fetchone()
+        assert row is not None
+        return int(row[0])
+
+
+def test_the_mark_follows_what_was_moved(platform: EventSQL, sessions: Sessions) -> None:
+    platform.publisher.publish_all(order(number) for number in range(10))
+    platform.transfer.run_once()
+    assert marks(platform.shards[0].transfer) == {"orders": newest_id(sessions)}
+
+
+def test_the_mark_stays_before_the_ids_of_a_transaction_that_is_open(platform: EventSQL, sessions: Sessions) -> None:
+    platform.publisher.publish(order("before"))
+    platform.transfer.run_once()
+    before = newest_id(sessions)
+    publisher = sessions()
+    platform.publisher.publish(order("open"), connection=publisher)
+    for _ in range(3):
+        platform.publisher.publish(order("after"))
+        platform.transfer.run_once()
+        assert marks(platform.shards[0].transfer)["orders"] <= before
+    publisher.commit()
+    for _ in range(3):
+        platform.publisher.publish(order("later"))
+        platform.transfer.run_once()
+    assert marks(platform.shards[0].transfer)["orders"] > before
+    assert values(platform) == ["before", "after", "after", "after", "open", "later", "later", "later"]
+
+
+def test_the_mark_is_not_held_back_by_a_transaction_that_only_reads(platform: EventSQL, sessions: Sessions) -> None:
+    reader = sessions()
+    reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    reader.execute("SELECT * FROM eventsql.event_buffer").fetchall()
+    for number in range(3):
+        platform.publisher.publish(order(number))
+        platform.transfer.run_once()
+        with sessions() as session:
+            row = session.execute("SELECT last_value FROM eventsql.event_buffer_eql_id_seq").fetchone()
+        assert row == (marks(platform.shards[0].transfer)["orders"],)
+
+
+def test_the_mark_does_not_pass_events_that_a_full_batch_left(
+    platform: EventSQL, transfers: Callable[..., Transfer]
+) -> None:
+    transfer = transfers(batch=4)
+    platform.publisher.publish_all(order(number) for number in range(10))
+    stop = threading.Event()
+    transfer.run(stop, on_moved=lambda _: stop.set())
+    assert values(platform) == ["0", "1", "2", "3"]
+    assert marks(transfer)["orders"] == platform_ids(platform, 4)
+    assert transfer.run_once() == {"orders": 6}
+
+
+def platform_ids(platform: EventSQL, count: int) -> int:
+    """The buffer id of the last of the first `count` events of a buffer that began at 1."""
+    with platform.database.connection() as connection:
+        row = connection.execute("SELECT min(eql_id) FROM eventsql.event_buffer").fetchone()
+        assert row is not None
+        return int(row[0]) - 1 if row[0] is not None else count
+
+
+def test_the_mark_is_void_when_the_sequence_gives_ids_out_again(platform: EventSQL, sessions: Sessions) -> None:
+    platform.publisher.publish_all(order(number) for number in range(10))
+    platform.transfer.run_once()
+    assert marks(platform.shards[0].transfer)["orders"] >= 10
+    with sessions() as session:
+        session.execute("TRUNCATE eventsql.event_buffer RESTART IDENTITY")
+    platform.publisher.publish(order("again"))
+    assert platform.transfer.run_once() == {"orders": 1}
+
+
+def test_the_mark_is_void_when_another_server_process_answers(platform: EventSQL, sessions: Sessions) -> None:
+    """As behind a connection pooler that has failed over to a server that gives the last ids out again."""
+    platform.publisher.publish_all(order(number) for number in range(10))
+    platform.transfer.run_once()
+    assert platform.shards[0].transfer._writer._connection is not None
+    platform.shards[0].transfer._writer._low_water._process = "1 of the server of another day"
+    with sessions() as session:
+        session.execute("SELECT setval('eventsql.event_buffer_eql_id_seq', 3)")
+    platform.publisher.publish(order("again"))
+    with sessions() as session:
+        session.execute("SELECT setval('eventsql.event_buffer_eql_id_seq', 100)")
+    assert platform.transfer.run_once() == {"orders": 1}
+
+
+@pytest.fixture
+def preparing(server: EmbeddedPostgres, dsn: str) -> Iterator[EmbeddedPostgres]:
+    """The server with room for prepared transactions."""
+    with psycopg.connect(server.start().dsn, autocommit=True) as connection:
+        connection.execute("ALTER SYSTEM SET max_prepared_transactions TO 5")
+    server.stop()
+    server.start()
+    yield server
+    server.start()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for left in connection.tpc_recover():
+            connection.tpc_rollback(left)
+        connection.execute("ALTER SYSTEM RESET max_prepared_transactions")
+    server.stop()
+    server.start()
+
+
+def test_an_event_of_a_prepared_transaction_is_not_passed_over(
+    platform: EventSQL, preparing: EmbeddedPostgres, sessions: Sessions
+) -> None:
+    publisher = sessions()
+    publisher.tpc_begin(publisher.xid(1, "orders", "1"))
+    platform.publisher.publish(order("prepared"), connection=publisher)
+    platform.publisher.publish(order("before"))
+    platform.transfer.run_once()
+    publisher.tpc_prepare()
+    publisher.close()
+    for _ in range(3):
+        platform.publisher.publish(order("meanwhile"))
+        platform.transfer.run_once()
+    # A prepared transaction survives its server, and a transfer that reconnects has to know it anew.
+    preparing.stop(mode="immediate")
+    preparing.start()
+    for _ in range(3):
+        platform.publisher.publish(order("restarted"))
+        platform.transfer.run_once()
+    with platform.database.connection() as connection:
+        (xid,) = connection.tpc_recover()
+        connection.tpc_commit(xid)
+    assert platform.transfer.run_once() == {"orders": 1}
+    assert values(platform)[-1] == "prepared"
+
+
+# The server and the connection
+
+
+def test_a_server_that_is_down_is_an_error_of_ours_and_what_was_published_is_moved_later(
+    platform: EventSQL, server: EmbeddedPostgres
+) -> None:
+    platform.publisher.publish(order("one"))
+    platform.transfer.run_once()
+    platform.publisher.publish(order("two"))
+    server.stop(mode="immediate")
+    try:
+        for _ in range(2):
+            with pytest.raises(DatabaseUnavailableError):
+                platform.transfer.run_once()
+    finally:
+        server.start()
+    assert platform.transfer.run_once() == {"orders": 1}
+
+
+def test_a_server_that_restarted_in_between_costs_no_error(platform: EventSQL, server: EmbeddedPostgres) -> None:
+    platform.publisher.publish(order("before"))
+    platform.transfer.run_once()
+    server.stop(mode="immediate")
+    server.start()
+    platform.publisher.publish(order("after"))
+    assert platform.transfer.run_once() == {"orders": 1}
+    assert values(platform) == ["before", "after"]
+
+
+def test_the_loop_waits_for_a_server_that_is_down(
+    platform: EventSQL, transfers: Callable[..., Transfer], server: EmbeddedPostgres, until: Until
+) -> None:
+    stop = threading.Event()
+    moved: list[dict[str, int]] = []
+    platform.publisher.publish(order("before"))
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(transfers().run, stop, polling_delay=0.01, on_moved=moved.append)
+        until(lambda: moved)
+        server.stop(mode="immediate")
+        server.start()
+        platform.publisher.publish(order("after"))
+        until(lambda: len(moved) == 2)
+        stop.set()
+        running.result()
+    assert values(platform) == ["before", "after"]
+
+
+def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
+    platform.publisher.publish(order("one"))
+    platform.transfer.run_once()
+    platform.shards[0].transfer.close()
+    platform.publisher.publish(order("two"))
+    assert platform.transfer.run_once() == {"orders": 1}
+
+
+def test_an_interrupted_transfer_leaves_nothing_half_done(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform.publisher.publish(order("one"))
+    move = platform.shards[0].transfer._writer._move
+
+    def interrupted(*arguments: Any) -> int:
+        move(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(platform.shards[0].transfer._writer, "_move", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            platform.transfer.run_once()
+    assert values(platform) == []
+    assert platform.transfer.run_once() == {"orders": 1}
+
+
+# What it asks of the server
+
+
+def verbs_of(platform: EventSQL, said: Said, publications: Iterable[Publication] = ()) -> list[str]:
+    platform.publisher.publish_all(publications)
+    said.statements()
+    platform.transfer.run_once()
+    return said.verbs()
+
+
+def test_an_idle_look_is_one_statement_and_a_batch_takes_seven(
+    platform: EventSQL, said_by: Callable[[Connection], Said]
+) -> None:
+    platform.publisher.publish(order("the first one looks whether there are segments ahead"))
+    platform.transfer.run_once()
+    assert platform.shards[0].transfer._writer._connection is not None
+    said = said_by(platform.shards[0].transfer._writer._connection)
+    batch = ["SELECT", "SELECT", "BEGIN", "SELECT", "SELECT", "WITH", "COMMIT"]
+    assert verbs_of(platform, said) == ["SELECT"]
+    assert verbs_of(platform, said, [order("one")]) == [*batch, "SELECT"]
+    assert verbs_of(platform, said, [order(number) for number in range(900)]) == [*batch, "SELECT"]
+
+
+def test_events_are_frozen_once_they_are_in_the_log(platform: EventSQL) -> None:
+    platform.publisher.publish_all(order(number) for number in range(3))
+    platform.transfer.run_once()
+    before: list[Event] = platform.reader.read("orders")
+    platform.publisher.publish_all(order(number) for number in range(3))
+    platform.transfer.run_once()
+    assert platform.reader.read("orders", upto=before[-1].id) == before

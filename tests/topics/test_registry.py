@@ -1,0 +1,421 @@
+"""Topics and consumers are registered once by any number of processes, and change while nothing depends on them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from eventsql_orchestration import (
+    EVERY_EVENT,
+    NOT_PARTITIONED,
+    AtOffset,
+    AtTime,
+    Back,
+    Consumer,
+    Earliest,
+    Event,
+    EventFilter,
+    EventSQL,
+    Latest,
+    Publication,
+    ShiftBy,
+    Topic,
+)
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
+    InvalidNameError,
+    RedefinitionError,
+    RegistryError,
+    TopicNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.model import Retention
+from eventsql_orchestration.topics.offsets import Place, Start
+
+if TYPE_CHECKING:
+    from tests.fixtures import Sessions, Spawn
+
+
+def fill(platform: EventSQL, topic: str, count: int = 3) -> None:
+    platform.publisher.publish_all(Publication(topic, b"") for _ in range(count))
+    platform.transfer.run_once()
+
+
+def nothing(_events: Sequence[Event], _connection: Connection) -> None:
+    pass
+
+
+def tables(platform: EventSQL) -> set[str]:
+    with platform.database.connection() as connection:
+        rows = connection.execute("SELECT tablename FROM pg_tables WHERE tablename LIKE '%\\_event'")
+        return {name for (name,) in rows} - {"spark_staged_event"}
+
+
+# Topics
+
+
+def test_topics_are_listed_by_name(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("payments")).register_topic(Topic("orders", 3))
+    assert platform.registry.topics() == [Topic("orders", 3), Topic("payments")]
+    assert platform.registry.topic("orders").created_at is not None
+    assert tables(platform) == {"orders_event", "payments_event"}
+
+
+def test_registering_a_topic_again_changes_nothing(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3))
+    fill(platform, "orders")
+    created = platform.registry.topic("orders").created_at
+    platform.registry.register_topic(Topic("orders", 3))
+    assert platform.reader.count("orders") == 3
+    assert platform.registry.topic("orders").created_at == created
+
+
+def test_a_topic_that_is_not_there_is_named_with_the_command_that_makes_it(platform: EventSQL) -> None:
+    with pytest.raises(TopicNotFoundError, match="`eventsql topic create orders`"):
+        platform.registry.topic("orders")
+
+
+def test_a_topic_without_events_and_consumers_may_change_its_partitions(platform: EventSQL) -> None:
+    for partitions in (3, NOT_PARTITIONED, 1, 5):
+        platform.registry.register_topic(Topic("orders", partitions))
+        assert platform.registry.topics() == [Topic("orders", partitions)]
+        assert platform.registry.cached_topic("orders").partitions == partitions
+    fill(platform, "orders")
+    assert platform.reader.count("orders") == 3
+
+
+@pytest.mark.parametrize("where", ["log", "buffer"])
+def test_a_topic_with_events_keeps_its_partitions(platform: EventSQL, where: str) -> None:
+    platform.registry.register_topic(Topic("orders", 3))
+    platform.publisher.publish(Publication("orders", b""))
+    if where == "log":
+        platform.transfer.run_once()
+    with pytest.raises(RedefinitionError):
+        platform.registry.register_topic(Topic("orders"))
+    assert platform.registry.topic("orders") == Topic("orders", 3)
+
+
+def test_a_topic_with_a_consumer_keeps_its_partitions(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    with pytest.raises(RedefinitionError):
+        platform.registry.register_topic(Topic("orders", 4))
+
+
+def test_a_name_that_a_table_of_the_platform_has_taken_is_refused(platform: EventSQL) -> None:
+    with pytest.raises(InvalidNameError, match="spark_staged"):
+        platform.registry.register_topic(Topic("spark_staged"))
+
+
+def test_the_longest_names_make_topics_of_their_own(platform: EventSQL) -> None:
+    one, two = "a" * 56 + "1", "a" * 56 + "2"
+    platform.registry.register_topic(Topic(one, 2)).register_topic(Topic(two, 2))
+    fill(platform, one)
+    assert (platform.reader.count(one), platform.reader.count(two)) == (3, 0)
+
+
+def test_an_event_table_that_is_missing_is_made_when_its_topic_is_registered(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3))
+    with platform.database.connection() as connection:
+        connection.execute("DROP TABLE eventsql.orders_event")
+    platform.registry.register_topic(Topic("orders", 3))
+    fill(platform, "orders")
+    assert platform.reader.count("orders") == 3
+
+
+# Retention
+
+
+def test_everything_of_a_topic_is_kept_until_a_retention_is_set(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    assert platform.registry.cached_topic("orders").retention is None
+    week = Retention(seconds=604_800, bytes=10 * 2**30, events=1_000_000)
+    platform.registry.set_retention("orders", week)
+    assert platform.registry.cached_topic("orders").retention == week
+    assert [topic.retention for topic in platform.registry.topics()] == [week]
+    for nothing_bounded in (None, Retention()):
+        platform.registry.set_retention("orders", Retention(events=5))
+        platform.registry.set_retention("orders", nothing_bounded)
+        assert platform.registry.topic("orders").retention is None
+    with pytest.raises(TopicNotFoundError):
+        platform.registry.set_retention("nowhere", Retention(events=5))
+
+
+def test_registering_a_topic_again_changes_its_retention_only_where_it_names_one(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3, retention=Retention(seconds=0.5, events=5)))
+    platform.registry.register_topic(Topic("orders", 3))
+    assert platform.registry.topic("orders").retention == Retention(seconds=0.5, events=5)
+    platform.registry.register_topic(Topic("orders", 4))
+    assert platform.registry.topic("orders").retention == Retention(seconds=0.5, events=5)
+    fill(platform, "orders")
+    with pytest.raises(RedefinitionError):
+        platform.registry.register_topic(Topic("orders", 5, retention=Retention(events=6)))
+    assert platform.registry.topic("orders").retention == Retention(seconds=0.5, events=5)
+    platform.registry.register_topic(Topic("orders", 4, retention=Retention(bytes=7)))
+    assert platform.registry.topic("orders").retention == Retention(bytes=7)
+    platform.registry.register_topic(Topic("orders", 4, retention=Retention()))
+    assert platform.registry.topic("orders").retention is None
+
+
+# Deleting topics
+
+
+def test_a_topic_without_anything_is_deleted(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.unregister_topic("orders")
+    assert platform.registry.topics() == []
+    assert tables(platform) == set()
+    with pytest.raises(TopicNotFoundError):
+        platform.registry.unregister_topic("orders")
+    with pytest.raises(TopicNotFoundError):
+        platform.publisher.publish(Publication("orders", b""))
+
+
+@pytest.mark.parametrize("what", ["log", "buffer", "consumer"])
+def test_a_topic_that_is_used_is_kept_unless_forced(platform: EventSQL, what: str) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    if what == "consumer":
+        platform.registry.register_consumer(Consumer("orders", "mailer"))
+    else:
+        platform.publisher.publish(Publication("orders", b""))
+    if what == "log":
+        platform.transfer.run_once()
+    with pytest.raises(RegistryError, match="mailer" if what == "consumer" else "it has events") as kept:
+        platform.registry.unregister_topic("orders")
+    assert "`eventsql topic delete orders --force`, in Python force=True" in kept.value.message
+    assert platform.registry.topics() == [Topic("orders")]
+    platform.registry.unregister_topic("orders", force=True)
+    assert platform.registry.topics() == []
+
+
+def test_a_deleted_topic_leaves_nothing_to_one_of_its_name(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    fill(platform, "orders")
+    assert isinstance(platform.claims.claim("orders", "mailer", owner="me"), Claim)
+    platform.publisher.publish(Publication("orders", b"in the buffer"))
+    platform.registry.unregister_topic("orders", force=True)
+    platform.registry.register_topic(Topic("orders"))
+    assert platform.transfer.run_once() == {}
+    assert platform.reader.read("orders") == []
+    assert platform.registry.consumers("orders") == []
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    assert platform.claims.live("orders", "mailer") is None
+    fill(platform, "orders", 1)
+    assert platform.consumers.consume_once("orders", "mailer", nothing) == 1
+
+
+def test_deleting_a_topic_waits_for_its_transfer_and_its_consumption(
+    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    for lock in ("event_buffer_lock", "consumer"):
+        holder = sessions()
+        holder.execute(f"SELECT FROM eventsql.{lock} WHERE eql_topic = 'orders' FOR UPDATE".encode())
+        with ThreadPoolExecutor(1) as executor:
+            deleted = executor.submit(platform.registry.unregister_topic, "orders", force=True)
+            until_blocked()
+            assert not deleted.done()
+            holder.rollback()
+            deleted.result()
+        platform.registry.register_topic(Topic("orders"))
+        platform.registry.register_consumer(Consumer("orders", "mailer"))
+
+
+def test_deleting_a_topic_does_not_wait_for_other_topics(platform: EventSQL, sessions: Sessions) -> None:
+    platform.registry.register_topic(Topic("orders")).register_topic(Topic("payments"))
+    platform.registry.register_consumer(Consumer("payments", "mailer"))
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'payments' FOR UPDATE")
+    holder.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
+    platform.registry.unregister_topic("orders")
+    assert platform.registry.topics() == [Topic("payments")]
+
+
+# Consumers
+
+
+def test_a_partitioned_consumer_has_an_offset_for_each_partition(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 3))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    platform.registry.register_consumer(Consumer("orders", "auditor"), max_attempts=7)
+    states = platform.registry.consumers()
+    assert [(state.name, state.partition, state.last_event_id, state.max_attempts) for state in states] == [
+        ("auditor", NOT_PARTITIONED, 0, 7),
+        ("mailer", 0, 0, 5),
+        ("mailer", 1, 0, 5),
+        ("mailer", 2, 0, 5),
+    ]
+    assert platform.registry.consumer("orders", "auditor") == states[:1]
+
+
+def test_registering_a_consumer_again_keeps_its_offsets(platform: EventSQL) -> None:
+    mailer = Consumer("orders", "mailer")
+    platform.registry.register_topic(Topic("orders"))
+    fill(platform, "orders", 10)
+    platform.registry.register_consumer(mailer, start=5)
+    platform.registry.register_consumer(mailer, start=8)
+    assert platform.registry.consumer("orders", "mailer")[0].last_event_id == 4
+    platform.consumers.consume_once("orders", "mailer", nothing)
+    platform.registry.register_consumer(mailer, max_attempts=9, start="earliest")
+    (state,) = platform.registry.consumer("orders", "mailer")
+    assert (state.last_event_id, state.consumed_events, state.max_attempts) == (10, 6, 9)
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_consumer_starts_at_a_place(platform: EventSQL, partitioned: bool) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    fill(platform, "orders", 4)
+    fill(platform, "orders", 3)
+    second, day = platform.reader.read("orders")[4].created_at, timedelta(days=1)
+    starts: list[tuple[Start, int]] = [
+        ("earliest", 7), (Earliest(), 7), ("latest", 0), (Latest(), 0), (0, 7), (1, 7), (6, 2), (8, 0), (500, 0),
+        (AtOffset(6), 2), (second, 3), (AtTime(second), 3), (second - day, 7), (second + day, 0), (Back(day), 7),
+    ]  # fmt: skip
+    for number, (start, left) in enumerate(starts):
+        platform.registry.register_consumer(Consumer("orders", f"reader {number}", partitioned), start=start)
+        assert platform.consumers.consume_once("orders", f"reader {number}", nothing) == left, start
+    fill(platform, "orders", 2)
+    for number, (start, left) in enumerate(starts):
+        if left == 0:
+            assert platform.consumers.consume_once("orders", f"reader {number}", nothing) == 2, start
+
+
+def test_a_consumer_of_a_topic_that_is_not_there_or_not_partitioned_is_refused(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    with pytest.raises(TopicNotFoundError, match="nowhere"):
+        platform.registry.register_consumer(Consumer("nowhere", "mailer"))
+    with pytest.raises(ValidationError, match="not partitioned"):
+        platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    with pytest.raises(ValidationError, match="max_attempts"):
+        platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=0)
+    with pytest.raises(ValidationError, match="start"):
+        platform.registry.register_consumer(Consumer("orders", "mailer"), start="now")  # type: ignore[arg-type]  # wrong
+    with pytest.raises(ValidationError, match="start"):
+        platform.registry.register_consumer(Consumer("orders", "mailer"), start=ShiftBy(1))  # type: ignore[arg-type]  # wrong
+    with pytest.raises(ValidationError, match="no time zone"):
+        platform.registry.register_consumer(
+            Consumer("orders", "mailer"),
+            start=datetime(2024, 1, 1),  # noqa: DTZ001 - what is refused
+        )
+    with pytest.raises(ValidationError, match="start"):
+        platform.registry.register_consumer(Consumer("orders", "mailer"), start=-1)
+    assert platform.registry.consumers() == []
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_a_consumer_in_the_other_form_is_refused_and_its_offsets_stay(platform: EventSQL, partitioned: bool) -> None:
+    platform.registry.register_topic(Topic("orders", 3))
+    fill(platform, "orders", 9)
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned), start=5, max_attempts=7)
+    before = platform.registry.consumer("orders", "mailer")
+    starts: list[Place] = [Earliest(), Latest()]
+    for start in starts:
+        with pytest.raises(RedefinitionError):
+            platform.registry.register_consumer(
+                Consumer("orders", "mailer", not partitioned), start=start, max_attempts=2
+            )
+    assert platform.registry.consumer("orders", "mailer") == before
+
+
+def test_a_consumer_keeps_the_settings_that_are_not_declared(platform: EventSQL) -> None:
+    def settings() -> tuple[int, EventFilter | None]:
+        (state,) = platform.registry.consumer("orders", "mailer")
+        return state.max_attempts, state.filter
+
+    mailer, conditions = Consumer("orders", "mailer"), EventFilter(key_prefix="a")
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(mailer, max_attempts=7, filter=conditions)
+    platform.registry.register_consumer(mailer)
+    assert settings() == (7, conditions)
+    platform.registry.register_consumer(mailer, max_attempts=2)
+    assert settings() == (2, conditions)
+    platform.registry.register_consumer(mailer, filter=EVERY_EVENT)
+    assert settings() == (2, None)
+
+
+def test_a_registration_tells_what_it_changed(platform: EventSQL) -> None:
+    mailer = Consumer("orders", "mailer")
+    assert platform.registry.declare_topic(Topic("orders")).created
+    assert platform.registry.declare_consumer(mailer, max_attempts=7).created
+    assert platform.registry.declare_topic(Topic("orders")).changes == ()
+    assert platform.registry.declare_consumer(mailer, start="latest").changes == ()
+    changed = platform.registry.declare_consumer(mailer, max_attempts=2, filter=EventFilter(key_prefix="a"))
+    assert changed.changes == ("max attempts: 2 (was 7)", "filter: key a* (was every event)")
+    kept = platform.registry.declare_topic(Topic("orders", retention=Retention(events=10)))
+    assert kept.changes == ("retention: 10 events (was for ever)",)
+
+
+def test_a_registration_that_changes_nothing_does_not_wait_for_a_consumption(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    mailer = Consumer("orders", "mailer")
+    platform.registry.register_topic(Topic("orders")).register_consumer(mailer, max_attempts=7)
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'orders' FOR UPDATE")
+    platform.registry.register_consumer(mailer)
+    platform.registry.register_consumer(mailer, max_attempts=7, filter=EVERY_EVENT)
+
+
+def test_a_deleted_consumer_begins_anew_when_it_is_registered_again(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    fill(platform, "orders")
+    platform.consumers.consume_once("orders", "mailer", nothing)
+    platform.registry.unregister_consumer("orders", "mailer")
+    with pytest.raises(ConsumerNotFoundError):
+        platform.registry.consumer("orders", "mailer")
+    with pytest.raises(ConsumerNotFoundError):
+        platform.registry.unregister_consumer("orders", "mailer")
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    assert platform.consumers.consume_once("orders", "mailer", nothing) == 3
+
+
+def test_consumers_that_are_not_there_are_named(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    for use in (platform.registry.pause, platform.registry.resume, platform.registry.consumer):
+        with pytest.raises(ConsumerNotFoundError, match="`eventsql consumer create orders mailer`"):
+            use("orders", "mailer")
+        with pytest.raises(TopicNotFoundError):
+            use("nowhere", "mailer")
+
+
+# Many at once
+
+
+def test_processes_that_register_at_once_register_once(platform: EventSQL, spawn: Spawn) -> None:
+    workers = [spawn("register", 3, 5) for _ in range(4)]
+    for worker in workers:
+        assert worker.line() == "ready"
+    for worker in workers:
+        worker.tell("now")
+    for worker in workers:
+        assert worker.line() == "registered"
+        assert worker.end() == 0
+    assert platform.registry.topics() == [Topic(f"topic_{number}", 3) for number in range(5)]
+    assert len(platform.registry.consumers()) == 5 * 3
+    fill(platform, "topic_4")
+    assert platform.reader.count("topic_4") == 3
+
+
+def test_threads_that_register_what_contradicts_itself_get_one_of_them(platform: EventSQL) -> None:
+    gate = threading.Barrier(4)
+
+    def register(partitions: int) -> None:
+        gate.wait()
+        platform.registry.register_topic(Topic("orders", partitions))
+
+    with ThreadPoolExecutor(4) as executor:
+        for registered in [executor.submit(register, partitions) for partitions in (1, 2, 3, 4)]:
+            registered.result()
+    (topic,) = platform.registry.topics()
+    platform.publisher.publish(Publication("orders", b"", partition=topic.partitions - 1))
+    assert platform.transfer.run_once() == {"orders": 1}

@@ -1,0 +1,271 @@
+"""Ids are given out one by one and upwards, after every id that is there; otherwise nothing is written to a log."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration.database import Connection, migrations, tables
+from eventsql_orchestration.errors import SequenceError
+from eventsql_orchestration.topics import sequences
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.fixtures import Sessions
+
+LOG = '"eventsql"."orders_event_eql_id_seq"'
+BUFFER = '"eventsql"."event_buffer_eql_id_seq"'
+
+settings = pytest.mark.parametrize("setting", ["CACHE 50", "INCREMENT BY -1", "CYCLE"])
+
+
+@pytest.fixture(autouse=True)
+def _topics(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders")).register_topic(Topic("payments"))
+
+
+def publish(platform: EventSQL, *values: int, topic: str = "orders") -> None:
+    """Through the buffer."""
+    for value in values:
+        platform.publisher.publish(Publication(topic, b"%d" % value))
+
+
+def read(platform: EventSQL) -> list[int]:
+    return [int(event.value) for event in platform.reader.read("orders")]
+
+
+# Settings
+
+
+@settings
+def test_a_log_whose_sequence_is_set_otherwise_gets_no_event_until_that_is_mended(
+    platform: EventSQL, session: psycopg.Connection[Any], setting: str
+) -> None:
+    session.execute(f"ALTER SEQUENCE {LOG} {setting}")
+    publish(platform, 1, 2)
+    publish(platform, 1, topic="payments")
+    with pytest.raises(SequenceError) as caught:
+        platform.transfer.run_once()
+    assert caught.value.sequence == LOG
+    assert platform.buffered() == {"orders": 2}, "the other topic goes on"
+    with pytest.raises(SequenceError) as of_publisher:
+        platform.publisher.publish_all(Publication("orders", b"3") for _ in range(100))
+    assert of_publisher.value.remedy == caught.value.remedy
+    session.execute(caught.value.remedy)
+    assert platform.transfer.run_once() == {"orders": 2}
+    assert read(platform) == [1, 2]
+
+
+@settings
+def test_a_buffer_whose_sequence_is_set_otherwise_is_not_moved_until_that_is_mended(
+    platform: EventSQL, session: psycopg.Connection[Any], setting: str
+) -> None:
+    session.execute(f"ALTER SEQUENCE {BUFFER} {setting} START 1")
+    publish(platform, 1)
+    with pytest.raises(SequenceError) as caught:
+        platform.transfer.run_once()
+    assert caught.value.sequence == BUFFER
+    session.execute(caught.value.remedy)
+    assert platform.transfer.run_once() == {"orders": 1}
+
+
+@pytest.mark.parametrize("sequence", [LOG, BUFFER])
+def test_a_setting_that_changes_while_the_sequence_is_used_is_found_by_the_next_batch(
+    platform: EventSQL, session: psycopg.Connection[Any], sequence: str
+) -> None:
+    batch = [Publication("orders", b"1") for _ in range(100)]
+    platform.publisher.publish_all(batch)
+    publish(platform, 1)
+    platform.transfer.run_once()
+    session.execute(f"ALTER SEQUENCE {sequence} CACHE 50")
+    publish(platform, 2)
+    with pytest.raises(SequenceError):
+        platform.transfer.run_once()
+    if sequence == LOG:
+        with pytest.raises(SequenceError):
+            platform.publisher.publish_all(batch)
+
+
+def test_the_remedy_makes_other_sessions_drop_the_ids_that_they_hold(
+    platform: EventSQL, session: psycopg.Connection[Any], sessions: Sessions
+) -> None:
+    session.execute(f"ALTER SEQUENCE {LOG} CACHE 50")
+    other = sessions()
+    other.autocommit = True
+    assert other.execute(f"SELECT nextval('{LOG}')").fetchone() == (1,)
+    (state,) = sequences.states(session, "eventsql", ["orders_event"])
+    error = state.error()
+    assert error is not None
+    session.execute(error.remedy)
+    publish(platform, 1)
+    platform.transfer.run_once()
+    (event,) = platform.reader.read("orders")
+    later = other.execute(f"SELECT nextval('{LOG}')").fetchone()
+    assert later is not None
+    assert later[0] > event.id
+
+
+def test_registering_a_topic_again_mends_the_sequence_of_its_log(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    session.execute(f"ALTER SEQUENCE {LOG} CACHE 50 CYCLE")
+    publish(platform, 1)
+    platform.registry.register_topic(Topic("orders"))
+    assert platform.transfer.run_once() == {"orders": 1}
+
+
+def test_a_log_that_gets_a_retention_has_its_sequence_mended(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    session.execute(
+        """
+        INSERT INTO eventsql.topic (eql_name, eql_partitions) VALUES ('plain', -1);
+        INSERT INTO eventsql.event_buffer_lock (eql_topic) VALUES ('plain');
+        CREATE TABLE eventsql.plain_event (LIKE eventsql.orders_event INCLUDING ALL);
+        CREATE SEQUENCE eventsql.theirs CACHE 20 OWNED BY eventsql.plain_event.eql_id;
+        ALTER TABLE eventsql.plain_event ALTER COLUMN eql_id SET DEFAULT nextval('eventsql.theirs');
+        """
+    )
+    platform.registry.set_retention("plain", Retention(events=1_000))
+    platform.retention.run_once(["plain"])
+    publish(platform, 1, topic="plain")
+    assert platform.transfer.run_once() == {"plain": 1}
+
+
+def test_a_migration_mends_every_sequence_of_the_platform(
+    dsn: str, platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    session.execute("CREATE SEQUENCE eventsql.of_somebody CACHE 7")
+    names = [*tables.metadata.tables, "orders_event", "payments_event"]
+    before = sequences.states(session, "eventsql", names)
+    assert len(before) == 7
+    for state in before:
+        session.execute(f"ALTER SEQUENCE {state} CACHE 50")
+    revision = importlib.import_module(f"{migrations.__name__}.versions.0010_sequences")
+    session.execute(f"SET search_path TO eventsql; {revision._SEQUENCES}")
+    assert {state.cache for state in sequences.states(session, "eventsql", names)} == {1}
+    assert session.execute(
+        "SELECT seqcache FROM pg_sequence WHERE seqrelid = 'eventsql.of_somebody'::regclass"
+    ).fetchone() == (7,), "what is not the platform's is left alone"
+
+
+def test_the_error_survives_pickling() -> None:
+    error = SequenceError("wrong", sequence=LOG, remedy="ALTER")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.message, copy.sequence, copy.remedy) == (error.message, LOG, "ALTER")
+
+
+# Sequences that were set back
+
+
+def consume(platform: EventSQL) -> list[int]:
+    values: list[int] = []
+
+    def take(events: Sequence[Event], connection: Connection) -> None:
+        values.extend(int(event.value) for event in events)
+
+    while platform.consumers.consume_once("orders", "mailer", take):
+        pass
+    return values
+
+
+@pytest.mark.parametrize("reset", ["SELECT setval('{}', 3)", "ALTER SEQUENCE {} RESTART WITH 1"])
+@pytest.mark.parametrize("straight", [False, True])
+def test_a_log_whose_sequence_was_set_back_loses_no_event(
+    platform: EventSQL, session: psycopg.Connection[Any], *, reset: str, straight: bool
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(10))
+    platform.transfer.run_once()
+    assert consume(platform) == list(range(10))
+    # As after retention: nothing collides, and consumers are past the ids that come next.
+    session.execute("DELETE FROM eventsql.orders_event")
+    session.execute(reset.format(LOG))
+    if straight:
+        platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(100, 200))
+        assert platform.reader.count("orders") == 100
+    else:
+        publish(platform, *range(100, 200))
+        platform.transfer.run_once()
+    assert consume(platform) == list(range(100, 200))
+
+
+def test_a_log_whose_sequence_was_set_back_while_it_is_written_loses_no_event(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(10))
+    platform.transfer.run_once()
+    session.execute(f"SELECT setval('{LOG}', 3)")
+    publish(platform, *range(10, 20))
+    platform.transfer.run_once()
+    assert consume(platform) == list(range(20))
+
+
+def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    """As after the restore of a dump without sequences."""
+    publish(platform, *range(10))
+    session.execute(f"SELECT setval('{BUFFER}', 1, false)")
+    assert platform.transfer.run_once() == {"orders": 10}
+    publish(platform, *range(10, 20))
+    platform.transfer.run_once()
+    assert read(platform) == list(range(20))
+
+
+def test_a_buffer_whose_sequence_is_behind_and_in_use_is_refused_with_the_remedy(
+    platform: EventSQL, session: psycopg.Connection[Any], sessions: Sessions
+) -> None:
+    publish(platform, *range(10))
+    session.execute(f"SELECT setval('{BUFFER}', 100)")
+    open_transaction = sessions()
+    platform.publisher.publish(Publication("orders", b"11"), connection=open_transaction)
+    session.execute(f"SELECT setval('{BUFFER}', 1)")
+    with pytest.raises(SequenceError) as caught:
+        platform.transfer.run_once()
+    assert caught.value.sequence == BUFFER
+    open_transaction.commit()
+    session.execute(caught.value.remedy)
+    platform.transfer.run_once()
+    assert sorted(read(platform)) == [*range(10), 11]
+
+
+def test_events_after_a_restart_of_the_buffers_sequence_are_found_however_many_came(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    publish(platform, *range(10))
+    platform.transfer.run_once()
+    session.execute("TRUNCATE eventsql.event_buffer RESTART IDENTITY")
+    publish(platform, *range(10, 40))
+    assert platform.transfer.run_once() == {"orders": 30}
+    assert read(platform) == list(range(40))
+
+
+# Looking for them
+
+
+def test_each_fault_of_a_sequence_is_found_and_mended_by_its_remedy(
+    platform: EventSQL, session: psycopg.Connection[Any]
+) -> None:
+    publish(platform, *range(10))
+    platform.transfer.run_once()
+    with platform.database.connection() as connection:
+        assert sequences.faults(connection, "eventsql", ["orders", "payments"]) == []
+        session.execute("ALTER SEQUENCE eventsql.queue_message_eql_id_seq CACHE 9")
+        session.execute("ALTER SEQUENCE eventsql.log_line_eql_id_seq MAXVALUE 100")
+        session.execute("SELECT setval('eventsql.log_line_eql_id_seq', 99)")
+        session.execute(f"SELECT setval('{LOG}', 3)")
+        faults = sequences.faults(connection, "eventsql", ["orders", "payments"])
+        assert sorted(fault.sequence for fault in faults) == [
+            '"eventsql"."log_line_eql_id_seq"', LOG, '"eventsql"."queue_message_eql_id_seq"',
+        ]  # fmt: skip
+        for fault in faults:
+            session.execute(fault.remedy)
+        assert sequences.faults(connection, "eventsql", ["orders", "payments"]) == []
