@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tempfile
@@ -47,7 +48,8 @@ def is_setting(name: str) -> bool:
 
 
 def pytest_configure() -> None:
-    """Heed what a script's background or nohup ignores, so that the programs under test do."""
+    """Give Spark the tests' configuration, and heed signals that a script's background or nohup ignores."""
+    os.environ["SPARK_CONF_DIR"] = str(Path(__file__).parent / "spark" / "conf")
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

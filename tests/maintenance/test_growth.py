@@ -106,7 +106,7 @@ def queue(platform: EventSQL, number: int) -> None:
 
 def repartitionings(platform: EventSQL, number: int) -> None:
     in_process(platform, number)
-    platform.repartitioner.repartition("orders", 2 + number % 3)
+    platform.repartitioner.repartition("orders", 2 + number % 2)
     in_process(platform, number)
     consume(platform)
 

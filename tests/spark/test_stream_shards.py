@@ -279,7 +279,7 @@ def test_retention_that_overtook_a_stream_on_one_shard_is_told(
         assert events_in(reader, start, end) == {
             str(shard.name): len(shard.reader.read("orders")) for shard in platform.shards
         }
-    assert "shard 'shard-2': offsets 5 to" in caplog.text
+    assert "shard 'shard-2': retention has dropped offsets 5 to" in caplog.text
 
 
 # Progress as a consumer's

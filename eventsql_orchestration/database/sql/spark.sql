@@ -38,15 +38,25 @@ WITH first AS MATERIALIZED (
 DELETE FROM {schema}.spark_publication
 WHERE eql_writer = %(writer)s AND eql_batch = ANY (SELECT eql_batch FROM old) AND eql_batch < (SELECT max(eql_batch) FROM old);
 
--- prune_writers -- Delete records older than this of writers with matching names, from a limited number after one name.
+-- prune_writers -- Delete records older than this of writers with matching names, among a limited number on each side of one
+-- name. With one side only, records at the end of the order would stay long.
 DELETE FROM {schema}.spark_publication
 WHERE (eql_writer, eql_batch) = ANY (
     SELECT eql_writer, eql_batch
     FROM (
-        SELECT eql_writer, eql_batch, eql_created_at FROM {schema}.spark_publication
-        WHERE eql_writer >= %(from)s
-        ORDER BY eql_writer, eql_batch
-        LIMIT %(limit)s
+        (
+            SELECT eql_writer, eql_batch, eql_created_at FROM {schema}.spark_publication
+            WHERE eql_writer >= %(from)s
+            ORDER BY eql_writer, eql_batch
+            LIMIT %(limit)s
+        )
+        UNION ALL
+        (
+            SELECT eql_writer, eql_batch, eql_created_at FROM {schema}.spark_publication
+            WHERE eql_writer < %(from)s
+            ORDER BY eql_writer DESC, eql_batch DESC
+            LIMIT %(limit)s
+        )
     ) looked_at
     WHERE eql_writer ~ %(names)s AND eql_created_at < (now() - make_interval(secs => %(seconds)s))
 );
