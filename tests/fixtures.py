@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import IO, TypeAlias
 
 import psycopg
@@ -21,9 +23,21 @@ from tests import worker
 PATIENCE = 120.0
 """Seconds after which what was waited for is taken not to happen; far more than it takes on a busy machine."""
 
+MEMORY_DISK_BYTES = 2**32
+"""Free bytes of a disk in memory that the servers of a run of tests may need."""
+
 Sessions: TypeAlias = Callable[[], Connection]
 Until: TypeAlias = Callable[[Callable[[], object]], None]
 Spawn: TypeAlias = Callable[..., "Worker"]
+
+
+def memory_disk() -> Path | None:
+    """A disk in memory for servers, where there is one with room that runs programs: few tests are about the disk."""
+    disk = Path("/dev/shm")
+    if not disk.is_dir():
+        return None
+    state = os.statvfs(disk)
+    return disk if state.f_bavail * state.f_frsize > MEMORY_DISK_BYTES and not state.f_flag & os.ST_NOEXEC else None
 
 
 @pytest.fixture

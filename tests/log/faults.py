@@ -33,6 +33,7 @@ from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.topics.layouts import Layout
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests import worker
+from tests.fixtures import memory_disk
 
 TOPIC: Final = "orders"
 
@@ -503,7 +504,7 @@ def run(settings: Settings, *, keep: bool = False) -> Figures:
 
     With `keep`, both stay where there were violations, to be looked at.
     """
-    home = Path(tempfile.mkdtemp(prefix="eventsql-faults-"))
+    home = Path(tempfile.mkdtemp(prefix="eventsql-faults-", dir=memory_disk()))
     # The server's account must get in.
     home.chmod(0o755)
     server = EmbeddedPostgres(home / "postgres")

@@ -32,6 +32,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, ShardError
 from eventsql_orchestration.sharding import shard_of_key
 from tests import worker
+from tests.fixtures import memory_disk
 from tests.log.faults import (
     CONSUMERS,
     MOST_PARTITIONS,
@@ -352,7 +353,7 @@ def run(settings: Settings, *, keep: bool = False) -> Outcome:
 
     With `keep`, they stay where there were violations, to be looked at.
     """
-    home = Path(tempfile.mkdtemp(prefix="eventsql-faults-"))
+    home = Path(tempfile.mkdtemp(prefix="eventsql-faults-", dir=memory_disk()))
     # The servers' account must get in.
     home.chmod(0o755)
     servers = [EmbeddedPostgres(home / f"postgres-{number}") for number in range(1, FIRST + 1)]

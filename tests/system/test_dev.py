@@ -26,6 +26,7 @@ from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, stor
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
 from tests.conftest import is_setting
+from tests.fixtures import memory_disk
 from tests.system.conftest import plotted, screenshot, see, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ class Dev:
 
 @pytest.fixture(scope="module")
 def dev() -> Iterator[Dev]:
-    root = Path(tempfile.mkdtemp(prefix="eventsql-dev-"))
+    root = Path(tempfile.mkdtemp(prefix="eventsql-dev-", dir=memory_disk()))
     root.chmod(0o755)
     home, log = root / "home", root / "dev.log"
     environment = {

@@ -27,6 +27,7 @@ from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, inst
 from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import Topic
+from tests.fixtures import memory_disk
 from tests.system import operated_location as location
 from tests.system.conftest import plotted, screenshot, see, wait_for
 
@@ -134,7 +135,7 @@ def backfilling(dagster: LocalDagster, dsn: str, directory: Path) -> Iterator[su
 
 @pytest.fixture(scope="module")
 def system(server: EmbeddedPostgres) -> Iterator[System]:
-    root = Path(tempfile.mkdtemp(prefix="eventsql-operating-"))
+    root = Path(tempfile.mkdtemp(prefix="eventsql-operating-", dir=memory_disk()))
     dsn = server.create_database("operating")
     alerts, gate, session = root / "alerts", root / "gate", root / "session"
     values = {BROKEN_WINDOW: location.BROKEN, **dict.fromkeys(SLOW_WINDOWS, location.GATE)}

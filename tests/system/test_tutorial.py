@@ -15,6 +15,7 @@ import pytest
 
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.conftest import is_setting
+from tests.fixtures import memory_disk
 
 REPOSITORY = Path(__file__).parents[2]
 TUTORIAL = REPOSITORY / "docs" / "tutorial.md"
@@ -24,7 +25,7 @@ TUTORIAL = REPOSITORY / "docs" / "tutorial.md"
 def checkout() -> Iterator[Path]:
     """A clone of the repository whose .venv is the environment that runs this test."""
     # Not pytest's own directory: only root may enter that, and PostgreSQL does not run as root.
-    home = Path(tempfile.mkdtemp(prefix="eventsql-tutorial-"))
+    home = Path(tempfile.mkdtemp(prefix="eventsql-tutorial-", dir=memory_disk()))
     home.chmod(0o755)
     clone = home / "checkout"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
