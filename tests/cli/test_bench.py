@@ -101,6 +101,7 @@ def test_a_quick_run_ends_with_its_figures_and_leaves_nothing(
     assert platform.buffered() == {}
 
 
+@pytest.mark.nightly
 def test_the_whole_table_is_one_command(run: Run, platform: EventSQL) -> None:
     result = run("bench", "all", "--quick", "--json")
     assert result.exit_code == 0, result.stderr

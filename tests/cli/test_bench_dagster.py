@@ -21,6 +21,7 @@ from eventsql_orchestration.errors import BenchmarkError
 Run = Callable[..., Result]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_daemon_is_measured_and_leaves_nothing(platform: EventSQL) -> None:
     reported: list[tuple[str, int, int]] = []

@@ -117,6 +117,7 @@ class TestAnApplicationOfADeployment:
         assert values_in(platform, "orders") == list(range(EVENTS))
 
 
+@pytest.mark.nightly
 def test_of_two_attempts_at_once_one_is_published(
     cluster: Cluster, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:

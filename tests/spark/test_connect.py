@@ -152,6 +152,7 @@ def test_an_error_of_ours_is_found_in_the_clients(client: Driver, platform: Even
     assert "'rides'" in answer
 
 
+@pytest.mark.nightly
 def test_a_declarative_pipeline_goes_on_where_it_was(  # noqa: PLR0917 - fixtures
     client: Driver,
     home: Path,

@@ -136,6 +136,7 @@ def test_a_stream_goes_on_from_its_checkpoint_and_without_it_publishes_nothing_t
     check_nothing_is_left(shards)
 
 
+@pytest.mark.nightly
 def test_a_batch_whose_drivers_are_killed_in_the_commit_is_replayed_and_published_once(
     spark: SparkSession, shards: EventSQL, checkpoint: Path, tmp_path: Path
 ) -> None:
