@@ -287,6 +287,8 @@ def about_to_wrap() -> Iterator[Database]:
         running = data / "postmaster.pid"
         owner = running.stat()
         programs = Path(f"/proc/{running.read_text().split()[0]}/exe").readlink().parent
+        if not (programs / "pg_resetwal").exists():
+            pytest.skip("this PostgreSQL comes without pg_resetwal, which sets the next transaction id")
         embedded.stop()
         next_id = 2**32 - 40
         # Where it keeps what became of these transactions, in files of a fixed size.

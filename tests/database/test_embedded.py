@@ -595,7 +595,7 @@ def test_a_server_is_found_and_stopped_without_the_package(
 
 @pytest.mark.parametrize(
     ("file", "content", "word"),
-    [("PG_VERSION", b"13\n", "PostgreSQL version 13"), ("global/pg_control", bytes(8192), "control file")],
+    [("PG_VERSION", b"13\n", "PostgreSQL version 13"), ("global/pg_control", bytes(8192), "FATAL")],
 )
 def test_data_that_the_server_refuses_is_reported_in_its_own_words(
     postgres: EmbeddedPostgres, file: str, content: bytes, word: str
