@@ -1,7 +1,10 @@
 """Named SQL: every hot statement stands in a file under `sql/`, under its name and one line that describes it.
 
-A file is a sequence of `-- name -- description` headers, each followed by one statement; the description may go on in
+A file is a sequence of `-- name -- description` headers, each followed by one statement. The description may go on in
 comment lines. `{schema}` and names such as `{event_table}` are composed as identifiers; values are always parameters.
+
+`-- part name -- description` is the header of a text that later statements of the file contain as `{name}`. A statement
+with `{in_partition}` exists twice: under its name it looks at all partitions, as `name_partition` at one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from psycopg import sql
 
 from eventsql_orchestration.qualification import qualified
 
-_HEADER: Final = re.compile(r"^-- (?P<name>[a-z_]+) --(?P<description>.*)$", re.MULTILINE)
+_HEADER: Final = re.compile(r"^-- (?P<part>part )?(?P<name>[a-z_]+) --(?P<description>.*)$", re.MULTILINE)
+
+_IN_PARTITION: Final = "{in_partition} "
 
 
 @cache
@@ -24,18 +29,31 @@ def _statements(file: str) -> dict[str, str]:
     text = resources.files(__package__).joinpath("sql", f"{file}.sql").read_text(encoding="utf-8")
     headers = list(_HEADER.finditer(text))
     ends = [header.start() for header in headers[1:]] + [len(text)]
+    parts: dict[str, str] = {}
     statements: dict[str, str] = {}
     for header, end in zip(headers, ends, strict=True):
-        if header["name"] in statements:
-            raise ValueError(f"{file}.sql names {header['name']!r} twice")
+        name = header["name"]
+        if name in statements or name in parts:
+            raise ValueError(f"{file}.sql names {name!r} twice")
+
         # Further lines of the description would travel to the server with every call.
         lines = [line for line in text[header.end() : end].splitlines() if not line.startswith("--")]
-        statements[header["name"]] = qualified("\n".join(lines).strip().removesuffix(";"))
+        body = "\n".join(lines).strip().removesuffix(";")
+        for part, contents in parts.items():
+            body = body.replace(f"{{{part}}}", contents)
+
+        if header["part"]:
+            parts[name] = body
+            continue
+        statements[name] = qualified(body.replace(_IN_PARTITION, ""))
+        if _IN_PARTITION in body:
+            one = body.replace(_IN_PARTITION, "eql_partition = %(partition)s AND ")
+            statements[f"{name}_partition"] = qualified(one)
     return statements
 
 
 def statement(file: str, name: str) -> str:
-    """The text of one statement, for who composes it with other names than a topic's."""
+    """The text of one statement, to be composed with other names than a topic's."""
     return _statements(file)[name]
 
 

@@ -320,7 +320,7 @@ class Logs:
 
     def _rows(self, name: str, lane: Lane, **values: object) -> list[tuple[Any, ...]]:
         if lane.partition != NOT_PARTITIONED:
-            name += "_in_partition"
+            name += "_partition"
         with self.database.connection() as connection:
             query = self._queries(name, topic=lane.topic)
             # Plan for the values: a generic plan does not know how small the range is.

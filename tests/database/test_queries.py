@@ -11,7 +11,7 @@ from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
-from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database import Database, Queries, queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.queries import event_table
 
@@ -28,7 +28,7 @@ def text_of(file: str) -> str:
     return resources.files("eventsql_orchestration.database").joinpath("sql", f"{file}.sql").read_text()
 
 
-STATEMENTS = [(file, name) for file in FILES for name, _ in HEADER.findall(text_of(file))]
+STATEMENTS = [(file, name) for file in FILES for name in queries._statements(file)]
 
 
 def composed(file: str, name: str) -> sql.SQL | sql.Composed:
@@ -115,6 +115,27 @@ def test_a_name_that_is_given_twice_is_a_mistake_of_the_program(monkeypatch: pyt
     monkeypatch.setattr(resources, "files", lambda _package: Twice())
     with pytest.raises(ValueError, match="twice"):
         Queries("twice", "eventsql")("one")
+
+
+def test_a_part_is_contained_in_later_statements_and_a_statement_may_look_at_one_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Parts:
+        def joinpath(self, *_: str) -> Parts:
+            return self
+
+        def read_text(self, **_: str) -> str:
+            return "-- part ids -- Ids.\neql_id\n-- all -- All.\nSELECT {ids} FROM a WHERE {in_partition} {ids} > 1;\n"
+
+    monkeypatch.setattr(resources, "files", lambda _package: Parts())
+    made = Queries("parts", "eventsql")
+    assert made("all").as_string() == "SELECT eql_id FROM a WHERE eql_id OPERATOR(pg_catalog.>) 1"
+    assert made("all_partition").as_string() == (
+        "SELECT eql_id FROM a WHERE eql_partition OPERATOR(pg_catalog.=) %(partition)s AND "
+        "eql_id OPERATOR(pg_catalog.>) 1"
+    )
+    with pytest.raises(KeyError):
+        made("ids")
 
 
 def test_the_table_of_a_topic_is_named_after_it() -> None:

@@ -279,7 +279,7 @@ class _LogBackfills:
         return replace(backfill, parts=tuple(done))
 
     def count(self, topic: str, partition: int, after: int, upto: int, *, limit: int) -> int:
-        query = self._queries("left_of_topic" if partition == NOT_PARTITIONED else "left_of", topic=topic)
+        query = self._queries("left_of" if partition == NOT_PARTITIONED else "left_of_partition", topic=topic)
         values = {"partition": partition, "after": after, "upto": upto, "limit": limit}
         with self._database.connection() as connection:
             row = connection.execute(query, values, prepare=False).fetchone()

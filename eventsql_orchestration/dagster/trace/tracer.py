@@ -218,7 +218,7 @@ class Tracer:
         except TopicNotFoundError as error:
             return TracedInput(read, notes=(error.message,))
 
-        name = "origins" if read.partition == NOT_PARTITIONED else "origins_in_partition"
+        name = "origins" if read.partition == NOT_PARTITIONED else "origins_partition"
         values = {"after": read.after, "upto": read.upto, "partition": read.partition}
         rows = self._rows(read.shard, name, values, topic=read.topic)
         if not rows:

@@ -76,17 +76,11 @@ SELECT r.number
 FROM unnest(%(numbers)s::int[], %(offsets)s::bigint[], %(uptos)s::bigint[]) AS r (number, after, upto)
 WHERE EXISTS (SELECT FROM {schema}.{event_table} e WHERE e.eql_id > r.after AND e.eql_id <= r.upto);
 
--- left_of -- How many events a range of offsets holds in one partition, counted no further than a limit.
+-- left_of -- How many events a range of offsets holds counted no further than a limit.
 SELECT count(*)
 FROM (
     SELECT FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
+    WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
     ORDER BY eql_id
     LIMIT %(limit)s
-) next;
-
--- left_of_topic -- The same over all partitions.
-SELECT count(*)
-FROM (
-    SELECT FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s ORDER BY eql_id LIMIT %(limit)s
 ) next;

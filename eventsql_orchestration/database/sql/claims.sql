@@ -1,11 +1,12 @@
--- standings -- Every partition of a consumer: whether events wait after its offset, or it waits for a layout, whether it is leased, its live claim.
--- As in consumers.sql, the row comparison leaves no index but that of partition and id: one step in it for each
--- partition.
-SELECT c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
-       last.owner, last.seconds,
-       l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
-       l.eql_owner, l.eql_state
-FROM {schema}.consumer c
+-- part standing -- Whether events wait after a partition's offset, or it waits for a layout; whether it is leased; the owner of
+-- its latest claim, and the seconds since that claim ended (or began, if it is live); and its live claim.
+c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
+last.owner, last.seconds,
+l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
+l.eql_owner, l.eql_state
+
+-- part claimed_partitions -- The partitions of consumers, each with its live claim and its latest claim.
+{schema}.consumer c
 LEFT JOIN {schema}.consumer_claim l
   ON l.eql_topic = c.eql_topic AND l.eql_consumer = c.eql_name AND l.eql_partition = c.eql_partition
  AND l.eql_state = 'claimed'
@@ -17,6 +18,12 @@ LEFT JOIN LATERAL (
     ORDER BY f.eql_upto DESC
     LIMIT 1
 ) last ON true
+
+-- standings -- Every partition of a consumer, with its claims.
+-- As in consumers.sql, the row comparison leaves no index but that of partition and id: one step in it for each
+-- partition.
+SELECT {standing}
+FROM {claimed_partitions}
 LEFT JOIN LATERAL (
     SELECT true AS some FROM {schema}.{event_table} e
     WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
@@ -29,22 +36,8 @@ WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
 -- standings_topic -- The same of a consumer of the whole topic.
-SELECT c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
-       last.owner, last.seconds,
-       l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
-       l.eql_owner, l.eql_state
-FROM {schema}.consumer c
-LEFT JOIN {schema}.consumer_claim l
-  ON l.eql_topic = c.eql_topic AND l.eql_consumer = c.eql_name AND l.eql_partition = c.eql_partition
- AND l.eql_state = 'claimed'
-LEFT JOIN LATERAL (
-    SELECT f.eql_owner AS owner,
-           extract(epoch FROM clock_timestamp() - coalesce(f.eql_finished_at, f.eql_created_at))::float8 AS seconds
-    FROM {schema}.consumer_claim f
-    WHERE f.eql_topic = c.eql_topic AND f.eql_consumer = c.eql_name AND f.eql_partition = c.eql_partition
-    ORDER BY f.eql_upto DESC
-    LIMIT 1
-) last ON true
+SELECT {standing}
+FROM {claimed_partitions}
 LEFT JOIN LATERAL (
     SELECT true AS some FROM {schema}.{event_table} e
     WHERE e.eql_id > coalesce(c.eql_last_event_id, 0)

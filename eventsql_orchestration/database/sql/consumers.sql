@@ -1,18 +1,19 @@
+-- part due -- The seconds until a partition may be consumed: until its lease ends and its failed event is due; NULL if it is paused.
+CASE WHEN NOT c.eql_paused THEN greatest(
+    0,
+    CASE WHEN c.eql_lease_owner IS NOT NULL
+        THEN extract(epoch FROM c.eql_lease_expires_at - clock_timestamp()) END,
+    CASE WHEN c.eql_failed_event_id > coalesce(c.eql_last_event_id, 0)
+        THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
+)::float8 END
+
 -- ready -- Of a consumer's partitions, those with at least so many events after their offset (one, of those that are not
 -- asked about), in how many seconds each may be consumed, and true. That is when its lease ends and its failed event is
 -- due; None for one that is paused. And those that have consumed all that their layout holds, with false.
 -- The row comparison names no partition by equality, and so leaves no index but that of partition and id: whatever plan
 -- the server settles on, it is one step in it for each partition, also where an event of a partition is rare. The
 -- condition on the id alone keeps it from the segments before the offset.
-SELECT c.eql_partition,
-       CASE WHEN NOT c.eql_paused THEN greatest(
-           0,
-           CASE WHEN c.eql_lease_owner IS NOT NULL
-               THEN extract(epoch FROM c.eql_lease_expires_at - clock_timestamp()) END,
-           CASE WHEN c.eql_failed_event_id > coalesce(c.eql_last_event_id, 0)
-               THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
-       )::float8 END,
-       waiting.some IS NOT NULL
+SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
 FROM {schema}.consumer c
 LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
   ON asked.eql_partition = c.eql_partition
@@ -27,15 +28,7 @@ LEFT JOIN LATERAL (
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_until IS NOT NULL);
 
 -- ready_topic -- The same of a consumer of the whole topic, which is in no layout.
-SELECT c.eql_partition,
-       CASE WHEN NOT c.eql_paused THEN greatest(
-           0,
-           CASE WHEN c.eql_lease_owner IS NOT NULL
-               THEN extract(epoch FROM c.eql_lease_expires_at - clock_timestamp()) END,
-           CASE WHEN c.eql_failed_event_id > coalesce(c.eql_last_event_id, 0)
-               THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
-       )::float8 END,
-       true
+SELECT c.eql_partition, {due}, true
 FROM unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
 JOIN {schema}.consumer c
   ON c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = asked.eql_partition

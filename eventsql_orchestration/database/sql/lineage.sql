@@ -32,18 +32,7 @@ SELECT eql_metadata ->> 'dagster_run_id' AS run,
        count(*), min(eql_id), max(eql_id),
        min(eql_buffered_at)::timestamptz, max(eql_buffered_at)::timestamptz
 FROM {schema}.{event_table}
-WHERE eql_id > %(after)s AND eql_id <= %(upto)s
-GROUP BY run, asset, run_partition
-ORDER BY min(eql_id);
-
--- origins_in_partition -- The same in one partition.
-SELECT eql_metadata ->> 'dagster_run_id' AS run,
-       eql_metadata ->> 'dagster_asset_key' AS asset,
-       eql_metadata ->> 'dagster_partition' AS run_partition,
-       count(*), min(eql_id), max(eql_id),
-       min(eql_buffered_at)::timestamptz, max(eql_buffered_at)::timestamptz
-FROM {schema}.{event_table}
-WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
+WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
 GROUP BY run, asset, run_partition
 ORDER BY min(eql_id);
 

@@ -77,19 +77,21 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 -- await_topic -- Become the topic's one writer, after whoever is now.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
 
--- append_state -- What a publisher that holds a topic must know of it: its partitions and layout, the time, and of what
--- lies in its buffer, at most so many events: the last id and their number. A block of events counts as that many. Then
--- the last id of the log, as in `batch_end`.
+-- part last_id -- The last id of the log that was given out, NULL if its sequence does not give ids out one by one and upwards.
+(SELECT pg_sequence_last_value(own.sequence)
+FROM (
+    SELECT pg_get_serial_sequence(
+        '{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'
+    )::regclass::oid AS sequence
+) own
+CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
+WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
+
+-- append_state -- What a publisher that holds a topic must know of it: its partitions and layout; the time; the last id and
+-- the number of its events in the buffer, at most so many (a block counts as that many); and the last id of the log.
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        statement_timestamp(), max(eql_id), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END,
-       (SELECT pg_sequence_last_value(own.sequence)
-        FROM (
-            SELECT pg_get_serial_sequence(
-                '{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'
-            )::regclass::oid AS sequence
-        ) own
-        CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
-        WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
+       {last_id}
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
@@ -102,20 +104,12 @@ COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value
 FROM STDIN (FORMAT binary);
 
 -- batch_end -- The buffer id at which a batch of at most so many events ends, their number, the topic's partitions, and
--- its layout; the first id among them that stands for a block of events; and the last id of the log that was given out,
--- NULL where its sequence does not give ids out one by one and upwards.
+-- its layout; the first id among them that stands for a block of events; and the last id of the log.
 -- Rows are compared, here and wherever a topic's part of the buffer is read: the statistics of a table that fills and
 -- empties all the time are of another time, and by them the server may step over all other topics to find this one.
 SELECT max(eql_id), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        min(eql_id) FILTER (WHERE eql_partition < -1),
-       (SELECT pg_sequence_last_value(own.sequence)
-        FROM (
-            SELECT pg_get_serial_sequence(
-                '{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'
-            )::regclass::oid AS sequence
-        ) own
-        CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
-        WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
+       {last_id}
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
@@ -123,27 +117,25 @@ FROM (
     LIMIT %(limit)s
 ) batch;
 
--- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
--- The time is the statement's, which comes after the lock: times of the log grow with its ids.
--- Planned for its values each time: for any topic and range, PostgreSQL would rather go by the id through all topics.
+-- part moved -- Take events out of the buffer and write them to the topic's log.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
     RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 )
 INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
+
+-- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
+-- The time is the statement's, which comes after the lock: times of the log grow with its ids.
+-- Planned for its values each time: for any topic and range, PostgreSQL would rather go by the id through all topics.
+{moved}
 SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
 
 -- move_into_layout -- The same where the topic was repartitioned: events for a partition that it does not have any more
 -- go where its publishers would put them now.
-WITH moved AS (
-    DELETE FROM {schema}.event_buffer
-    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
-    RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
-)
-INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
+{moved}
 SELECT CASE
            WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
            WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
@@ -162,20 +154,13 @@ FROM {schema}.event_buffer b
 LEFT JOIN {schema}.spark_staged_event block ON block.eql_buffer_id = b.eql_id
 WHERE b.eql_id = %(id)s;
 
--- read -- Events of a range of offsets, all partitions, in order.
--- A topic that EventSQL's Java library registered after our migrations has times without a time zone.
+-- read -- Events of a range of offsets, in order.
+-- A topic that EventSQL's Java library registered after our migrations has times without a time zone. The statements
+-- for one partition are planned for their values each time: for a partition of any size, PostgreSQL would step over
+-- the events of all others, which takes for ever if the partition gets none.
 SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
 FROM {schema}.{event_table}
-WHERE eql_id > %(after)s AND eql_id <= %(upto)s
-ORDER BY eql_id
-LIMIT %(limit)s;
-
--- read_partition -- Events of a range of offsets in one partition, in order.
--- This and what follows is planned for its values each time: for a partition of any size, PostgreSQL would step over the
--- events of all others, which takes for ever where the partition is one that gets none.
-SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
-FROM {schema}.{event_table}
-WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
+WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
 ORDER BY eql_id
 LIMIT %(limit)s;
 
@@ -191,34 +176,17 @@ SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table};
 -- end_partition -- The newest offset of one partition, 0 when it is empty.
 SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table} WHERE eql_partition = %(partition)s;
 
--- count -- How many events a range of offsets holds, all partitions.
-SELECT count(*) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;
-
--- count_partition -- How many events a range of offsets holds in one partition.
-SELECT count(*) FROM {schema}.{event_table}
-WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s;
+-- count -- How many events a range of offsets holds.
+SELECT count(*) FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s;
 
 -- extent -- How many events a range of offsets holds, and the first of them.
-SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;
-
--- extent_partition -- The same in one partition.
-SELECT count(*), min(eql_id) FROM {schema}.{event_table}
-WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s;
+SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s;
 
 -- waiting -- Of the events of a range of offsets, at most so many: number, last offset, seconds since the first was moved.
 SELECT count(*), max(eql_id), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
 FROM (
     SELECT eql_id, eql_created_at FROM {schema}.{event_table}
-    WHERE eql_id > %(after)s AND eql_id <= %(upto)s
-    ORDER BY eql_id
-    LIMIT %(limit)s
-) next;
-
--- waiting_partition -- The same in one partition.
-SELECT count(*), max(eql_id), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
-FROM (
-    SELECT eql_id, eql_created_at FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
+    WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
     ORDER BY eql_id
     LIMIT %(limit)s
 ) next;
@@ -226,14 +194,7 @@ FROM (
 -- oldest -- Seconds since the first event after an offset was published.
 SELECT extract(epoch FROM clock_timestamp() - eql_buffered_at)::float8
 FROM {schema}.{event_table}
-WHERE eql_id > %(after)s
-ORDER BY eql_id
-LIMIT 1;
-
--- oldest_partition -- The same in one partition.
-SELECT extract(epoch FROM clock_timestamp() - eql_buffered_at)::float8
-FROM {schema}.{event_table}
-WHERE eql_partition = %(partition)s AND eql_id > %(after)s
+WHERE {in_partition} eql_id > %(after)s
 ORDER BY eql_id
 LIMIT 1;
 
@@ -254,23 +215,19 @@ FROM (
 ) published
 GROUP BY eql_topic, eql_partition;
 
--- lock_consumer -- Take a consumer partition for this transaction, or find that another one has it.
+-- part consumer_state -- What a transaction must know of a consumer partition that it takes.
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
        eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
        eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter, eql_until,
        clock_timestamp(), pg_current_xact_id()::text
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
-FOR UPDATE SKIP LOCKED;
+
+-- lock_consumer -- Take a consumer partition for this transaction, or find that another one has it.
+{consumer_state} FOR UPDATE SKIP LOCKED;
 
 -- await_consumer -- Take a consumer partition for this transaction, after whoever has it now.
-SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
-       eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
-       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter, eql_until,
-       clock_timestamp(), pg_current_xact_id()::text
-FROM {schema}.consumer
-WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
-FOR UPDATE;
+{consumer_state} FOR UPDATE;
 
 -- consumer_exists -- Whether a consumer has this partition, locked or not.
 SELECT EXISTS (

@@ -25,25 +25,17 @@ WITH RECURSIVE search (low, high) AS (
 SELECT low - 1 FROM search WHERE low >= high;
 
 -- shift_forward -- The id of the event so many further events after the first after an offset, if there are that many.
-SELECT (SELECT eql_id FROM {schema}.{event_table} WHERE eql_id > %(offset)s ORDER BY eql_id OFFSET %(further)s LIMIT 1);
-
--- shift_forward_partition -- The same in one partition.
 SELECT (
     SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > %(offset)s
+    WHERE {in_partition} eql_id > %(offset)s
     ORDER BY eql_id
     OFFSET %(further)s LIMIT 1
 );
 
 -- shift_back -- The id of the event so many further events before the last up to an offset, if there are that many.
 SELECT (
-    SELECT eql_id FROM {schema}.{event_table} WHERE eql_id <= %(offset)s ORDER BY eql_id DESC OFFSET %(further)s LIMIT 1
-);
-
--- shift_back_partition -- The same in one partition.
-SELECT (
     SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id <= %(offset)s
+    WHERE {in_partition} eql_id <= %(offset)s
     ORDER BY eql_id DESC
     OFFSET %(further)s LIMIT 1
 );

@@ -73,13 +73,16 @@ ORDER BY eql_attempt, eql_position;
 -- staged_content -- The blocks of attempts.
 SELECT eql_attempt, eql_position, eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = ANY (%(attempts)s);
 
+-- part is_prepared -- Whether a block belongs to a prepared part of a publication.
+EXISTS (
+    SELECT FROM {schema}.spark_part part
+    WHERE part.eql_published_at IS NULL AND block.eql_attempt = ANY (part.eql_attempts)
+)
+
 -- delete_attempts -- Delete the blocks of attempts, except published blocks and blocks of a prepared part.
 DELETE FROM {schema}.spark_staged_event block
 WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
-  AND NOT EXISTS (
-      SELECT FROM {schema}.spark_part part
-      WHERE part.eql_published_at IS NULL AND block.eql_attempt = ANY (part.eql_attempts)
-  );
+  AND NOT {is_prepared};
 
 -- delete_orphans -- Delete the staged blocks of attempts whose newest block is older than this and that nobody published or
 -- gave up. An attempt may take longer, as long as it goes on staging. Reads the table without its values, one row for some
@@ -87,16 +90,13 @@ WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
 DELETE FROM {schema}.spark_staged_event
 WHERE (eql_attempt, eql_position) = ANY (
     SELECT eql_attempt, eql_position
-    FROM {schema}.spark_staged_event orphan
+    FROM {schema}.spark_staged_event block
     WHERE eql_buffer_id IS NULL AND eql_attempt = ANY (
         SELECT eql_attempt
         FROM {schema}.spark_staged_event
         WHERE eql_buffer_id IS NULL
         GROUP BY eql_attempt
         HAVING max(eql_created_at) < (now() - make_interval(hours => %(hours)s))
-    ) AND NOT EXISTS (
-        SELECT FROM {schema}.spark_part part
-        WHERE part.eql_published_at IS NULL AND orphan.eql_attempt = ANY (part.eql_attempts)
-    )
+    ) AND NOT {is_prepared}
     FOR UPDATE SKIP LOCKED
 );

@@ -1,27 +1,12 @@
 -- count_upto -- How many events a range of offsets holds, at most `most`.
 SELECT count(*) FROM (
-    SELECT FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s LIMIT %(most)s
-) found;
-
--- count_upto_in_partition -- The same in one partition.
-SELECT count(*) FROM (
-    SELECT FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
-    LIMIT %(most)s
+    SELECT FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s LIMIT %(most)s
 ) found;
 
 -- offset_of_nth -- The offset of the n-th event after an offset, if there are as many; `skip` is n - 1.
 SELECT eql_id
 FROM {schema}.{event_table}
-WHERE eql_id > %(after)s AND eql_id <= %(upto)s
-ORDER BY eql_id
-OFFSET %(skip)s
-LIMIT 1;
-
--- offset_of_nth_in_partition -- The same in one partition.
-SELECT eql_id
-FROM {schema}.{event_table}
-WHERE eql_partition = %(partition)s AND eql_id > %(after)s AND eql_id <= %(upto)s
+WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
 ORDER BY eql_id
 OFFSET %(skip)s
 LIMIT 1;
@@ -34,34 +19,14 @@ CROSS JOIN LATERAL (
     SELECT min(eql_id) AS first, max(eql_id) AS upto, count(*) AS events
     FROM (
         SELECT eql_id FROM {schema}.{event_table}
-        WHERE eql_id > wanted.after AND eql_id <= wanted.upto
+        WHERE {in_partition} eql_id > wanted.after AND eql_id <= wanted.upto
         ORDER BY eql_id
         LIMIT %(sample)s
     ) found
 ) sampled
 CROSS JOIN LATERAL (
     SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_id > wanted.after AND eql_id <= wanted.upto
-    ORDER BY eql_id DESC
-    LIMIT 1
-) last
-ORDER BY sampled.first;
-
--- occupied_in_partition -- The same in one partition.
-SELECT sampled.first, last.eql_id, sampled.events, sampled.upto
-FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) AS wanted (after, upto)
-CROSS JOIN LATERAL (
-    SELECT min(eql_id) AS first, max(eql_id) AS upto, count(*) AS events
-    FROM (
-        SELECT eql_id FROM {schema}.{event_table}
-        WHERE eql_partition = %(partition)s AND eql_id > wanted.after AND eql_id <= wanted.upto
-        ORDER BY eql_id
-        LIMIT %(sample)s
-    ) found
-) sampled
-CROSS JOIN LATERAL (
-    SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > wanted.after AND eql_id <= wanted.upto
+    WHERE {in_partition} eql_id > wanted.after AND eql_id <= wanted.upto
     ORDER BY eql_id DESC
     LIMIT 1
 ) last
@@ -70,17 +35,7 @@ ORDER BY sampled.first;
 -- firsts -- The first offset within each of the given ranges, in their order, NULL for one that holds no event.
 SELECT (
     SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_id > wanted.after AND eql_id <= wanted.upto
-    ORDER BY eql_id
-    LIMIT 1
-)
-FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) WITH ORDINALITY AS wanted (after, upto, number)
-ORDER BY wanted.number;
-
--- firsts_in_partition -- The same in one partition.
-SELECT (
-    SELECT eql_id FROM {schema}.{event_table}
-    WHERE eql_partition = %(partition)s AND eql_id > wanted.after AND eql_id <= wanted.upto
+    WHERE {in_partition} eql_id > wanted.after AND eql_id <= wanted.upto
     ORDER BY eql_id
     LIMIT 1
 )

@@ -38,22 +38,20 @@ FROM unnest(%(resources)s::text[], %(lines)s::text[], %(written_at)s::timestampt
     WITH ORDINALITY AS written (resource, line, written_at, position)
 ORDER BY written.position;
 
--- search_log -- The newest lines of every resource in a range of time that hold a text.
+-- part lines -- The lines of a log in a range of time that hold a text.
 SELECT eql_id AS id, eql_resource AS resource, eql_line AS line, eql_written_at AS written_at
 FROM {schema}.log_line
 WHERE eql_log = %(log)s
   AND eql_written_at >= coalesce(%(since)s::timestamptz, '-infinity')
   AND eql_written_at < coalesce(%(until)s::timestamptz, 'infinity')
   AND (%(pattern)s::text IS NULL OR eql_line ~~* %(pattern)s)
+
+-- search_log -- The newest lines of every resource in a range of time that hold a text.
+{lines}
 ORDER BY eql_written_at DESC, eql_id DESC
 LIMIT %(limit)s;
 
 -- search_log_of_resource -- The newest lines of one resource in a range of time that hold a text.
-SELECT eql_id AS id, eql_resource AS resource, eql_line AS line, eql_written_at AS written_at
-FROM {schema}.log_line
-WHERE eql_log = %(log)s AND eql_resource = %(resource)s
-  AND eql_written_at >= coalesce(%(since)s::timestamptz, '-infinity')
-  AND eql_written_at < coalesce(%(until)s::timestamptz, 'infinity')
-  AND (%(pattern)s::text IS NULL OR eql_line ~~* %(pattern)s)
+{lines} AND eql_resource = %(resource)s
 ORDER BY eql_written_at DESC, eql_id DESC
 LIMIT %(limit)s;
