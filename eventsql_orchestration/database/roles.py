@@ -185,7 +185,7 @@ def _platform(schema: str) -> dict[str, object]:
     """The platform's own tables and functions, as the statements on roles take them."""
     return {
         "schema": schema,
-        "tables": [*tables.metadata.tables, VERSION_TABLE],
+        "tables": [*tables.NAMES, VERSION_TABLE],
         "functions": list(grants.FUNCTIONS),
         "dropped": tables.DROPPED,
     }

@@ -1,7 +1,7 @@
-"""The schema as SQLAlchemy Core describes it: the tables of EventSQL 1.0.0 and what this package adds to them.
+"""The names of the platform's tables, and those that SQLAlchemy Core reads or writes as Core describes them.
 
-Columns of EventSQL keep their names; every added column has a default, so that its inserts go on working. The tables
-carry no schema of their own: `Database` maps them to the one that is configured.
+The migrations define the tables. Columns of EventSQL 1.0.0 keep their names, and every added column has a default, so
+that its inserts go on working. The descriptions carry no schema: `Database` maps them to the configured one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from sqlalchemy import (
     Column,
     DateTime,
     Double,
-    Identity,
     Index,
     Integer,
     LargeBinary,
@@ -25,7 +24,7 @@ from sqlalchemy import (
     Text,
     text,
 )
-from sqlalchemy.dialects.postgresql import ARRAY, JSON, JSONB, UUID
+from sqlalchemy.dialects.postgresql import ARRAY, JSON, UUID
 
 from eventsql_orchestration.database.queries import event_table
 
@@ -34,6 +33,15 @@ DROPPED: Final = "eventsql: dropped by retention"
 
 The function `make_segments` in the database knows it too.
 """
+
+NAMES: Final = (
+    "topic", "topic_layout", "consumer", "consumer_claim", "redriven_dead_letter", "event_buffer", "event_buffer_lock",
+    "shard", "shard_layout", "shard_fence", "access_role",
+    "spark_staged_event", "spark_publication", "spark_decision", "spark_part",
+    "queue_message", "aggregate", "aggregate_change", "aggregate_snapshot", "timeline_entry", "rollup_bucket",
+    "log_line",
+)  # fmt: skip
+"""All tables of the platform, beside the logs of topics."""
 
 metadata = MetaData()
 
@@ -58,7 +66,7 @@ topic = Table(
     Column("eql_layout", Integer, nullable=False, server_default=text("1")),
 )
 
-# Of a topic whose partitions were changed while it had events: which it has after which offset.
+# The partitions of a topic after an offset, if they were changed while it had events.
 topic_layout = Table(
     "topic_layout",
     metadata,
@@ -94,38 +102,6 @@ consumer = Table(
     Column("eql_given_up", BigInteger, nullable=False, server_default=text("0")),
 )
 
-consumer_claim = Table(
-    "consumer_claim",
-    metadata,
-    Column("eql_id", BigInteger, Identity(always=True), primary_key=True),
-    Column("eql_topic", Text, nullable=False),
-    Column("eql_consumer", Text, nullable=False),
-    Column("eql_partition", SmallInteger, nullable=False),
-    Column("eql_after", BigInteger, nullable=False),
-    Column("eql_upto", BigInteger, nullable=False),
-    Column("eql_events", Integer, nullable=False),
-    Column("eql_epoch", BigInteger, nullable=False),
-    Column("eql_owner", Text, nullable=False),
-    Column("eql_state", Text, nullable=False, server_default=text("'claimed'")),
-    _time("eql_created_at", now=True),
-    _time("eql_finished_at"),
-)
-Index(
-    "consumer_claim_live",
-    consumer_claim.c.eql_topic,
-    consumer_claim.c.eql_consumer,
-    consumer_claim.c.eql_partition,
-    unique=True,
-    postgresql_where=text("eql_state = 'claimed'"),
-)
-Index(
-    "consumer_claim_range",
-    consumer_claim.c.eql_topic,
-    consumer_claim.c.eql_consumer,
-    consumer_claim.c.eql_partition,
-    consumer_claim.c.eql_upto,
-)
-
 event_buffer = Table(
     "event_buffer",
     metadata,
@@ -137,8 +113,6 @@ event_buffer = Table(
     _time("eql_created_at", now=True),
     Column("eql_metadata", JSON, nullable=False),
 )
-Index("event_buffer_topic_id", event_buffer.c.eql_topic, event_buffer.c.eql_id)
-
 event_buffer_lock = Table("event_buffer_lock", metadata, Column("eql_topic", Text, primary_key=True))
 
 # This database's place among the shards that share its topics: at most one row.
@@ -150,8 +124,6 @@ shard = Table(
     Column("eql_active", Boolean, nullable=False, server_default=text("false")),
     _time("eql_created_at", now=True),
 )
-Index("shard_one", text("(true)"), unique=True, _table=shard)
-
 # Which shards there are from which generation on; the newest one holds.
 shard_layout = Table(
     "shard_layout",
@@ -170,15 +142,6 @@ shard_fence = Table(
     Column("eql_fence", BigInteger, nullable=False),
 )
 
-# The roles of this installation, and what each is for: a kind, of one topic or of all.
-access_role = Table(
-    "access_role",
-    metadata,
-    Column("eql_role", Text, primary_key=True),
-    Column("eql_kind", Text, nullable=False),
-    Column("eql_topic", Text),
-)
-
 redriven_dead_letter = Table(
     "redriven_dead_letter",
     metadata,
@@ -187,22 +150,6 @@ redriven_dead_letter = Table(
     _time("eql_redriven_at", now=True),
 )
 
-# What a Spark sink has staged and what it has published: one publication for each (writer, batch).
-spark_publication = Table(
-    "spark_publication",
-    metadata,
-    Column("eql_writer", Text, primary_key=True),
-    Column("eql_batch", BigInteger, primary_key=True, autoincrement=False),
-    Column("eql_events", BigInteger, nullable=False),
-    _time("eql_created_at", now=True),
-    # The one of all that were tried for this batch which took place.
-    Column("eql_id", UUID),
-    # Whether records of smaller batches of this writer were deleted.
-    Column("eql_oldest", Boolean, nullable=False, server_default=text("false")),
-    # The streaming query that published it, and a checksum of its rows; null without one.
-    Column("eql_query", Text),
-    Column("eql_checksum", BigInteger),
-)
 spark_staged_event = Table(
     "spark_staged_event",
     metadata,
@@ -214,30 +161,10 @@ spark_staged_event = Table(
     Column("eql_value", LargeBinary, nullable=False),
     Column("eql_metadata", JSON, nullable=False),
     _time("eql_created_at", now=True),
-    # Of a block that is published: the row of the buffer that stands for it.
+    # The row of the buffer that stands for a published block.
     Column("eql_buffer_id", BigInteger),
 )
-Index(
-    "spark_staged_event_published",
-    spark_staged_event.c.eql_buffer_id,
-    unique=True,
-    postgresql_where=text("eql_buffer_id IS NOT NULL"),
-)
-
-# Publications over several shards: on the one that decides, those that are announced and not finished; on each other
-# one, its part of the events, whose blocks are kept until they are published.
-spark_decision = Table(
-    "spark_decision",
-    metadata,
-    Column("eql_id", UUID, primary_key=True),
-    Column("eql_writer", Text, nullable=False),
-    Column("eql_batch", BigInteger, nullable=False),
-    Column("eql_shards", ARRAY(Text), nullable=False),
-    Column("eql_decided", Boolean, nullable=False, server_default=text("false")),
-    _time("eql_created_at", now=True),
-    # Who is to decide it. Where there is one, he has an advisory lock until it is decided.
-    Column("eql_owner", Text),
-)
+# The part of a publication over several shards that lies here. Its blocks are kept until they are published.
 spark_part = Table(
     "spark_part",
     metadata,
@@ -250,84 +177,6 @@ spark_part = Table(
     _time("eql_created_at", now=True),
     _time("eql_published_at"),
 )
-Index("spark_part_published", spark_part.c.eql_published_at)
-
-# The three ways to use the log.
-queue_message = Table(
-    "queue_message",
-    metadata,
-    Column("eql_id", BigInteger, Identity(always=True), primary_key=True),
-    Column("eql_queue", Text, nullable=False),
-    Column("eql_key", Text),
-    Column("eql_body", LargeBinary, nullable=False),
-    Column("eql_metadata", JSON, nullable=False),
-    _time("eql_created_at", now=True),
-    Column("eql_visible_at", DateTime(timezone=True), nullable=False, server_default=_NOW),
-    Column("eql_receives", Integer, nullable=False, server_default=text("0")),
-    Column("eql_receipt", UUID),
-)
-Index("queue_message_visible", queue_message.c.eql_queue, queue_message.c.eql_visible_at, queue_message.c.eql_id)
-
-aggregate = Table(
-    "aggregate",
-    metadata,
-    Column("eql_type", Text, primary_key=True),
-    Column("eql_id", Text, primary_key=True),
-    Column("eql_version", BigInteger, nullable=False),
-    _time("eql_created_at", now=True),
-)
-aggregate_change = Table(
-    "aggregate_change",
-    metadata,
-    Column("eql_type", Text, primary_key=True),
-    Column("eql_aggregate_id", Text, primary_key=True),
-    Column("eql_version", BigInteger, primary_key=True, autoincrement=False),
-    Column("eql_kind", Text, nullable=False),
-    Column("eql_data", JSONB, nullable=False),
-    _time("eql_created_at", now=True),
-)
-aggregate_snapshot = Table(
-    "aggregate_snapshot",
-    metadata,
-    Column("eql_type", Text, primary_key=True),
-    Column("eql_aggregate_id", Text, primary_key=True),
-    Column("eql_version", BigInteger, primary_key=True, autoincrement=False),
-    Column("eql_data", JSONB, nullable=False),
-    _time("eql_created_at", now=True),
-)
-
-timeline_entry = Table(
-    "timeline_entry",
-    metadata,
-    Column("eql_id", BigInteger, Identity(always=True), primary_key=True),
-    Column("eql_timeline", Text, nullable=False),
-    Column("eql_resource", Text, nullable=False),
-    Column("eql_data", JSONB, nullable=False),
-    Column("eql_occurred_at", DateTime(timezone=True), nullable=False),
-)
-Index("timeline_entry_resource", timeline_entry.c.eql_timeline, timeline_entry.c.eql_resource, timeline_entry.c.eql_id)
-
-rollup_bucket = Table(
-    "rollup_bucket",
-    metadata,
-    Column("eql_rollup", Text, primary_key=True),
-    Column("eql_bucket", DateTime(timezone=True), primary_key=True),
-    Column("eql_dimension", Text, primary_key=True),
-    Column("eql_count", BigInteger, nullable=False),
-    Column("eql_sum", BigInteger, nullable=False),
-)
-
-log_line = Table(
-    "log_line",
-    metadata,
-    Column("eql_id", BigInteger, Identity(always=True), primary_key=True),
-    Column("eql_log", Text, nullable=False),
-    Column("eql_resource", Text, nullable=False),
-    Column("eql_line", Text, nullable=False),
-    Column("eql_written_at", DateTime(timezone=True), nullable=False),
-)
-Index("log_line_resource", log_line.c.eql_log, log_line.c.eql_resource, log_line.c.eql_written_at)
-Index("log_line_time", log_line.c.eql_log, log_line.c.eql_written_at)
 
 
 def event_log(topic_name: str, *, partitioned: bool) -> Table:

@@ -72,7 +72,7 @@ class Registry:
         `InvalidNameError` for a name that a table of the platform has taken, and `DatabaseBusyError` when publishers
         are in the way.
         """
-        if event_table(topic.name) in tables.metadata.tables:
+        if event_table(topic.name) in tables.NAMES:
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
 
         with self._database.core() as connection:

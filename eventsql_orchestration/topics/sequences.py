@@ -206,7 +206,7 @@ def _highest(connection: Connection, schema: str, table: str) -> int:
 
 def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[SequenceError]:
     """What is wrong with the sequences of the platform's tables and of the logs of `topics`."""
-    names = [*tables.metadata.tables, *map(event_table, topics)]
+    names = [*tables.NAMES, *map(event_table, topics)]
     found: list[SequenceError] = []
     for state in states(connection, schema, names):
         highest = _highest(connection, schema, state.table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psycopg
 
-from eventsql_orchestration.database.tables import metadata
+from eventsql_orchestration.database.tables import NAMES
 
 _PLANT = """
 DO $plant$
@@ -64,6 +64,6 @@ def make_hostile(dsn: str) -> None:
     """Let every session of the database find the hostile objects of `public` first, the system's names after them."""
     with psycopg.connect(dsn, autocommit=True, options="-c search_path=pg_catalog") as connection:
         connection.execute(_PLANT)
-        for table in metadata.tables:
+        for table in NAMES:
             connection.execute(f'CREATE TABLE public."{table}" (captured integer)'.encode())
         connection.execute(f'ALTER DATABASE "{connection.info.dbname}" SET search_path = public, pg_catalog'.encode())

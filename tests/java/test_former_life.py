@@ -28,14 +28,15 @@ def kept_of(platform: EventSQL, topic: str) -> dict[str, int]:
     """How many rows of each table name a topic, where there are any."""
     found = {}
     with platform.database.connection() as connection:
-        for table in tables.metadata.tables.values():
-            name = "eql_name" if table.name == "topic" else "eql_topic"
-            if name in table.c:
-                row = connection.execute(
-                    f"SELECT count(*) FROM eventsql.{table.name} WHERE {name} = %s",
-                    [topic],
-                ).fetchone()
-                found[table.name] = 0 if row is None else int(row[0])
+        named = connection.execute(
+            "SELECT table_name, column_name FROM information_schema.columns "
+            "WHERE table_schema = 'eventsql' AND table_name = ANY (%s) "
+            "AND column_name = CASE WHEN table_name = 'topic' THEN 'eql_name' ELSE 'eql_topic' END",
+            [list(tables.NAMES)],
+        ).fetchall()
+        for table, name in named:
+            row = connection.execute(f"SELECT count(*) FROM eventsql.{table} WHERE {name} = %s", [topic]).fetchone()
+            found[table] = 0 if row is None else int(row[0])
     return {table: count for table, count in found.items() if count}
 
 

@@ -142,7 +142,7 @@ def test_a_migration_mends_every_sequence_of_the_platform(
     dsn: str, platform: EventSQL, session: psycopg.Connection[Any]
 ) -> None:
     session.execute("CREATE SEQUENCE eventsql.of_somebody CACHE 7")
-    names = [*tables.metadata.tables, "orders_event", "payments_event"]
+    names = [*tables.NAMES, "orders_event", "payments_event"]
     before = sequences.states(session, "eventsql", names)
     assert len(before) == 7
     for state in before:
