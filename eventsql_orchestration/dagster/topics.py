@@ -143,7 +143,7 @@ def _arrival(platform: Shard, topic: str, after: int | None, end: int) -> dg.Ass
             row = (
                 connection.cursor(row_factory=tuple_row)
                 .execute(
-                    Queries("lineage", platform.database.schema)("extent", topic=topic), {"after": after, "upto": end}
+                    Queries("log", platform.database.schema)("extent", topic=topic), {"after": after, "upto": end}
                 )
                 .fetchone()
             )

@@ -26,8 +26,7 @@ from eventsql_orchestration.database.connections import (
     identity,
     joinable_connection,
 )
-from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX
-from eventsql_orchestration.database.permissions import permission_error
+from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, permission_error
 from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.database.sessions import ISOLATION, open_session, watch
 from eventsql_orchestration.database.translation import (

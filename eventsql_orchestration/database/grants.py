@@ -1,17 +1,20 @@
 """The rights of each kind of role: on the platform's own tables, and on the log of each topic.
 
-A role has one kind, and one topic or all of them. This module alone says what a kind may do.
+A role has one kind, and one topic or all of them. This module alone says what a kind may do. The error for a right that
+the current role lacks names the GRANT that gives it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from psycopg import sql
+
+from eventsql_orchestration.errors import PermissionDeniedError
 
 ADMIN: Final = "admin"
 KINDS: Final = (ADMIN, "transfer", "publisher", "stager", "consumer", "reader")
@@ -126,10 +129,18 @@ GRANTED_FUNCTIONS: Final = tuple(
 )
 """The functions that some kind of role may execute."""
 
-_LEAST_FIRST: Final = ("reader", "publisher", "transfer", "stager", "consumer")
+_DOES: Final[Mapping[str, str]] = {
+    "reader": "reads it",
+    "publisher": "publishes",
+    "transfer": "moves events",
+    "stager": "publishes what Spark or an asset has staged",
+    "consumer": "consumes",
+}
+"""What a member of each kind of role does with an object. The kind with the least rights comes first."""
 
-KINDS_FOR_LOGS: Final = tuple(kind for kind in _LEAST_FIRST if kind in _RIGHTS_ON_LOG)
-"""The kinds that have rights on the logs of topics."""
+_OBJECT: Final = re.compile(
+    r"(?:permission denied for|must be owner of) (?P<kind>[a-z ]+?)(?: \"?(?P<name>[^\"]+)\"?)?$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +173,6 @@ def role_name(prefix: str, kind: str, topic: str | None = None) -> str:
     return f"{name[: MOST_NAME - 9]}_{hashlib.sha256(topic.encode()).hexdigest()[:8]}"
 
 
-def kinds_for(name: str) -> tuple[str, ...]:
-    """The kinds of role that have rights on a table, sequence or function of the platform.
-
-    Of kinds that share a right, only the least one counts. A right to read some columns does not count.
-    """
-    found: dict[tuple[str, bool], str] = {}
-    for table, of_all in ((_RIGHTS, False), (_RIGHTS_OF_ALL_TOPICS, True)):
-        for kind in _LEAST_FIRST:
-            for right in table.get(kind, ()):
-                if name in re.findall(r"\{s\}\.(\w+)", right) and not right.startswith("SELECT ("):
-                    found.setdefault((right, of_all), kind)
-    return tuple(dict.fromkeys(found.values()))
-
-
 def rights(role: Role, schema: str) -> Iterator[sql.Composed]:
     """GRANT statements for the platform's own tables."""
     granted = _RIGHTS[role.kind] + (_RIGHTS_OF_ALL_TOPICS.get(role.kind, ()) if role.topic is None else ())
@@ -196,3 +193,54 @@ def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
         yield sql.SQL("GRANT " + right + " TO {role}").format(
             log=log.table, ids=log.sequence, role=sql.Identifier(role.name)
         )
+
+
+def permission_error(detail: str, where: str, role: str | None, prefix: str | None) -> PermissionDeniedError:
+    """The error for a right that the current role lacks. `detail` is the server's message.
+
+    `role` is the current role, as far as it is known. `prefix` begins the names of this installation's roles; None
+    where it has none.
+    """
+    found = _OBJECT.search(detail)
+    kind, name = (found["kind"], found["name"]) if found is not None else ("", None)
+    to = f'"{role}"' if role else "it"
+    advice = ", or ".join(
+        f"`GRANT {prefix or DEFAULT_PREFIX}_{each} TO {to}`" + (f", which {does}" if does else "")
+        for each, does in _needed(kind, name, detail)
+    )
+    if not prefix:
+        advice += "; `eventsql roles create` makes these roles"
+    return PermissionDeniedError(
+        f"{where} refuses role {role or 'of this connection'!r} ({detail}): {advice}", role=role, object=name
+    )
+
+
+def _needed(kind: str, name: str | None, detail: str) -> Sequence[tuple[str, str]]:
+    """The roles that have the right, by the end of their names, and what each does."""
+    if kind == "topic":
+        alone = [(f"publisher_{name}", "publishes to this topic alone")] if name else []
+        return [("publisher", _DOES["publisher"]), *alone, (ADMIN, "changes it")]
+    if kind == "schema":
+        return [*((each, "") for each in KINDS[1:]), (ADMIN, "changes it")]
+    if name is None or not detail.startswith("permission"):
+        return [(ADMIN, "")]
+
+    kinds = _kinds_for(name)
+    return [*((each, _DOES[each]) for each in kinds), (ADMIN, "changes it" if kinds else "")]
+
+
+def _kinds_for(name: str) -> Sequence[str]:
+    """The kinds of role that have rights on a table, sequence or function.
+
+    Of kinds that share a right, only the least one counts. A right to read some columns does not count.
+    """
+    found: dict[tuple[str, bool], str] = {}
+    for table, of_all in ((_RIGHTS, False), (_RIGHTS_OF_ALL_TOPICS, True)):
+        for kind in _DOES:
+            for right in table.get(kind, ()):
+                if name in re.findall(r"\{s\}\.(\w+)", right) and not right.startswith("SELECT ("):
+                    found.setdefault((right, of_all), kind)
+    # A log, and a segment or sequence of a log, is named after its topic.
+    if not found and ("_event" in name or "_segment_" in name):
+        return [kind for kind in _DOES if kind in _RIGHTS_ON_LOG]
+    return list(dict.fromkeys(found.values()))

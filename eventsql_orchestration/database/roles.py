@@ -1,15 +1,15 @@
 """Roles of PostgreSQL with the least rights that a publisher, the transfer, a consumer or a reader needs.
 
-The admin role owns the platform's tables; the others have rights on them. All are groups without a login: a service's
-own login becomes a member of those that it needs. `access_role` remembers them, so that a topic or a migration that
-comes later gives each its rights.
+The admin role owns the platform's tables; the other roles have rights on them. All are groups without a login: a
+service's own login becomes a member of the roles that it needs. The table `access_role` lists the roles: a later topic
+or migration gives each role its rights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, LiteralString, TypeAlias
 
 import psycopg
 from psycopg import sql
@@ -18,23 +18,14 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.database import grants, tables
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
-from eventsql_orchestration.database.grants import (
-    ADMIN,
-    BY_TOPIC,
-    DEFAULT_PREFIX,
-    KINDS,
-    TOPIC_KINDS,
-    Log,
-    Role,
-    role_name,
-)
+from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, KINDS, TOPIC_KINDS, Log, Role, role_name
 from eventsql_orchestration.database.migrations import VERSION_TABLE
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.errors import RegistryError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, check_schema_name
 
 LOCK_SECONDS: Final = 10
-"""How long a change of roles waits for each table. Others that come later wait behind it."""
+"""How long a change of roles waits for each table. Later statements wait behind it."""
 
 _EVERYTHING: Final = "eventsql_all_topics"
 """The policy of roles that see the rows of all topics."""
@@ -63,8 +54,8 @@ class Roles:
         """Make the roles of all topics, and the roles of each of `topics`; returns all roles of the installation.
 
         A role that exists stays, and gets the rights that it lacks. The admin role becomes the owner of the platform's
-        tables, and their former owner becomes a member of it. Raises `TopicNotFoundError`; `ValidationError` where a
-        role of the same name is no group; `PermissionDeniedError` where the current role may not make roles.
+        tables, and their former owner becomes a member of it. Raises `TopicNotFoundError`; `ValidationError` if a role
+        of the same name is no group; `PermissionDeniedError` if the current role may not make roles.
         """
         with self._database.transaction() as connection:
             made = self._wanted(connection, prefix, topics)
@@ -86,7 +77,7 @@ class Roles:
     def drop(self, *, topics: Sequence[str] = ()) -> list[Role]:
         """Drop the roles of `topics`, or all of this installation; returns the dropped roles.
 
-        The admin role's tables become the current role's. Raises `RegistryError` where another database still grants
+        The admin role's tables become the current role's. Raises `RegistryError` if another database still grants
         something to one of them.
         """
         schema = self._database.schema
@@ -103,49 +94,57 @@ class Roles:
         return roles
 
     def _wanted(self, connection: Connection, prefix: str, topics: Sequence[str]) -> list[Role]:
-        """The roles to make, and the roles that exist."""
+        """The roles to make, and the roles that exist. The first is the admin role."""
         check_schema_name(prefix)
-        queries = Queries("roles", self._database.schema)
-        known = {state.role for state in _states(connection, self._database.schema)}
+        schema = self._database.schema
+        known = {state.role for state in _states(connection, schema)}
         if existing := {role.name for role in known if role.kind == ADMIN} - {role_name(prefix, ADMIN)}:
             raise ValidationError(
-                f"this installation has roles with another prefix ({', '.join(existing)}): name that, or drop them"
+                f"this installation has roles with another prefix ({', '.join(existing)}): use it, or drop them"
             )
         for topic in topics:
-            if not _logs(connection, self._database.schema, [topic]):
+            if not _logs(connection, schema, [topic]):
                 raise TopicNotFoundError(
                     f"topic {topic!r} does not exist: create it with `eventsql topic create {topic}`"
                 )
+
         wanted = [Role(role_name(prefix, kind), kind) for kind in KINDS]
         wanted += [Role(role_name(prefix, kind, topic), kind, topic) for topic in topics for kind in TOPIC_KINDS]
         wanted += sorted(known - set(wanted), key=lambda role: role.name)
         if too_long := [role.name for role in wanted if len(role.name.encode()) > grants.MOST_NAME]:
-            raise ValidationError(f"the prefix is too long: role {too_long[0]} has more than {grants.MOST_NAME} bytes")
-        names = {"names": [role.name for role in wanted]}
-        if unusable := [name for (name,) in connection.execute(queries("unusable"), names)]:
             raise ValidationError(
-                f"role {', '.join(unusable)} is there already, and may log in or do more than a group should: take "
-                "another --prefix"
+                f"role {too_long[0]} would have more than {grants.MOST_NAME} bytes: choose a shorter prefix"
+            )
+        if unusable := _rows(connection, schema, "unusable", names=[role.name for role in wanted]):
+            names = ", ".join(name for (name,) in unusable)
+            raise ValidationError(
+                f"role {names} exists and may log in, or may do more than a group should: choose another --prefix"
             )
         return wanted
 
     def _statements(self, connection: Connection, roles: Sequence[Role]) -> Statements:
-        schema = self._database.schema
-        yield sql.SQL("SET LOCAL lock_timeout TO {}").format(sql.Literal(f"{LOCK_SECONDS}s"))
+        schema, (admin, *others) = self._database.schema, roles
+        yield _ddl("SET LOCAL lock_timeout TO {}", sql.Literal(f"{LOCK_SECONDS}s"))
         for role in roles:
-            yield _create(role)
-        yield from _own(connection, schema, roles[0])
-        for role in roles[1:]:
-            yield sql.SQL("GRANT USAGE ON SCHEMA {} TO {}").format(sql.Identifier(schema), sql.Identifier(role.name))
+            yield _ddl(
+                "DO $$ BEGIN IF NOT EXISTS (SELECT FROM pg_catalog.pg_roles WHERE rolname OPERATOR(pg_catalog.=) {}) "
+                "THEN CREATE ROLE {} NOLOGIN; END IF; END $$",
+                sql.Literal(role.name), role.name,
+            )  # fmt: skip
+        yield from _own(connection, schema, admin.name)
+        for role in others:
+            yield _ddl("GRANT USAGE ON SCHEMA {} TO {}", schema, role.name)
+
         # The owner makes the grants, so that they have one grantor.
-        yield sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(roles[0].name))
+        yield _ddl("SET LOCAL ROLE {}", admin.name)
         for role in roles:
-            yield sql.SQL(
-                "INSERT INTO {}.access_role (eql_role, eql_kind, eql_topic) VALUES ({}, {}, {}) ON CONFLICT DO NOTHING"
-            ).format(sql.Identifier(schema), role.name, role.kind, role.topic)
+            yield _ddl(
+                "INSERT INTO {}.access_role (eql_role, eql_kind, eql_topic) VALUES ({}, {}, {}) ON CONFLICT DO NOTHING",
+                schema, sql.Literal(role.name), sql.Literal(role.kind), sql.Literal(role.topic),
+            )  # fmt: skip
         yield from _grants(roles, schema, _logs(connection, schema))
         yield from _policies(connection, roles, schema)
-        yield sql.SQL("RESET ROLE").format()
+        yield _ddl("RESET ROLE")
 
 
 def act_as_owner(connection: psycopg.Connection[Any], schema: str) -> bool:
@@ -153,13 +152,10 @@ def act_as_owner(connection: psycopg.Connection[Any], schema: str) -> bool:
 
     A role that is no member of the admin role stays the current role.
     """
-    values = {"buffer": f'"{schema}".event_buffer', "trigger": grants.TRIGGER}
-    row = connection.cursor(row_factory=tuple_row).execute(Queries("roles", schema)("ownership"), values).fetchone()
-    if row is None:
-        return False
-    owner, has_roles, becomes = row
+    found = _rows(connection, schema, "ownership", buffer=f'"{schema}".event_buffer', trigger=grants.TRIGGER)
+    owner, has_roles, becomes = found[0] if found else (None, False, False)
     if has_roles and becomes:
-        connection.execute(sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(owner)))
+        connection.execute(_ddl("SET LOCAL ROLE {}", owner))
     return bool(has_roles)
 
 
@@ -169,26 +165,13 @@ def grant(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str
     The caller's transaction has made the topics or migrated the tables, as the admin.
     """
     roles = [state.role for state in _states(connection, schema)]
-    if topics is None:
-        _run(connection, _grants(roles, schema, _logs(connection, schema)))
-    else:
-        _run(connection, _log_grants(roles, _logs(connection, schema, topics)))
+    logs = _logs(connection, schema, topics)
+    _run(connection, _grants(roles, schema, logs) if topics is None else _log_grants(roles, logs))
 
 
-def _states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]:
-    cursor = connection.cursor(row_factory=tuple_row)
-    rows = cursor.execute(Queries("roles", schema)("roles"), {"kinds": list(KINDS)})
-    return [RoleState(Role(name, kind, topic), tuple(members)) for name, kind, topic, members in rows]
-
-
-def _platform(schema: str) -> dict[str, object]:
-    """The platform's own tables and functions, as the statements on roles take them."""
-    return {
-        "schema": schema,
-        "tables": [*tables.NAMES, VERSION_TABLE],
-        "functions": list(grants.FUNCTIONS),
-        "dropped": tables.DROPPED,
-    }
+def _ddl(template: LiteralString, *names: str | sql.Composable) -> sql.Composed:
+    """A statement with names as identifiers."""
+    return sql.SQL(template).format(*(sql.Identifier(each) if isinstance(each, str) else each for each in names))
 
 
 def _run(connection: psycopg.Connection[Any], statements: Statements) -> None:
@@ -196,38 +179,43 @@ def _run(connection: psycopg.Connection[Any], statements: Statements) -> None:
         connection.execute(statement)
 
 
-def _create(role: Role) -> sql.Composed:
-    return sql.SQL(
-        "DO $$ BEGIN IF NOT EXISTS (SELECT FROM pg_catalog.pg_roles WHERE rolname OPERATOR(pg_catalog.=) {}) THEN "
-        "CREATE ROLE {} NOLOGIN; END IF; END $$"
-    ).format(role.name, sql.Identifier(role.name))
+def _rows(connection: psycopg.Connection[Any], schema: str, name: str, **values: object) -> list[tuple[Any, ...]]:
+    """The rows of a statement of `roles.sql`."""
+    cursor = connection.cursor(row_factory=tuple_row)
+    return cursor.execute(Queries("roles", schema)(name), {"schema": schema, **values}).fetchall()
 
 
-def _own(connection: Connection, schema: str, admin: Role) -> Statements:
-    """Make the admin role the owner of the platform's objects, and their former owners its members."""
-    queries, name, platform = Queries("roles", schema), sql.Identifier(admin.name), _platform(schema)
-    found = connection.execute(queries("tables"), platform).fetchall()
-    for member in sorted({owner for _, _, owner, superuser in found if not superuser and owner != admin.name}):
-        yield sql.SQL("GRANT {} TO {}").format(name, sql.Identifier(member))
-    yield sql.SQL("GRANT USAGE, CREATE ON SCHEMA {} TO {}").format(sql.Identifier(schema), name)
-    row = connection.execute(queries("schema_owner"), platform).fetchone()
-    if row is not None and not row[1] and row[0] != admin.name:
-        yield sql.SQL("ALTER SCHEMA {} OWNER TO {}").format(sql.Identifier(schema), name)
-    for namespace, table, owner, _ in found:
-        if owner != admin.name:
-            yield sql.SQL("ALTER TABLE {} OWNER TO {}").format(sql.Identifier(namespace, table), name)
-    for function, owner in connection.execute(queries("functions"), platform).fetchall():
-        if owner != admin.name:
-            yield sql.SQL("ALTER FUNCTION {} OWNER TO {}").format(sql.SQL(function), name)
+def _states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]:
+    rows = _rows(connection, schema, "roles", kinds=list(KINDS))
+    return [RoleState(Role(name, kind, topic), tuple(members)) for name, kind, topic, members in rows]
 
 
 def _logs(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str] | None = None) -> list[Log]:
-    cursor = connection.cursor(row_factory=tuple_row)
-    values = {"schema": schema, "topics": None if topics is None else list(topics)}
-    return [
-        Log(topic, sql.Identifier(namespace, table), sql.SQL(sequence))
-        for topic, _, namespace, table, sequence in cursor.execute(Queries("roles", schema)("logs"), values)
-    ]
+    rows = _rows(connection, schema, "logs", topics=None if topics is None else list(topics))
+    return [Log(topic, sql.Identifier(namespace, table), sql.SQL(ids)) for topic, namespace, table, ids in rows]
+
+
+def _tables(connection: psycopg.Connection[Any], schema: str) -> list[tuple[Any, ...]]:
+    """The platform's tables, with the logs and their segments: schema, name, owner, whether that is a superuser."""
+    names = [*tables.NAMES, VERSION_TABLE]
+    return _rows(connection, schema, "tables", tables=names, dropped=tables.DROPPED)
+
+
+def _own(connection: Connection, schema: str, admin: str) -> Statements:
+    """Make the admin role the owner of the platform's objects, and their former owners its members."""
+    found = _tables(connection, schema)
+    for member in sorted({owner for _, _, owner, superuser in found if not superuser and owner != admin}):
+        yield _ddl("GRANT {} TO {}", admin, member)
+    yield _ddl("GRANT USAGE, CREATE ON SCHEMA {} TO {}", schema, admin)
+    for owner, for_others in _rows(connection, schema, "schema_owner"):
+        if not for_others and owner != admin:
+            yield _ddl("ALTER SCHEMA {} OWNER TO {}", schema, admin)
+    for namespace, table, owner, _ in found:
+        if owner != admin:
+            yield _ddl("ALTER TABLE {} OWNER TO {}", sql.Identifier(namespace, table), admin)
+    for function, owner in _rows(connection, schema, "functions", functions=list(grants.FUNCTIONS)):
+        if owner != admin:
+            yield _ddl("ALTER FUNCTION {} OWNER TO {}", sql.SQL(function), admin)
 
 
 def _grants(roles: Sequence[Role], schema: str, logs: Sequence[Log]) -> Statements:
@@ -235,14 +223,14 @@ def _grants(roles: Sequence[Role], schema: str, logs: Sequence[Log]) -> Statemen
         if role.kind != ADMIN:
             yield from grants.rights(role, schema)
     yield from _log_grants(roles, logs)
-    s = sql.Identifier(schema)
     # An AFTER trigger: with a BEFORE trigger COPY would store rows one by one.
-    yield sql.SQL(
-        "CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {s}.event_buffer FOR EACH ROW "
+    yield _ddl(
+        "CREATE OR REPLACE TRIGGER {} AFTER INSERT ON {}.event_buffer FOR EACH ROW "
         "WHEN (NEW.eql_partition OPERATOR(pg_catalog.<) (-1) "
-        "OR NOT pg_catalog.has_function_privilege({anywhere}::pg_catalog.regprocedure, 'EXECUTE')) "
-        "EXECUTE FUNCTION {s}.check_publication()"
-    ).format(trigger=sql.Identifier(grants.TRIGGER), s=s, anywhere=f'"{schema}".publish_anywhere()')
+        "OR NOT pg_catalog.has_function_privilege({}::pg_catalog.regprocedure, 'EXECUTE')) "
+        "EXECUTE FUNCTION {}.check_publication()",
+        grants.TRIGGER, schema, sql.Literal(f'"{schema}".publish_anywhere()'), schema,
+    )  # fmt: skip
 
 
 def _log_grants(roles: Sequence[Role], logs: Sequence[Log]) -> Statements:
@@ -252,59 +240,52 @@ def _log_grants(roles: Sequence[Role], logs: Sequence[Log]) -> Statements:
 
 
 def _policies(connection: Connection, roles: Sequence[Role], schema: str) -> Statements:
-    """Row security, where there are roles of one topic. The owner is not subject to it.
+    """Row security, if there are roles of one topic. The owner is not subject to it.
 
-    A role with rights on these tables that were given by hand goes on seeing every row.
+    A role with rights on these tables that were given by hand still sees every row.
     """
     bound = [role for role in roles if role.topic is not None and role.kind != "publisher"]
     if not bound:
         return
-    granted = connection.execute(
-        Queries("roles", schema)("granted"), {"schema": schema, "tables": list(BY_TOPIC)}
-    ).fetchall()
+    granted = _rows(connection, schema, "granted", tables=list(grants.BY_TOPIC))
     free = [role.name for role in roles if role.topic is None and role.kind in ("consumer", "reader", "transfer")]
     free += [name for (name,) in granted if name not in {role.name for role in roles}]
     free += _OF_EVERYTHING
-    for name in BY_TOPIC:
-        table = sql.Identifier(schema, name)
-        yield sql.SQL("ALTER TABLE {} ENABLE ROW LEVEL SECURITY").format(table)
-        yield sql.SQL("DROP POLICY IF EXISTS {} ON {}").format(sql.Identifier(_EVERYTHING), table)
-        yield sql.SQL("CREATE POLICY {} ON {} TO {} USING (true)").format(
-            sql.Identifier(_EVERYTHING), table, sql.SQL(", ").join(sql.Identifier(name) for name in free)
-        )
+    for table in (sql.Identifier(schema, name) for name in grants.BY_TOPIC):
+        yield _ddl("ALTER TABLE {} ENABLE ROW LEVEL SECURITY", table)
+        yield _ddl("DROP POLICY IF EXISTS {} ON {}", _EVERYTHING, table)
+        names = sql.SQL(", ").join(map(sql.Identifier, free))
+        yield _ddl("CREATE POLICY {} ON {} TO {} USING (true)", _EVERYTHING, table, names)
         for role in bound:
-            yield sql.SQL("DROP POLICY IF EXISTS {} ON {}").format(sql.Identifier(role.name), table)
-            yield sql.SQL(
-                "CREATE POLICY {role} ON {table} TO {role} USING (eql_topic OPERATOR(pg_catalog.=) {topic})"
-            ).format(role=sql.Identifier(role.name), table=table, topic=role.topic)
+            own = sql.SQL("eql_topic OPERATOR(pg_catalog.=) {}").format(role.topic)
+            yield _ddl("DROP POLICY IF EXISTS {} ON {}", role.name, table)
+            yield _ddl("CREATE POLICY {} ON {} TO {} USING ({})", role.name, table, role.name, own)
 
 
 def _drop(connection: Connection, schema: str, roles: Sequence[Role], *, everything: bool) -> Statements:
-    queries, platform = Queries("roles", schema), _platform(schema)
-    found = [sql.Identifier(*row[:2]) for row in connection.execute(queries("tables"), platform)]
-    granted = {**platform, "functions": list(grants.GRANTED_FUNCTIONS)}
-    functions = [sql.SQL(name) for name, _ in connection.execute(queries("functions"), granted)]
-    sequences = [log.sequence for log in _logs(connection, schema)]
-    s = sql.Identifier(schema)
+    functions = _rows(connection, schema, "functions", functions=list(grants.GRANTED_FUNCTIONS))
+    objects: list[tuple[sql.SQL, sql.Composable]] = [
+        (sql.SQL("TABLE"), sql.Identifier(*row[:2])) for row in _tables(connection, schema)
+    ]
+    objects += [(sql.SQL("SEQUENCE"), log.sequence) for log in _logs(connection, schema)]
+    objects += [(sql.SQL("SEQUENCE"), sql.Identifier(schema, "event_buffer_eql_id_seq"))]
+    objects += [(sql.SQL("FUNCTION"), sql.SQL(name)) for name, _ in functions]
     if everything:
-        yield sql.SQL("DROP TRIGGER IF EXISTS {} ON {}.event_buffer").format(sql.Identifier(grants.TRIGGER), s)
-    dropped = [role.name for role in roles if role.topic is not None] + ([_EVERYTHING] if everything else [])
-    for table in (sql.Identifier(schema, each) for each in BY_TOPIC):
-        for policy in dropped:
-            yield sql.SQL("DROP POLICY IF EXISTS {} ON {}").format(sql.Identifier(policy), table)
+        yield _ddl("DROP TRIGGER IF EXISTS {} ON {}.event_buffer", grants.TRIGGER, schema)
+    policies = [role.name for role in roles if role.topic is not None] + ([_EVERYTHING] if everything else [])
+    for table in (sql.Identifier(schema, name) for name in grants.BY_TOPIC):
+        for policy in policies:
+            yield _ddl("DROP POLICY IF EXISTS {} ON {}", policy, table)
         if everything:
-            yield sql.SQL("ALTER TABLE {} DISABLE ROW LEVEL SECURITY").format(table)
+            yield _ddl("ALTER TABLE {} DISABLE ROW LEVEL SECURITY", table)
+
     for role in roles:
-        name = sql.Identifier(role.name)
-        yield sql.SQL("DELETE FROM {}.access_role WHERE eql_role OPERATOR(pg_catalog.=) {}").format(s, role.name)
+        name = sql.Literal(role.name)
+        yield _ddl("DELETE FROM {}.access_role WHERE eql_role OPERATOR(pg_catalog.=) {}", schema, name)
         if role.kind == ADMIN:
-            yield sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(name)
+            yield _ddl("REASSIGN OWNED BY {} TO CURRENT_USER", role.name)
         else:
-            for table in found:
-                yield sql.SQL("REVOKE ALL ON TABLE {} FROM {}").format(table, name)
-            for sequence in (*sequences, sql.Identifier(schema, "event_buffer_eql_id_seq")):
-                yield sql.SQL("REVOKE ALL ON SEQUENCE {} FROM {}").format(sequence, name)
-            for function in functions:
-                yield sql.SQL("REVOKE ALL ON FUNCTION {} FROM {}").format(function, name)
-        yield sql.SQL("REVOKE ALL ON SCHEMA {} FROM {}").format(s, name)
-        yield sql.SQL("DROP ROLE {}").format(name)
+            for kind, granted in objects:
+                yield _ddl("REVOKE ALL ON {} {} FROM {}", kind, granted, role.name)
+        yield _ddl("REVOKE ALL ON SCHEMA {} FROM {}", schema, role.name)
+        yield _ddl("DROP ROLE {}", role.name)

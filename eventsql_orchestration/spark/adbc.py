@@ -379,7 +379,7 @@ def translate(error: Exception, source: Source, what: str) -> DatabaseError:
         return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away ({detail})")
     if state == _NO_RIGHT:
         # Loaded only here, so that tasks without this error start faster.
-        from eventsql_orchestration.database.permissions import permission_error  # noqa: PLC0415
+        from eventsql_orchestration.database.grants import permission_error  # noqa: PLC0415
 
         return permission_error(detail.removeprefix("ERROR:").strip(), f"{what}: {source.label}", None, None)
     return DatabaseError(f"{what}: {source.label} refused ({detail})")

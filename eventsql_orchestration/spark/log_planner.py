@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from psycopg.errors import InsufficientPrivilege
 
 from eventsql_orchestration.consumer import EventFilter
-from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import ClaimLostError, EventSQLError, PartitionOutOfRangeError, ValidationError
+from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.errors import ClaimLostError, EventSQLError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Topic, check_partition
 from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.spark.adbc import report_loss
-from eventsql_orchestration.spark.offset_bounds import FIRST, OffsetBounds
+from eventsql_orchestration.spark.offset_bounds import FIRST, Bound, OffsetBounds
+from eventsql_orchestration.spark.options import naming_option
 from eventsql_orchestration.spark.ranges import SAMPLE, Interval, Occupied, Stretch, equal_parts
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
@@ -25,25 +26,22 @@ from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.offsets import AtTime, resolve
 from eventsql_orchestration.topics.registry import Registry
 
-_Arguments = ParamSpec("_Arguments")
-_Given = TypeVar("_Given")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _on_its_shard(
-    method: Callable[Concatenate[Logs, _Arguments], _Given],
-) -> Callable[Concatenate[Logs, _Arguments], _Given]:
+def _on_its_shard(method: _Method) -> _Method:
     """Add the shard's name to the errors of a method of `Logs`."""
 
     @wraps(method)
-    def named(logs: Logs, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Given:
+    def named(logs: Logs, *args: object, **kwargs: object) -> object:
         with naming(logs.shard):
             return method(logs, *args, **kwargs)
 
-    return named
+    return cast("_Method", named)
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class TopicPartition:
     """The unit that has an offset: a topic or one of its partitions, and its shard if there are several."""
 
     topic: str
@@ -79,16 +77,8 @@ class Extent:
     settled: int
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """The unread range of a live claim, and the filter of its consumer."""
-
-    offsets: OffsetRange
-    filter: EventFilter | None
-
-
 class Logs:
-    """The logs of the topics of a read in one database. Close it, or use it as a context manager."""
+    """The logs of the topics of a read in one database."""
 
     def __init__(self, options: ReadOptions, database: Database, shard: ReadShard | None = None) -> None:
         """`shard` is the database's shard if there are several; `options` are that shard's then.
@@ -103,7 +93,7 @@ class Logs:
         self._log_queries = Queries("log", self._schema)
         self.registry = Registry(database)
         self._own: ShardSet | None = None
-        self.lanes = self._found_lanes()
+        self.topic_partitions = self._found_partitions()
 
     @property
     def name(self) -> str | None:
@@ -117,67 +107,55 @@ class Logs:
 
     @_on_its_shard
     def refresh(self) -> None:
-        """Find new partitions of topics."""
-        if any(self._follows(topic) for topic in self._options.topics):
-            self.lanes = self._found_lanes()
+        """Find new partitions of topics whose partitions each have an offset."""
+        if any(each is None and self._partition_bounds(topic) for topic, each in self._options.topics.items()):
+            self.topic_partitions = self._found_partitions()
 
     @_on_its_shard
     def check_bounds(self) -> None:
         """Raise `ValidationError` if some partitions have bounds of their own and others have none."""
-        for bounds in (self._options.starting, self._options.ending):
-            for topic in self._options.topics:
-                given = bounds.by_partition(topic)
-                lanes = [lane.partition for lane in self.lanes if lane.topic == topic]
-                if given is not None and (missing := [each for each in lanes if each not in given]):
-                    raise ValidationError(
-                        f"option {bounds.option}: topic {topic!r} lacks partition {', '.join(map(str, missing))}"
-                    )
+        for topic in self._options.topics:
+            known = [tp.partition for tp in self.topic_partitions if tp.topic == topic]
+            for option, given in self._partition_bounds(topic).items():
+                if missing := [str(partition) for partition in known if partition not in given]:
+                    raise ValidationError(f"option {option}: topic {topic!r} lacks partition {', '.join(missing)}")
 
-    def _found_lanes(self) -> list[Lane]:
+    def _partition_bounds(self, topic: str) -> dict[str, Mapping[int, Bound]]:
+        """The bounds of single partitions of a topic, by the option that gives them."""
+        every = (self._options.starting, self._options.ending)
+        return {bounds.option: given for bounds in every if (given := bounds.by_partition(topic)) is not None}
+
+    def _found_partitions(self) -> list[TopicPartition]:
         topics = [self.registry.topic(name) for name in self._options.topics]
         self._own = next((topic.shards for topic in topics), None)
-        return [lane for topic in topics for lane in self._lanes_of(topic)]
+        return [tp for topic in topics for tp in self._partitions_of(topic)]
 
-    def _partition_bounds(self, topic: str) -> Iterator[tuple[str, Iterable[int]]]:
-        """The options that give bounds to single partitions of a topic, with these partitions."""
-        for bounds in (self._options.starting, self._options.ending):
-            given = bounds.by_partition(topic)
-            if given is not None:
-                yield bounds.option, given
-
-    def _follows(self, topic: str) -> bool:
-        """Whether each partition of a topic has its own offset, including new partitions."""
-        return self._options.topics[topic] is None and any(self._partition_bounds(topic))
-
-    def _lanes_of(self, topic: Topic) -> list[Lane]:
+    def _partitions_of(self, topic: Topic) -> list[TopicPartition]:
         asked = self._options.topics[topic.name]
         wanted = dict.fromkeys(asked or (), "partition")
-        for option, given in self._partition_bounds(topic.name):
+        for option, given in self._partition_bounds(topic.name).items():
             wanted |= dict.fromkeys(given, option)
         if asked is None and not wanted:
-            return [self._lane(topic.name)]
-        # Events keep their partition, also if the topic has fewer partitions now.
-        every = [topic.partitions, *(each.partitions for each in Layouts(self.database).of(topic.name))]
-        for partition, option in sorted(wanted.items()):
-            try:
-                check_partition(topic.name, partition, max(every))
-            except PartitionOutOfRangeError as error:
-                raise PartitionOutOfRangeError(f"option {option}: {error}") from None
-        if asked is None:
-            wanted |= dict.fromkeys(range(max(every)), "")
-        return [self._lane(topic.name, partition) for partition in sorted(wanted)]
+            return [TopicPartition(topic.name, shard=self.name)]
 
-    def _lane(self, topic: str, partition: int = NOT_PARTITIONED) -> Lane:
-        return Lane(topic, partition, self.name)
+        # Events keep their partition, also if the topic has fewer partitions now.
+        layouts = Layouts(self.database).of(topic.name)
+        most = max([topic.partitions, *(each.partitions for each in layouts)])
+        for partition, option in sorted(wanted.items()):
+            with naming_option(f"option {option}"):
+                check_partition(topic.name, partition, most)
+        if asked is None:
+            wanted |= dict.fromkeys(range(most), "")
+        return [TopicPartition(topic.name, partition, self.name) for partition in sorted(wanted)]
 
     @_on_its_shard
     def extents(self) -> dict[tuple[str | None, str], Extent]:
         """The bounds of each log."""
-        return {self._lane(topic).log: self._extent(topic) for topic in self._options.topics}
+        return {(self.name, topic): self._extent(topic) for topic in self._options.topics}
 
     def _extent(self, topic: str) -> Extent:
+        floor = self.floor(topic)
         with self.database.connection() as connection:
-            floor = self._floor(connection, topic)
             (end,) = connection.execute(self._log_queries("end", topic=topic), prepare=False).fetchone() or (0,)
             newest = max(end, segments.newest_id(connection, self._schema, topic))
         settled = end if newest == end else max(end, self._settled(topic))
@@ -187,10 +165,7 @@ class Logs:
     def floor(self, topic: str) -> int:
         """The first offset that retention has left, 0 if it never dropped anything."""
         with self.database.connection() as connection:
-            return self._floor(connection, topic)
-
-    def _floor(self, connection: Connection, topic: str) -> int:
-        kept = segments.segments(connection, self._schema, topic) or ()
+            kept = segments.segments(connection, self._schema, topic) or ()
         return next((each.start for each in kept if not each.detaching), 0)
 
     def _settled(self, topic: str) -> int:
@@ -210,63 +185,56 @@ class Logs:
             raise
 
     @_on_its_shard
-    def start(self, lane: Lane, extent: Extent) -> int:
+    def start(self, tp: TopicPartition, extent: Extent) -> int:
         """The first offset to read; after the log's end for a time without later events.
 
         Raises `ValidationError` for an offset that is out of range.
         """
         bounds = self._options.starting
-        match bounds.at(lane.topic, lane.partition):
+        match bounds.at(tp.topic, tp.partition):
             case "earliest":
                 return max(FIRST, extent.floor)
             case "latest":
                 return extent.settled + 1
             case int(offset):
-                offset = max(FIRST, self._within(bounds, lane, offset, extent))
+                offset = _within(bounds, tp, offset, extent)
                 if offset < extent.floor:
-                    self._lost(lane, offset, extent.floor)
+                    self.lost(tp, offset, extent.floor)
                 return max(offset, extent.floor)
             case datetime() as time:
-                return self._first_since(lane, time)
+                return self._first_since(tp, time)
 
     @_on_its_shard
-    def end(self, lane: Lane, extent: Extent) -> int:
+    def end(self, tp: TopicPartition, extent: Extent) -> int:
         """The end of the read, exclusive. Raises `ValidationError` for an offset that is out of range."""
         bounds = self._options.ending
-        match bounds.at(lane.topic, lane.partition):
+        match bounds.at(tp.topic, tp.partition):
             case int(offset):
-                return max(FIRST, self._within(bounds, lane, offset, extent))
+                return _within(bounds, tp, offset, extent)
             case datetime() as time:
-                return self._first_since(lane, time)
+                return self._first_since(tp, time)
             case _:
                 return extent.end + 1
 
-    def _within(self, bounds: OffsetBounds, lane: Lane, offset: int, extent: Extent) -> int:
-        if offset > extent.newest + 1:
-            raise ValidationError(
-                f"option {bounds.option}: {offset} is out of range: topic {lane.topic!r} ends at offset {extent.end}"
-            )
-        return offset
-
-    def _first_since(self, lane: Lane, time: datetime) -> int:
+    def _first_since(self, tp: TopicPartition, time: datetime) -> int:
         with self.database.connection() as connection:
-            found = resolve(connection, self._schema, lane.topic, AtTime(time), {lane.partition: 0})
-        return found[lane.partition].offset + 1
+            found = resolve(connection, self._schema, tp.topic, AtTime(time), {tp.partition: 0})
+        return found[tp.partition].offset + 1
 
     @_on_its_shard
-    def lost(self, lane: Lane, first: int, floor: int) -> None:
+    def lost(self, tp: TopicPartition, first: int, floor: int) -> None:
         """Raise `DataLossError` for missing offsets, or log a warning, as failOnDataLoss says."""
-        self._lost(lane, first, floor)
-
-    def _lost(self, lane: Lane, first: int, floor: int) -> None:
         report_loss(
-            f"retention has dropped offsets {first} to {floor - 1} of {lane}",
+            f"retention has dropped offsets {first} to {floor - 1} of {tp}",
             fail=self._options.fail_on_data_loss,
             shard=self.shard,
         )
 
-    def claimed(self, claim: int) -> Claimed:
-        """The unread range of a claim. Raises `ClaimLostError` for a claim that is not live."""
+    def claimed(self, claim: int) -> tuple[OffsetRange, EventFilter | None]:
+        """The unread range of a claim, and the filter of its consumer.
+
+        Raises `ClaimLostError` for a claim that is not live.
+        """
         with self.database.connection() as connection:
             row = connection.execute(self._queries("claim"), {"claim": claim}).fetchone()
         if row is None:
@@ -277,35 +245,31 @@ class Logs:
                 f"option claim: claim {claim} of consumer {consumer!r} is committed or released: read the range itself"
             )
         offsets = OffsetRange(topic, partition, min(max(after, position), upto), upto)
-        return Claimed(offsets, EventFilter.from_json(chosen))
+        return offsets, EventFilter.from_json(chosen)
 
     @_on_its_shard
-    def waiting(self, lane: Lane, after: int, upto: int, most: int) -> int:
+    def waiting(self, tp: TopicPartition, after: int, upto: int, most: int) -> int:
         """The number of events in a range, but at most `most`."""
-        ((events,),) = self._rows("count_upto", lane, after=after, upto=upto, most=most)
+        ((events,),) = self._rows("count_upto", tp, after=after, upto=upto, most=most)
         return int(events)
 
     @_on_its_shard
-    def offset_of_nth(self, lane: Lane, after: int, upto: int, nth: int) -> int | None:
+    def offset_of_nth(self, tp: TopicPartition, after: int, upto: int, nth: int) -> int | None:
         """The offset of the `nth` event of a range; None if it has fewer."""
-        rows = self._rows("offset_of_nth", lane, after=after, upto=upto, skip=nth - 1)
+        rows = self._rows("offset_of_nth", tp, after=after, upto=upto, skip=nth - 1)
         return rows[0][0] if rows else None
 
     @_on_its_shard
     def occupied(self, offsets: OffsetRange, probes: int) -> Occupied:
         """Where a range holds events, and about how many. Looks into `probes` parts of it."""
         parts = equal_parts(offsets.after, offsets.upto, probes)
-        lows, highs = [low for low, _ in parts], [high for _, high in parts]
-        lane = Lane(offsets.topic, offsets.partition)
-        rows = self._rows("occupied", lane, after=lows, upto=highs, sample=SAMPLE) if parts else []
+        rows = self._rows("occupied", offsets, **_arrays(parts), sample=SAMPLE) if parts else []
         return Occupied(offsets.after, offsets.upto, [Stretch.estimate(*row) for row in rows])
 
     @_on_its_shard
     def firsts(self, offsets: OffsetRange, parts: Sequence[Interval]) -> list[int | None]:
         """The first event in each part of a range; None for a part without events."""
-        lane = Lane(offsets.topic, offsets.partition)
-        lows, highs = [low for low, _ in parts], [high for _, high in parts]
-        return [first for (first,) in self._rows("firsts", lane, after=lows, upto=highs)]
+        return [first for (first,) in self._rows("firsts", offsets, **_arrays(parts))]
 
     @_on_its_shard
     def fence(self, generation: int, topic: str) -> int | None:
@@ -318,10 +282,22 @@ class Logs:
             row = connection.execute(self._queries("fence"), values).fetchone()
         return None if row is None else int(row[0])
 
-    def _rows(self, name: str, lane: Lane, **values: object) -> list[tuple[Any, ...]]:
-        if lane.partition != NOT_PARTITIONED:
+    def _rows(self, name: str, of: TopicPartition | OffsetRange, **values: object) -> list[tuple[Any, ...]]:
+        if of.partition != NOT_PARTITIONED:
             name += "_partition"
         with self.database.connection() as connection:
-            query = self._queries(name, topic=lane.topic)
+            query = self._queries(name, topic=of.topic)
             # Plan for the values: a generic plan does not know how small the range is.
-            return connection.execute(query, {"partition": lane.partition, **values}, prepare=False).fetchall()
+            return connection.execute(query, {"partition": of.partition, **values}, prepare=False).fetchall()
+
+
+def _within(bounds: OffsetBounds, tp: TopicPartition, offset: int, extent: Extent) -> int:
+    if offset > extent.newest + 1:
+        raise ValidationError(
+            f"option {bounds.option}: {offset} is out of range: topic {tp.topic!r} ends at offset {extent.end}"
+        )
+    return max(FIRST, offset)
+
+
+def _arrays(parts: Sequence[Interval]) -> dict[str, list[int]]:
+    return {"after": [after for after, _ in parts], "upto": [upto for _, upto in parts]}

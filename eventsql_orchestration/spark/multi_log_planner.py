@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,32 +17,32 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.shards.shard_state import ShardState, ShardStore
-from eventsql_orchestration.spark.log_planner import Extent, Lane, Logs
+from eventsql_orchestration.spark.log_planner import Extent, Logs, TopicPartition
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
 
 Log: TypeAlias = tuple[str | None, str]
-"""A shard, where there are several databases, and a topic."""
+"""A topic on a shard; the shard is None for one database."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenShard:
-    """A shard that is read, and what it says of itself."""
+    """A shard that is read, and its state."""
 
     database: Database
     shard: ReadShard
     state: ShardState
 
     @property
-    def before(self) -> tuple[int, frozenset[str]]:
-        """The generation with which it joined, and the shards that were there already: none if it always was."""
+    def joined(self) -> tuple[int, frozenset[str]]:
+        """The generation with which it joined, and the shards before that; 0 and none for a first shard."""
         return self.state.before(self.shard.name) or (0, frozenset())
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """The log of a shard that joined with a generation, and the logs in which its keys have older events."""
+    """The log of a shard that joined with a generation, and the logs that have older events of its keys."""
 
     log: Log
     generation: int
@@ -53,26 +53,26 @@ class AllLogs:
     """The logs of each database. Close it, or use it as a context manager."""
 
     def __init__(self, options: ReadOptions, shards: Collection[str] | None = None) -> None:
-        """Of several databases, only the logs of `shards` are asked where these are given.
+        """`shards` are the shards to read, None for all.
 
-        Raises `ShardSetError` where they are not the shards of one set, `ShardUnavailableError` where one of those that
-        are asked is down, `TopicNotFoundError`, `PartitionOutOfRangeError`, `ValidationError`.
+        Raises `ShardSetError` if the databases are not the shards of one set, `ShardUnavailableError` if a shard to
+        read is down, `TopicNotFoundError`, `PartitionOutOfRangeError`, `ValidationError`.
         """
         self._options = options
         self._chosen = shards is not None
         with ExitStack() as opened:
             databases = [_database(each, opened) for each in options.source.each]
             members = _members(databases, shards) if len(databases) > 1 else []
-            if members or shards is not None:
-                self._logs = [_shard_logs(options, member.database, member.shard) for member in members]
+            if members or self._chosen:
+                self._logs = [_shard_logs(options, member) for member in members]
             else:
                 self._logs = [Logs(options, databases[0])]
-            self._close = opened.pop_all().close
+            self._opened = opened.pop_all()
         self._states = [member.state for member in members]
         self._barriers = [
             Barrier((member.shard.name, topic), generation, frozenset((name, topic) for name in before))
             for member in members
-            for generation, before in [member.before]
+            for generation, before in [member.joined]
             for topic in options.topics
             if before
         ]
@@ -87,31 +87,28 @@ class AllLogs:
         return iter(self._logs)
 
     def close(self) -> None:
-        self._close()
+        self._opened.close()
 
     @property
-    def lanes(self) -> list[Lane]:
-        return [lane for logs in self._logs for lane in logs.lanes]
+    def topic_partitions(self) -> list[TopicPartition]:
+        return [tp for logs in self._logs for tp in logs.topic_partitions]
 
-    def of(self, lane: Lane) -> Logs:
-        """The logs of the database that a lane is in."""
-        return next(logs for logs in self._logs if lane.shard is None or lane.shard == logs.name)
+    def of(self, tp: TopicPartition) -> Logs:
+        """The logs of the database that holds a topic partition."""
+        return next(logs for logs in self._logs if tp.shard is None or tp.shard == logs.name)
 
-    def marks(self, lane: Lane) -> tuple[str, ...]:
-        """Under which names a checkpoint may have a lane's offset; the first is the one that is written.
+    def marks(self, tp: TopicPartition) -> tuple[str, ...]:
+        """The names under which a checkpoint may have an offset; the first is the name that is written.
 
-        What a stream read before its database became a shard is that shard's, which was the only one then.
+        If the database became a shard after the stream began, the offset belongs to the set's first shard.
         """
-        mark = self.of(lane).mark
-        if lane.shard is None:
+        mark = self.of(tp).mark
+        if tp.shard is None:
             return tuple(dict.fromkeys((mark, ALONE)))
         return (mark, ALONE) if self._states[0].generations[0] == {mark} else (mark,)
 
     def refresh(self) -> None:
-        """Find the partitions that topics have got since.
-
-        Raises `ShardSetError` where a shard was added meanwhile whose URL nobody gave.
-        """
+        """Find new partitions of topics. Raises `ShardSetError` if a shard was added whose URL is not given."""
         for logs in self._logs:
             logs.refresh()
         if self._states:
@@ -126,7 +123,7 @@ class AllLogs:
                 )
 
     def check_bounds(self) -> None:
-        """Raises `ValidationError` where shards or partitions have bounds of their own, and one of them has none."""
+        """Raise `ValidationError` if some shards or partitions have bounds of their own and others have none."""
         names = sorted(set[str]().union(*(state.generations[-1] for state in self._states)))
         for bounds in (self._options.starting, self._options.ending):
             bounds.check_shards(names)
@@ -134,27 +131,27 @@ class AllLogs:
             logs.check_bounds()
 
     def extents(self) -> dict[Log, Extent]:
-        """How far each log reaches."""
+        """The bounds of each log."""
         return {log: extent for logs in self._logs for log, extent in logs.extents().items()}
 
-    def starts(self, extents: Mapping[Log, Extent]) -> dict[Lane, int]:
-        """The first offset to read of each lane of logs that reach so far.
+    def starts(self, extents: Mapping[Log, Extent]) -> dict[TopicPartition, int]:
+        """The first offset to read of each topic partition.
 
-        Raises `ValidationError` for one that is out of range, and for a time since when no shard has an event, unless
-        a stream is to begin at the log's end then.
+        Raises `ValidationError` for an offset that is out of range, and for a time after the events of all shards,
+        unless a stream shall begin at the log's end then.
         """
-        starts = {lane: self.of(lane).start(lane, extents[lane.log]) for lane in self.lanes}
+        starts = {tp: self.of(tp).start(tp, extents[tp.log]) for tp in self.topic_partitions}
         if not self._options.start_late and not self._chosen:
-            self._check_times({lane for lane in self.lanes if starts[lane] > extents[lane.log].end})
+            self._check_times({tp for tp, start in starts.items() if start > extents[tp.log].end})
         return starts
 
-    def _check_times(self, at_end: Collection[Lane]) -> None:
+    def _check_times(self, at_end: Collection[TopicPartition]) -> None:
         bounds = self._options.starting
         times: dict[tuple[str, int], list[datetime | None]] = {}
-        for lane in self.lanes:
-            bound = bounds.on(lane.shard).at(lane.topic, lane.partition)
-            missed = bound if isinstance(bound, datetime) and lane in at_end else None
-            times.setdefault((lane.topic, lane.partition), []).append(missed)
+        for tp in self.topic_partitions:
+            bound = bounds.on(tp.shard).at(tp.topic, tp.partition)
+            missed = bound if isinstance(bound, datetime) and tp in at_end else None
+            times.setdefault((tp.topic, tp.partition), []).append(missed)
         for (topic, _), missed_on in times.items():
             if missed_on[0] is not None and None not in missed_on:
                 raise ValidationError(
@@ -162,21 +159,23 @@ class AllLogs:
                     "with startingOffsetsByTimestampStrategy=latest begins at the log's end instead"
                 )
 
-    def held_back(self, starts: Mapping[Lane, int]) -> frozenset[Log]:
-        """The logs of shards that joined which a stream has to leave alone for now.
+    def held_back(self, starts: Mapping[TopicPartition, int]) -> frozenset[Log]:
+        """The logs of joined shards that a stream must not read yet.
 
-        Their keys have older events on the shards that were there before, up to the fences there. Once what lies before
-        `starts` is beyond these, the log is not held back any more.
+        Their keys have older events on the earlier shards, up to the fences there. After a stream has read the events
+        up to all of these fences, the log is not held back any more.
         """
-        for barrier in list(self._barriers):
-            if all(self._passed(barrier, lane, starts[lane]) for lane in self.lanes if lane.log in barrier.before):
-                self._barriers.remove(barrier)
+        self._barriers = [
+            barrier
+            for barrier in self._barriers
+            if not all(self._passed(barrier, tp, start) for tp, start in starts.items() if tp.log in barrier.before)
+        ]
         return frozenset(barrier.log for barrier in self._barriers)
 
-    def _passed(self, barrier: Barrier, lane: Lane, start: int) -> bool:
-        logs = self.of(lane)
-        fence = logs.fence(barrier.generation, lane.topic)
-        return fence is not None and (start > fence or not logs.waiting(lane, start - 1, fence, 1))
+    def _passed(self, barrier: Barrier, tp: TopicPartition, start: int) -> bool:
+        logs = self.of(tp)
+        fence = logs.fence(barrier.generation, tp.topic)
+        return fence is not None and (start > fence or not logs.waiting(tp, start - 1, fence, 1))
 
 
 def _database(source: Source, opened: ExitStack) -> Database:
@@ -185,29 +184,27 @@ def _database(source: Source, opened: ExitStack) -> Database:
     return database
 
 
-def _shard_logs(options: ReadOptions, database: Database, shard: ReadShard) -> Logs:
-    with naming(shard):
-        return Logs(options.on(shard.name), database, shard)
+def _shard_logs(options: ReadOptions, member: OpenShard) -> Logs:
+    with naming(member.shard):
+        return Logs(options.on(member.shard.name), member.database, member.shard)
 
 
-def _members(databases: Sequence[Database], shards: Collection[str] | None) -> list[OpenShard]:
-    """The shards of one set that the databases are, or those of `shards`; the oldest first."""
-    # Whoever has one database does not load what many need.
+def _members(databases: Collection[Database], shards: Collection[str] | None) -> list[OpenShard]:
+    """The shards to read, the oldest first."""
+    # A read of one database does not load this.
     from eventsql_orchestration.shards.bootstrap import compare  # noqa: PLC0415
 
     states: list[tuple[int, Database, ShardState]] = []
-    down: list[tuple[Database, DatabaseUnavailableError]] = []
+    down: list[tuple[str, DatabaseUnavailableError]] = []
     for place, database in enumerate(databases):
         try:
             states.append((place, database, ShardStore(database).state()))
         except DatabaseUnavailableError as error:
-            down.append((database, error))
+            down.append((str(database), error))
     if not states:
         raise down[0][1]
     try:
-        compared = compare(
-            [(str(database), state) for _, database, state in states], [str(database) for database, _ in down]
-        )
+        compared = compare([(str(database), state) for _, database, state in states], [name for name, _ in down])
     except ShardSetError as error:
         raise ShardSetError(f"option dsn: {error}") from None
     if compared.incomplete:
@@ -219,5 +216,5 @@ def _members(databases: Sequence[Database], shards: Collection[str] | None) -> l
     members = [OpenShard(database, ReadShard(state.name or "", place), state) for place, database, state in states]
     return sorted(
         (member for member in members if shards is None or member.shard.name in shards),
-        key=lambda member: (member.before[0], member.shard.name),
+        key=lambda member: (member.joined[0], member.shard.name),
     )

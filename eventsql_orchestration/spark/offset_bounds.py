@@ -85,10 +85,9 @@ def parse_bounds(
     With `several` shards, each needs offsets of its own. Raises `ValidationError`, or `ConfigurationError` if two of
     the options are given.
     """
-    for name in names[1:]:
-        given.exclusive(names[0], name)
-    given.exclusive(names[1], names[2])
     by_offset, by_time, by_times = names
+    given.exclusive(by_offset, by_time, by_times)
+    given.exclusive(by_time, by_times)
     if (text := given.text(by_offset)) is not None:
         if text.lstrip().startswith("{"):
             return _by_topic(by_offset, text, topics, _offset, default=default, several=several)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, overload
 
-from eventsql_orchestration.errors import ConfigurationError, InvalidPublicationError, ValidationError
+from eventsql_orchestration.errors import ConfigurationError, EventSQLError, ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
 from eventsql_orchestration.validation import split_urls
 
@@ -72,23 +73,29 @@ class WriteOptions:
         """Raises `ConfigurationError` or `ValidationError`."""
         given = Given(options, _WRITE, prefix=_HEADER)
         if streaming:
-            given.refuse("batchId", "a stream numbers its batches itself")
-            given.refuse("claim", "a stream keeps its progress in its checkpoint")
-        claim, claim_shard = given.number("claim", 1, MAX_BIGINT), given.text("claimShard")
-        if claim is None and claim_shard is not None:
-            raise ConfigurationError("option claimShard cannot be used here: no claim is given")
-        writer = given.text("writerId")
-        if writer is None and claim is not None:
-            writer = f"claim-{claim}"
+            given.refuse("a stream numbers its batches itself", "batchId")
+            given.refuse("a stream keeps its progress in its checkpoint", "claim")
+        claim = given.number("claim", 1, MAX_BIGINT)
+        if claim is None:
+            given.refuse("no claim is given", "claimShard")
         return cls(
             source=given.source(),
             topic=given.topic("topic"),
             headers=given.headers("headers"),
-            writer=writer,
+            writer=given.text("writerId") or (None if claim is None else f"claim-{claim}"),
             batch=given.number("batchId", 0, MAX_BIGINT, default=0),
             claim=claim,
-            claim_shard=claim_shard,
+            claim_shard=given.text("claimShard"),
         )
+
+
+@contextmanager
+def naming_option(name: str) -> Iterator[None]:
+    """Add the option's name to errors of the block that are made from a message alone."""
+    try:
+        yield
+    except EventSQLError as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 class Given:
@@ -113,12 +120,9 @@ class Given:
         dsn = self.text("dsn")
         settings = Settings.load(dsn=dsn, schema=self.text("schema"))
         if not settings.dsns:
-            raise ConfigurationError("option dsn is missing: it names the database, and so does EVENTSQL_DSN")
-        try:
+            raise ConfigurationError("option dsn is missing: give the database's URL there or in EVENTSQL_DSN")
+        with naming_option("option dsn" if dsn is not None else "EVENTSQL_DSN or eventsql.toml"):
             return Source.of(settings.dsns, settings.db_schema)
-        except ConfigurationError as error:
-            named = "option dsn" if dsn is not None else "EVENTSQL_DSN or eventsql.toml"
-            raise ConfigurationError(f"{named}: {error}") from None
 
     def databases(self) -> int:
         """The number of named databases. Several are shards."""
@@ -133,12 +137,8 @@ class Given:
 
     def topic(self, name: str) -> str | None:
         value = self.text(name)
-        if value is not None:
-            try:
-                check_topic_name(value)
-            except ValidationError as error:
-                raise type(error)(f"option {name}: {error}") from None
-        return value
+        with naming_option(f"option {name}"):
+            return None if value is None else check_topic_name(value)
 
     @overload
     def number(self, name: str, least: int, most: int) -> int | None: ...
@@ -153,7 +153,7 @@ class Given:
         except ValueError:
             raise ValidationError(f"option {name}: {value!r} is not a whole number") from None
         if not least <= number <= most:
-            raise ValidationError(f"option {name}: {number} is out of range, {least} to {most}")
+            raise ValidationError(f"option {name}: {number} is out of range: write {least} to {most}")
         return number
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -166,28 +166,28 @@ class Given:
         try:
             headers = json.loads(self.text(name) or "{}")
         except ValueError:
-            raise ValidationError(f"option {name} is not JSON: take an object of strings") from None
+            headers = None
         if not isinstance(headers, dict):
-            raise ValidationError(f"option {name} is not an object of strings")
+            raise ValidationError(f'option {name} is not a JSON object of strings: write one such as {{"a": "b"}}')
         prefix = self._prefix or ""
         headers |= {each.removeprefix(prefix): text for each, text in self._options.items() if each.startswith(prefix)}
-        try:
+        with naming_option(f"option {name} or {prefix}<name>"):
             return dict(Publication("headers", b"", metadata=headers).metadata)
-        except InvalidPublicationError as error:
-            raise InvalidPublicationError(f"option {name} or {prefix}<name>: {error}") from None
 
-    def refuse(self, name: str, reason: str) -> None:
-        if self.text(name) is not None:
-            raise ConfigurationError(f"option {name} cannot be used here: {reason}")
+    def refuse(self, reason: str, *names: str) -> None:
+        """Raise `ConfigurationError` if one of these options is given."""
+        for name in names:
+            if self.text(name) is not None:
+                raise ConfigurationError(f"option {name} cannot be used here: {reason}")
 
-    def exclusive(self, name: str, other: str) -> None:
-        """Raise `ConfigurationError` if both options are given."""
+    def exclusive(self, name: str, *others: str) -> None:
+        """Raise `ConfigurationError` if an option and one of the others are given."""
         if self.text(name) is not None:
-            self.refuse(other, f"{name} is given")
+            self.refuse(f"{name} is given", *others)
 
     def word(self, name: str, words: Sequence[str]) -> str:
         """One of `words`, in lower case; the first is the default."""
         value = (self.text(name) or words[0]).lower()
         if value not in words:
-            raise ValidationError(f"option {name}: {value!r} is not known: take {' or '.join(words)}")
+            raise ValidationError(f"option {name}: {value!r} is not known: write {' or '.join(words)}")
         return value

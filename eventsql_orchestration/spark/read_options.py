@@ -9,7 +9,7 @@ from typing import Final
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
 from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, json_object, parse_bounds
-from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, Given, Source
+from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, Given, Source, naming_option
 from eventsql_orchestration.validation import check_name
 
 _MAX_TASKS: Final = 100_000
@@ -70,17 +70,16 @@ class ReadOptions:
         source = given.source()
         several = len(source.urls) > 1
         if streaming:
-            for name in _ENDS:
-                given.refuse(name, "a stream has no end")
-            given.refuse("claim", "a stream keeps its progress in its checkpoint")
-            given.refuse("pushFilters", "Spark pushes no filters to a stream")
+            given.refuse("a stream has no end", *_ENDS)
+            given.refuse("a stream keeps its progress in its checkpoint", "claim")
+            given.refuse("Spark pushes no filters to a stream", "pushFilters")
         else:
-            given.refuse("maxOffsetsPerTrigger", "it is for streams, endingOffsets ends a batch")
-            given.refuse("consumer", "it is for streams, a batch consumes nothing")
-            given.refuse("startingOffsetsByTimestampStrategy", "it is for streams")
+            given.refuse("it is for streams, endingOffsets ends a batch", "maxOffsetsPerTrigger")
+            given.refuse("it is for streams, a batch consumes nothing", "consumer")
+            given.refuse("it is for streams", "startingOffsetsByTimestampStrategy")
         claim = given.number("claim", 1, MAX_BIGINT)
         if several:
-            given.refuse("claim", "it is of one shard, and dsn names several: name that one's URL alone")
+            given.refuse("a claim belongs to one shard, and dsn names several: name that shard's URL alone", "claim")
         topics = _topics(given, claimed=claim is not None)
         starting = parse_bounds(given, _STARTS, topics, default="latest" if streaming else "earliest", several=several)
         ending = parse_bounds(given, _ENDS, topics, default="latest", several=several)
@@ -88,8 +87,11 @@ class ReadOptions:
             raise ValidationError(f"option {starting.option}: 'latest' is for streams, a batch would read nothing")
         if "earliest" in ending.bounds:
             raise ValidationError(f"option {ending.option}: 'earliest' is before every event, nothing would be read")
-        given.exclusive("minPartitions", "numPartitions")
-        given.exclusive("maxRecordsPerPartition", "numPartitions")
+        given.exclusive("numPartitions", "minPartitions", "maxRecordsPerPartition")
+        consumer = given.text("consumer")
+        with naming_option("option consumer"):
+            if consumer is not None:
+                check_name("consumer name", consumer)
         return cls(
             source=source,
             topics=topics,
@@ -104,7 +106,7 @@ class ReadOptions:
             headers=given.flag("includeHeaders"),
             fail_on_data_loss=given.flag("failOnDataLoss", default=True),
             push_filters=given.flag("pushFilters"),
-            consumer=_consumer(given),
+            consumer=consumer,
             fail_fast=given.word("mode", ("permissive", "failfast")) == "failfast",
         )
 
@@ -130,28 +132,16 @@ class SchemaOptions:
         return cls(given.flag("includeHeaders"), given.text("valueSchema"), given.databases() > 1)
 
 
-def _consumer(given: Given) -> str | None:
-    name = given.text("consumer")
-    if name is not None:
-        try:
-            check_name("consumer name", name)
-        except ValidationError as error:
-            raise type(error)(f"option consumer: {error}") from None
-    return name
-
-
 def _topics(given: Given, *, claimed: bool) -> dict[str, tuple[int, ...] | None]:
     if claimed:
-        for name in ("subscribe", "assign", "partition", *_STARTS, *_ENDS):
-            given.refuse(name, "the claim says what is read")
+        given.refuse("the claim names the topic and the range", "subscribe", "assign", "partition", *_STARTS, *_ENDS)
         return {}
-    given.exclusive("subscribe", "assign")
-    given.exclusive("partition", "assign")
+    given.exclusive("assign", "subscribe", "partition")
     if (assigned := given.text("assign")) is not None:
         return _assigned(assigned)
     text = given.text("subscribe")
     if text is None:
-        raise ConfigurationError("option subscribe is missing: it names the topics to read; assign or claim may do so")
+        raise ConfigurationError("option subscribe is missing: name the topics to read, or give assign or claim")
     partition = given.number("partition", NOT_PARTITIONED, MAX_BIGINT, default=NOT_PARTITIONED)
     partitions = None if partition == NOT_PARTITIONED else (partition,)
     return {_topic("subscribe", name.strip()): partitions for name in text.split(",")}
@@ -170,7 +160,5 @@ def _assigned(text: str) -> dict[str, tuple[int, ...] | None]:
 
 
 def _topic(option: str, name: str) -> str:
-    try:
+    with naming_option(f"option {option}"):
         return check_topic_name(name)
-    except ValidationError as error:
-        raise type(error)(f"option {option}: {error}") from None

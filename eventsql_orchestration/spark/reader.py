@@ -160,8 +160,8 @@ class BatchReader(Reading, DataSourceReader):
         with self.logs(conditions.shards) as every:
             if self._options.claim is not None:
                 (logs,) = every
-                claimed = logs.claimed(self._options.claim)
-                conditions, ranges = conditions.with_consumer(claimed.filter), [(logs, claimed.offsets)]
+                offsets, chosen = logs.claimed(self._options.claim)
+                conditions, ranges = conditions.with_consumer(chosen), [(logs, offsets)]
             else:
                 ranges = self._ranges(every)
             return self.splits(
@@ -176,14 +176,14 @@ class BatchReader(Reading, DataSourceReader):
         every.check_bounds()
         options, extents = self._options, every.extents()
         ranges = []
-        for lane, start in every.starts(extents).items():
-            logs = every.of(lane)
-            end = logs.end(lane, extents[lane.log])
+        for tp, start in every.starts(extents).items():
+            logs = every.of(tp)
+            end = logs.end(tp, extents[tp.log])
             if end < start and options.starting.given and options.ending.given:
                 raise ValidationError(
-                    f"option {options.ending.option}: {end} lies before {options.starting.option}, {start}, of {lane}"
+                    f"option {options.ending.option}: {end} lies before {options.starting.option}, {start}, of {tp}"
                 )
-            ranges.append((logs, OffsetRange(lane.topic, lane.partition, start - 1, max(end, start) - 1)))
+            ranges.append((logs, OffsetRange(tp.topic, tp.partition, start - 1, max(end, start) - 1)))
         return ranges
 
 

@@ -1,4 +1,4 @@
-"""A shard as a read knows it, and its name in the errors of what is done there.
+"""A shard as a read knows it, and the shard's name in errors.
 
 Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 """
@@ -20,7 +20,7 @@ ALONE: Final = "0"
 
 @dataclass(frozen=True, slots=True)
 class ReadShard:
-    """One of several databases: its name, and the place of its URL among those of the source."""
+    """One of several databases: its name, and the index of its URL among those of the source."""
 
     name: str
     place: int
@@ -32,11 +32,11 @@ class ReadShard:
 
 @contextmanager
 def naming(shard: ReadShard | None) -> Iterator[None]:
-    """Errors of the block say on which shard it was, where there are several."""
+    """Add the shard's name to errors of the block that do not have it. None for one database."""
     try:
         yield
     except EventSQLError as error:
-        if shard is None:
+        if shard is None or str(error).startswith(f"shard {shard.name!r}"):
             raise
         if isinstance(error, DatabaseUnavailableError):
             raise ShardUnavailableError(f"shard {shard.name!r} is down: {error}", shard=shard.name) from error

@@ -21,7 +21,7 @@ from eventsql_orchestration.spark.reader import Reading
 from eventsql_orchestration.spark.shards import ALONE, naming
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.spark.log_planner import Lane
+    from eventsql_orchestration.spark.log_planner import TopicPartition
     from eventsql_orchestration.spark.multi_log_planner import AllLogs
     from eventsql_orchestration.spark.progress import StreamProgress
 
@@ -40,57 +40,59 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         super().__init__(options, schema)
         self._opened: AllLogs | None = None
         self._consuming: dict[str | None, StreamProgress] = {}
-        self._last: dict[Lane, int] | None = None
+        self._last: dict[TopicPartition, int] | None = None
 
     def initialOffset(self) -> dict[str, Any]:
         logs, progress = self._open(), self._progress()
         logs.check_bounds()
         if progress and not self._options.starting.given:
-            return self._offset({lane: max(progress[lane.shard].start(lane), FIRST) for lane in logs.lanes})
+            return self._offset({tp: max(progress[tp.shard].start(tp), FIRST) for tp in logs.topic_partitions})
         return self._offset(logs.starts(logs.extents()))
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        most, lanes = self._options.max_events, len(self._open().lanes)
+        most, least = self._options.max_events, len(self._open().topic_partitions)
         if most is None:
             return ReadAllAvailable()
-        if most < lanes:
+        if most < least:
             raise ValidationError(
-                f"option maxOffsetsPerTrigger: {most} is too few for {lanes} topics and partitions with an offset each"
+                f"option maxOffsetsPerTrigger: {most} is too few for {least} topics and partitions with an offset each"
             )
         return ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        logs = self._open()
-        extents = logs.extents()
-        self._last = {lane: extents[lane.log].settled for lane in logs.lanes}
+        self._last = self._settled()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         logs = self._open()
         logs.refresh()
         starts = self._nexts(start)
         self._write_progress(starts)
-        held_back = logs.held_back(starts)
-        extents = logs.extents()
-        after = {lane: starts[lane] - 1 for lane in logs.lanes}
-        upto: dict[Lane, int] = {}
-        for lane in logs.lanes:
-            extent = extents[lane.log]
-            if after[lane] > extent.newest:
+
+        held_back, extents = logs.held_back(starts), logs.extents()
+        after = {tp: first - 1 for tp, first in starts.items()}
+        upto: dict[TopicPartition, int] = {}
+        for tp in starts:
+            extent = extents[tp.log]
+            if after[tp] > extent.newest:
                 raise EventSQLError(
-                    f"{lane.whole} ends at offset {extent.end}, but this stream has read up to {starts[lane]}. The "
+                    f"{tp.whole} ends at offset {extent.end}, but this stream has read up to {starts[tp]}. The "
                     "topic was recreated or restored: begin with a new checkpoint"
                 )
             # A partition that is newer than the trigger has no event from before it.
-            last = extent.settled if self._last is None else self._last.get(lane, 0)
-            upto[lane] = after[lane] if lane.log in held_back else max(last, after[lane])
+            last = extent.settled if self._last is None else self._last.get(tp, 0)
+            upto[tp] = after[tp] if tp.log in held_back else max(last, after[tp])
+
         if isinstance(limit, ReadMaxRows):
             upto = _limited(logs, after, upto, limit.max_rows)
-        return self._offset({lane: upto[lane] + 1 for lane in logs.lanes})
+        return self._offset({tp: last + 1 for tp, last in upto.items()})
 
     def reportLatestOffset(self) -> dict[str, Any]:
+        return self._offset({tp: settled + 1 for tp, settled in self._settled().items()})
+
+    def _settled(self) -> dict[TopicPartition, int]:
         logs = self._open()
         extents = logs.extents()
-        return self._offset({lane: extents[lane.log].settled + 1 for lane in logs.lanes})
+        return {tp: extents[tp.log].settled for tp in logs.topic_partitions}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         from eventsql_orchestration.spark.input_splits import Wanted  # noqa: PLC0415 - as in `Reading.logs`
@@ -102,16 +104,16 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         for logs in every:
             filters = progress[logs.name].filters if progress else {}
             floors = {topic: logs.floor(topic) for topic in self._options.topics}
-            for lane in logs.lanes:
-                if ends[lane] <= starts[lane]:
+            for tp in logs.topic_partitions:
+                if ends[tp] <= starts[tp]:
                     continue
-                floor = floors[lane.topic]
-                if starts[lane] < floor and self._found(start, lane) is not None:
-                    logs.lost(lane, starts[lane], floor)
-                after = max(starts[lane], floor) - 1
-                if after < ends[lane] - 1:
-                    offsets = OffsetRange(lane.topic, lane.partition, after, ends[lane] - 1)
-                    rows = Conditions().with_consumer(filters.get(lane.topic)).rows
+                floor = floors[tp.topic]
+                if starts[tp] < floor and self._found(start, tp) is not None:
+                    logs.lost(tp, starts[tp], floor)
+                after = max(starts[tp], floor) - 1
+                if after < ends[tp] - 1:
+                    offsets = OffsetRange(tp.topic, tp.partition, after, ends[tp] - 1)
+                    rows = Conditions().with_consumer(filters.get(tp.topic)).rows
                     wanted.append(Wanted(logs, offsets, rows))
         return self.splits(wanted)
 
@@ -138,51 +140,51 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                     self._consuming[logs.name] = StreamProgress(logs, self._options.consumer)
         return self._consuming
 
-    def _write_progress(self, nexts: Mapping[Lane, int]) -> None:
+    def _write_progress(self, nexts: Mapping[TopicPartition, int]) -> None:
         progress = self._progress()
-        for lane, following in nexts.items() if progress else ():
-            with naming(self._open().of(lane).shard):
-                progress[lane.shard].write(lane, following - 1)
+        for tp, following in nexts.items() if progress else ():
+            with naming(self._open().of(tp).shard):
+                progress[tp.shard].write(tp, following - 1)
 
     # The checkpoint's offsets
 
-    def _offset(self, nexts: Mapping[Lane, int]) -> dict[str, Any]:
+    def _offset(self, nexts: Mapping[TopicPartition, int]) -> dict[str, Any]:
         offset: dict[str, Any] = {}
-        for lane, following in nexts.items():
-            shards, mark = offset.setdefault(lane.topic, {}), self._open().marks(lane)[0]
-            if lane.partition == NOT_PARTITIONED:
+        for tp, following in nexts.items():
+            shards, mark = offset.setdefault(tp.topic, {}), self._open().marks(tp)[0]
+            if tp.partition == NOT_PARTITIONED:
                 shards[mark] = following
             else:
-                shards.setdefault(mark, {})[str(lane.partition)] = following
+                shards.setdefault(mark, {})[str(tp.partition)] = following
         return offset
 
-    def _nexts(self, offset: dict[str, Any]) -> dict[Lane, int]:
-        """The next offset of each lane. The first offset for a lane that the checkpoint does not have."""
+    def _nexts(self, offset: dict[str, Any]) -> dict[TopicPartition, int]:
+        """The next offset of each topic partition; the first offset if the checkpoint has none."""
         if gone := sorted(offset.keys() - self._options.topics.keys()):
             raise ValidationError(
                 f"option subscribe: the checkpoint has offsets of {', '.join(gone)}, which this stream does not read: "
                 "begin with a new checkpoint"
             )
-        lanes = self._open().lanes
-        known = {mark for lane in lanes for mark in self._open().marks(lane)}
+        topic_partitions = self._open().topic_partitions
+        known = {mark for tp in topic_partitions for mark in self._open().marks(tp)}
         if gone := sorted({shard for shards in offset.values() for shard in shards} - known):
             raise ValidationError(
                 f"option dsn: the checkpoint has offsets of {_called(gone)}, and no URL leads there: give the URLs of "
                 "all shards, or begin with a new checkpoint"
             )
-        return {lane: FIRST if (found := self._found(offset, lane)) is None else found for lane in lanes}
+        return {tp: FIRST if (found := self._found(offset, tp)) is None else found for tp in topic_partitions}
 
-    def _found(self, offset: Mapping[str, Any], lane: Lane) -> int | None:
-        """The next offset of a lane; None if the checkpoint does not have the lane."""
-        shards = offset.get(lane.topic, {})
-        found = next((shards[mark] for mark in self._open().marks(lane) if mark in shards), None)
+    def _found(self, offset: Mapping[str, Any], tp: TopicPartition) -> int | None:
+        """The checkpoint's next offset of a topic partition, if it has one."""
+        shards = offset.get(tp.topic, {})
+        found = next((shards[mark] for mark in self._open().marks(tp) if mark in shards), None)
         if isinstance(found, dict):
-            if lane.partition == NOT_PARTITIONED:
+            if tp.partition == NOT_PARTITIONED:
                 raise ValidationError(
-                    f"option assign: the checkpoint has offsets of single partitions of {lane.whole}, but this stream "
+                    f"option assign: the checkpoint has offsets of single partitions of {tp.whole}, but this stream "
                     "reads the whole topic: begin with a new checkpoint"
                 )
-            found = found.get(str(lane.partition))
+            found = found.get(str(tp.partition))
         return None if found is None else int(found)
 
 
@@ -190,13 +192,14 @@ def _called(marks: Sequence[str]) -> str:
     return ", ".join("a database that was no shard" if mark == ALONE else f"shard {mark!r}" for mark in marks)
 
 
-def _limited(logs: AllLogs, after: Mapping[Lane, int], upto: Mapping[Lane, int], most: int) -> dict[Lane, int]:
-    """The end of each lane's range, so that all ranges together hold at most `most` events, as evenly as possible."""
-    if len(upto) == 1:
-        parts = [most]
-    else:
-        parts = shares([logs.of(lane).waiting(lane, after[lane], upto[lane], most) for lane in upto], most)
+def _limited(
+    logs: AllLogs, after: Mapping[TopicPartition, int], upto: Mapping[TopicPartition, int], most: int
+) -> dict[TopicPartition, int]:
+    """The end of each range, so that all ranges together hold at most `most` events, as evenly as possible."""
+    parts = [most]
+    if len(upto) > 1:
+        parts = shares([logs.of(tp).waiting(tp, after[tp], upto[tp], most) for tp in upto], most)
     return {
-        lane: (logs.of(lane).offset_of_nth(lane, after[lane], upto[lane], part) or upto[lane]) if part else after[lane]
-        for lane, part in zip(upto, parts, strict=True)
+        tp: (logs.of(tp).offset_of_nth(tp, after[tp], upto[tp], part) or upto[tp]) if part else after[tp]
+        for tp, part in zip(upto, parts, strict=True)
     }

@@ -88,7 +88,7 @@ def test_reading_all_partitions_of_a_consumer_takes_an_index_step_for_each(
     assert "consumer_claim_live" in found, found
 
 
-@pytest.mark.parametrize("name", ["origins", "origins_in_partition", "extent"])
+@pytest.mark.parametrize("name", ["origins", "origins_partition"])
 def test_a_trace_reads_the_range_of_a_claim_and_no_more(filled: EventSQL, name: str) -> None:
     found = plan(filled, "lineage", name, partition=3, after=EVENTS - 5_000, upto=EVENTS - 4_000)
     assert "Seq Scan" not in found, found

@@ -36,8 +36,5 @@ WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
 GROUP BY run, asset, run_partition
 ORDER BY min(eql_id);
 
--- extent -- How many events a range of offsets holds, and the first of them.
-SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;
-
 -- writers_between -- Who published within a span of time.
 SELECT eql_writer FROM {schema}.spark_publication WHERE eql_created_at >= %(first)s AND eql_created_at <= %(last)s;

@@ -17,8 +17,8 @@ SELECT a.eql_role, a.eql_kind, a.eql_topic,
 FROM {schema}.access_role a
 ORDER BY array_position(%(kinds)s::text[], a.eql_kind), a.eql_topic NULLS FIRST;
 
--- logs -- The topics with their logs, as identifiers with their schema: topic, table, and the sequence of its ids.
-SELECT t.eql_name, c.oid::regclass::text, n.nspname, c.relname,
+-- logs -- The topics with their logs, topic, schema and table, and the sequence of its ids.
+SELECT t.eql_name, n.nspname, c.relname,
        pg_get_serial_sequence(format('%%I.%%I', n.nspname, c.relname), 'eql_id')
 FROM {schema}.topic t
 JOIN pg_class c ON c.relname = (lower(t.eql_name COLLATE "C") || '_event')
