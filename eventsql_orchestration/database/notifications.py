@@ -1,6 +1,6 @@
 """Notifications between processes by LISTEN and NOTIFY: a topic's log, or its part of the buffer, has new events.
 
-They carry no events and only save waiting. Any of them may be lost, with a connection or with the sending process, so
+They carry no events and only save waiting. A notification may be lost with a connection or with the sending process, so
 every listener polls as well.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import selectors
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
+from multiprocessing.connection import wait
 from typing import Final, TypeAlias
 
 import psycopg
@@ -37,17 +37,17 @@ BUFFER: Final = "buffer"
 """The kind of a notification of new events in the buffer."""
 
 NOTIFY_INTERVAL: Final = 0.005
-"""Seconds between two notifications of the same kind and topic. Each commits under a lock of the whole database, which
-others would feel; what is told within this time is told together at its end."""
+"""Seconds between two notifications of the same kind and topic: each commits under a lock of the whole database. The
+calls within this time become one notification at its end."""
 
 TEST_SECONDS: Final = 2.0
-"""How long a listener waits for the notification that it sends itself. It takes a millisecond, or never arrives."""
+"""How long a listener waits for the notification that it sends to itself. It takes a millisecond, or never arrives."""
 
 RETEST_SECONDS: Final = 60.0
-"""Seconds until a listener that nothing reaches tries again."""
+"""Seconds until a listener without notifications tries again."""
 
 MAX_RETRY_DELAY: Final = 5.0
-"""Seconds between two attempts at most, when the database is away."""
+"""The longest pause between two attempts while the database is away, in seconds."""
 
 CLOSE_SECONDS: Final = 2.0
 """How long closing waits for a thread, in seconds; a thread that is connecting ends by itself afterwards."""
@@ -62,7 +62,7 @@ Callback: TypeAlias = Callable[[], None]
 
 
 def channel_of(schema: str) -> str:
-    """The channel of one schema's notifications, within PostgreSQL's 63 bytes."""
+    """The channel of a schema's notifications."""
     channel = f"eventsql_{schema}"
     if len(channel.encode()) <= _MAX_CHANNEL_BYTES:
         return channel
@@ -77,8 +77,8 @@ def _retry_delay(failures: int) -> float:
 class Listener:
     """Receives the notifications of this process and others.
 
-    A thread with a connection of its own listens from the first subscription on. After connecting, it sends itself a
-    notification through another connection: through a pooler by transactions LISTEN succeeds, and nothing ever arrives.
+    A thread with its own connection listens from the first subscription on. After connecting, it sends a notification
+    to itself through another connection: with a pooler by transactions, LISTEN succeeds but no notification arrives.
     """
 
     def __init__(self, database: Database) -> None:
@@ -89,18 +89,18 @@ class Listener:
         self._callbacks: dict[str, tuple[Callback, ...]] = {}
         self._thread: threading.Thread | None = None
         self._ending: socket.socket | None = None
+        # A thread may outlive `close`.
         self._listening: threading.Thread | None = None
-        """The thread that hears; it may be one that has outlived its closing."""
 
     @property
     def listening(self) -> bool:
-        """Whether notifications arrive here, as far as is known; otherwise callers poll."""
+        """Whether notifications arrive here, as far as this is known."""
         return self._listening is not None and self._listening is self._thread
 
     def subscribe(self, kind: str, topic: str | None, callback: Callback) -> Callback:
         """Call `callback` upon each notification of a kind for one topic, or for all with None.
 
-        Returns a function that ends the subscription. The callback also runs whenever listening has begun or ended,
+        Returns a function that ends the subscription. The callback also runs after listening has begun or ended,
         because a notification may have been missed. It runs in the listener's thread and must return at once.
         """
         subscription = _payload(kind, topic or "")
@@ -144,18 +144,18 @@ class Listener:
                         _detect_silence(connection)
                         if not self._shared(connection) and self._listen(connection, ending):
                             failures, deaf = 0, False
-                            logger.info("notifications of %s are heard", self._database)
+                            logger.info("notifications arrive from %s", self._database)
                             self._become(listening=True)
-                            self._receive(connection, ending)
+                            while ending not in wait([connection.fileno(), ending]):
+                                self._hear(connection)
                             return
                         failures, delay = 0, RETEST_SECONDS
-                        if not deaf and not _readable(ending, 0.0):
+                        if not deaf and not wait([ending], 0.0):
                             logger.log(
-                                # Only consumers poll for it.
+                                # Without notifications, consumers poll.
                                 logging.WARNING if self._has_consumers() else logging.INFO,
-                                "%s lets no notification arrive, as through a pooler by transactions: consumers poll; "
-                                "the option direct=host:port of its URL, which names the server itself, lets them wake "
-                                "up at once",
+                                "no notification arrives from %s (is it a pooler by transactions?), so consumers poll: "
+                                "name the server behind it by the option direct=host:port of the URL",
                                 self._database,
                             )
                             deaf = True
@@ -163,10 +163,10 @@ class Listener:
                     failures += 1
                     delay = _retry_delay(failures)
                     if failures == 1:
-                        logger.warning("notifications of %s are not heard, trying again: %s", self._database, error)
+                        logger.warning("no notifications from %s, trying again: %s", self._database, error)
                 finally:
                     self._become(listening=False)
-                if _readable(ending, delay):
+                if wait([ending], delay):
                     return
 
     def _has_consumers(self) -> bool:
@@ -185,8 +185,7 @@ class Listener:
     def _shared(self, connection: Connection) -> bool:
         """Whether several server processes answer a pooled connection, or one process answers several connections.
 
-        LISTEN would stay with one of the processes. A pooler hands them out in turn or the last one first, and other
-        clients take some in between: hence more than one look.
+        LISTEN would stay with one process. A pooler may choose any free process, so one look is not enough.
         """
         if not is_pooled(connection):
             return False
@@ -204,24 +203,13 @@ class Listener:
         with self._database.connection() as other:
             other.execute(self._notify, {"channel": self._channel, "payloads": [token]})
         deadline = time.monotonic() + TEST_SECONDS
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_READ)
-            selector.register(ending, selectors.EVENT_READ)
-            while (left := deadline - time.monotonic()) > 0:
-                ready = selector.select(left)
-                if any(key.fileobj is ending for key, _ in ready):
-                    return False
-                if ready and token in self._hear(connection):
-                    return True
+        while (left := deadline - time.monotonic()) > 0:
+            ready = wait([connection.fileno(), ending], left)
+            if ending in ready:
+                return False
+            if ready and token in self._hear(connection):
+                return True
         return False
-
-    def _receive(self, connection: Connection, ending: socket.socket) -> None:
-        """Hand notifications on until the end. Raises when the connection is lost."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_READ)
-            selector.register(ending, selectors.EVENT_READ)
-            while not any(key.fileobj is ending for key, _ in selector.select()):
-                self._hear(connection)
 
     def _hear(self, connection: Connection) -> set[str]:
         """Call the subscribers of notifications that have arrived, and return their payloads."""
@@ -235,8 +223,8 @@ class Listener:
 class Notifier:
     """Notifies other processes, outside of the transactions of publishers and transfers.
 
-    `notify` returns at once. A thread with a connection of its own sends the first notification right away, and those
-    that follow within `NOTIFY_INTERVAL` together at its end. While the database is away they are kept, each once.
+    `notify` returns at once. A thread with its own connection sends the first notification right away, and later calls
+    within `NOTIFY_INTERVAL` as one at its end. While the database is away, each notification is kept once.
     """
 
     def __init__(self, database: Database) -> None:
@@ -292,8 +280,8 @@ class Notifier:
                     if not (due := [payload for payload, at in ready_at.items() if at <= now]):
                         stop.wait(min(ready_at.values(), default=now) - now)
                         continue
-                    # Removed before it is sent: a later call may be about events that this notification comes before.
-                    # A thread that outlives its closing may send beside its successor.
+                    # Remove before sending: a later call may be about later events. A thread that outlives `close` may
+                    # send beside its successor.
                     for payload in due:
                         self._pending.pop(payload, None)
                     try:
@@ -301,7 +289,9 @@ class Notifier:
                     except (psycopg.Error, EventSQLError) as error:
                         connection = None
                         if failures == 0:
-                            logger.warning("%s is not notified, consumers poll: %s", self._database, error)
+                            logger.warning(
+                                "no notification can be sent to %s, so consumers poll: %s", self._database, error
+                            )
                         failures += 1
                         self._pending.update(dict.fromkeys(due))
                         if stop.wait(_retry_delay(failures)):
@@ -315,21 +305,17 @@ class Notifier:
                 connection.close()
 
     def _send(self, connection: Connection | None, payloads: list[str]) -> Connection:
-        """Send on a connection, or on a new one where it has been lost; returns the connection that was used."""
+        """Send on a connection, or on a new one if it is lost; returns the connection that was used."""
         parameters = {"channel": self._channel, "payloads": payloads}
         if connection is not None:
-            try:
+            with suppress(psycopg.Error):
                 connection.execute(self._notify, parameters)
-            except psycopg.Error:
-                connection.close()
-            else:
                 return connection
-        connection = self._database.dedicated()
-        try:
-            connection.execute(self._notify, parameters)
-        except BaseException:
             connection.close()
-            raise
+        with ExitStack() as opened:
+            connection = opened.enter_context(closing(self._database.dedicated()))
+            connection.execute(self._notify, parameters)
+            opened.pop_all()
         return connection
 
 
@@ -349,13 +335,7 @@ def _call(callbacks: Iterable[Callback]) -> None:
             callback()
         except Exception:
             # The other callbacks must still run.
-            logger.exception("a notification could not be handed on")
-
-
-def _readable(ending: socket.socket, timeout: float) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(ending, selectors.EVENT_READ)
-        return bool(selector.select(timeout))
+            logger.exception("a subscriber failed to handle a notification")
 
 
 def _detect_silence(connection: Connection) -> None:
