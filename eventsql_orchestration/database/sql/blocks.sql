@@ -16,8 +16,8 @@ SET eql_buffer_id = placed.eql_id
 FROM ordered JOIN placed ON placed.number = ordered.number
 WHERE block.eql_attempt = ordered.eql_attempt AND block.eql_position = ordered.eql_position;
 
--- take -- A block, and the row that stands for it, out of the buffer: its number of events, when it was published and what
--- time it is, as the topic's log has times: `zoned`, or readings of the session's clock.
+-- take -- Take a block and its row out of the buffer: content, number of events, publication time, and now. If not
+-- `zoned`, both times are the session's clock readings, as in the topic's log.
 WITH block AS (
     DELETE FROM {schema}.spark_staged_event WHERE eql_buffer_id = %(id)s
     RETURNING eql_value, (eql_metadata ->> 'events')::bigint AS events
@@ -30,8 +30,8 @@ SELECT eql_value, events,
        CASE WHEN %(zoned)s THEN statement_timestamp() ELSE statement_timestamp()::timestamp AT TIME ZONE 'UTC' END
 FROM block CROSS JOIN reference;
 
--- drop_of_topic -- The blocks of a topic whose buffer is about to be emptied: those that are published, and those that are
--- decided to be, as a part of a publication over several shards.
+-- drop_of_topic -- Delete the blocks of a topic whose buffer will be emptied: published blocks, and blocks of prepared
+-- parts.
 DELETE FROM {schema}.spark_staged_event block
 WHERE eql_topic = %(topic)s AND (
     eql_buffer_id IS NOT NULL

@@ -1,5 +1,5 @@
--- part standing -- Whether events wait after a partition's offset, or it waits for a layout; whether it is leased; the owner of
--- its latest claim, and the seconds since that claim ended (or began, if it is live); and its live claim.
+-- part standing -- Whether events (or a layout) wait after a partition's offset; whether it is leased; the owner of its
+-- latest claim, and the seconds since that claim ended (or began, if it is live); the live claim.
 c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
 last.owner, last.seconds,
 l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
@@ -19,9 +19,8 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) last ON true
 
--- standings -- Every partition of a consumer, with its claims.
--- As in consumers.sql, the row comparison leaves no index but that of partition and id: one step in it for each
--- partition.
+-- standings -- Every partition of a consumer, with its claims. Uses one index step for each partition, as `ready` in
+-- consumers.sql.
 SELECT {standing}
 FROM {claimed_partitions}
 LEFT JOIN LATERAL (
@@ -47,22 +46,22 @@ LEFT JOIN LATERAL (
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- last -- Who had a partition's furthest claim, and for how many seconds it has been over, or since when it is there.
+-- last -- The owner of a partition's latest claim, and the seconds since that claim ended (or began, if it is live).
 SELECT eql_owner, extract(epoch FROM clock_timestamp() - coalesce(eql_finished_at, eql_created_at))::float8
 FROM {schema}.consumer_claim
 WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
 ORDER BY eql_upto DESC
 LIMIT 1;
 
--- first_of_owner -- The first claim of a partition that an owner has committed.
+-- first_of_owner -- The first claim of a partition that an owner committed.
 SELECT min(eql_id)
 FROM {schema}.consumer_claim
 WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
   AND eql_owner = %(owner)s AND eql_state = 'committed';
 
--- prune -- Of so many claims of a partition, the first in their ranges after an offset: their number, the end of the last
--- range, and how many were deleted. Deleted are those that are over for long enough; not those of runs, nor the furthest.
--- Two that prune at once pass over each other's.
+-- prune -- Delete ended claims among the first `limit` claims after an offset; gives the number of claims looked at,
+-- the end of the last range, and the number of deleted claims. Keeps claims of runs, recent claims, and the partition's
+-- latest claim. Concurrent calls skip each other's rows.
 WITH looked_at AS MATERIALIZED (
     SELECT eql_id, eql_upto, eql_owner, eql_finished_at
     FROM {schema}.consumer_claim

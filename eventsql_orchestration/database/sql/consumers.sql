@@ -1,4 +1,4 @@
--- part due -- The seconds until a partition may be consumed: until its lease ends and its failed event is due; NULL if it is paused.
+-- part due -- Seconds until a partition may be consumed (its lease ends, its failed event is due); NULL if it is paused.
 CASE WHEN NOT c.eql_paused THEN greatest(
     0,
     CASE WHEN c.eql_lease_owner IS NOT NULL
@@ -7,12 +7,10 @@ CASE WHEN NOT c.eql_paused THEN greatest(
         THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
 )::float8 END
 
--- ready -- Of a consumer's partitions, those with at least so many events after their offset (one, of those that are not
--- asked about), in how many seconds each may be consumed, and true. That is when its lease ends and its failed event is
--- due; None for one that is paused. And those that have consumed all that their layout holds, with false.
--- The row comparison names no partition by equality, and so leaves no index but that of partition and id: whatever plan
--- the server settles on, it is one step in it for each partition, also where an event of a partition is rare. The
--- condition on the id alone keeps it from the segments before the offset.
+-- ready -- Partitions with at least `least` events after their offset (1 if none is asked), the seconds until each may
+-- be consumed, and true; and with false, partitions that have consumed all of their layout. The row comparison leaves
+-- only the index of partition and id: one step in it for each partition under any plan, even if its events are rare.
+-- The condition on the id alone excludes the segments before the offset.
 SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
 FROM {schema}.consumer c
 LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)

@@ -15,9 +15,8 @@ SELECT EXISTS (
     SELECT FROM pg_index WHERE indrelid = to_regclass(%(log)s) AND pg_get_indexdef(indexrelid) ~~ '%%(eql_partition, eql_id)'
 );
 
--- stranded -- Events in partitions that their topic no longer had, which no consumer gets: for each such partition their
--- number, the first and the last.
--- A consumer has the partitions of its layout and of all later ones.
+-- stranded -- Events in partitions that no consumer gets, because the topic no longer had them: partition, number,
+-- first, last. A consumer has the partitions of its layout and of all later layouts.
 SELECT gone.partition, sum(found.events)::bigint, min(found.first), max(found.last)
 FROM (
     SELECT eql_after AS after, lead(eql_after, 1, 9223372036854775807) OVER (ORDER BY eql_layout) AS upto,
@@ -42,10 +41,9 @@ WHERE e.eql_partition >= (SELECT eql_partitions FROM {schema}.topic WHERE eql_na
 GROUP BY e.eql_partition
 ORDER BY e.eql_partition;
 
--- java_order -- Of so many of the newest events of a topic: how many EventSQL's Java library published, as the line breaks in
--- its metadata tell; how many stand behind a later event of their key that was moved with them; and whether a program that
--- may be that library, by the name that its driver gives, is connected.
--- The times are those of transactions: of two that published at once, either may have begun first.
+-- java_order -- Of the newest events of a topic, at most `limit`: how many EventSQL's Java library published (its
+-- metadata has line breaks), how many are behind a later event of their key that moved with them; and whether that
+-- library may be connected. Times are those of transactions: of two concurrent ones, either may have begun first.
 WITH newest AS (
     SELECT eql_id, eql_key, eql_buffered_at, eql_created_at, eql_metadata::text AS metadata
     FROM {schema}.{event_table}

@@ -20,8 +20,8 @@ WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s
 ORDER BY eql_partition
 FOR UPDATE SKIP LOCKED;
 
--- behind -- The partitions of a consumer with events up to the offset where it waits, and that offset. Planned as
--- `ready` in consumers.sql.
+-- behind -- The partitions of a consumer with events before the offset where it waits, and that offset. Planned as
+-- `ready`.
 SELECT c.eql_partition, c.eql_until
 FROM {schema}.consumer c
 CROSS JOIN LATERAL (
@@ -35,8 +35,8 @@ CROSS JOIN LATERAL (
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- enter -- Let a consumer whose partitions are locked enter the next layout, without partitions that neither this layout
--- nor a later one has; false where it cannot.
+-- enter -- Let a consumer with locked partitions enter the next layout, without partitions that no later layout has;
+-- false if not.
 SELECT {schema}.enter_layout(%(topic)s, %(consumer)s);
 
 -- release_beyond -- End the claims of partitions that a consumer is about to lose.
@@ -48,8 +48,9 @@ WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition >=
 DELETE FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition >= %(partitions)s;
 
--- add_partitions -- Give a consumer the partitions up to a number, with the settings of its first, each from an offset on.
--- A consumer with fewer than `least` partitions gets none: a window of a backfill keeps the partitions that it has.
+-- add_partitions -- Give a consumer partitions up to a number, from an offset on, with the settings of its first
+-- partition. A consumer with fewer than `least` partitions gets none: a backfill's window keeps the partitions that it
+-- has.
 INSERT INTO {schema}.consumer
     (eql_topic, eql_name, eql_partition, eql_last_event_id, eql_consumed_events, eql_paused, eql_max_attempts,
      eql_filter, eql_until)
@@ -70,8 +71,7 @@ ON CONFLICT DO NOTHING;
 UPDATE {schema}.consumer SET eql_until = %(after)s
 WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until IS NULL;
 
--- hold -- Let one consumer consume up to an offset; NULL for no bound.
--- A consumer that is held back on a new shard stays so.
+-- hold -- Let one consumer consume up to an offset; NULL for no bound. A consumer that a new shard holds back stays so.
 UPDATE {schema}.consumer SET eql_until = %(until)s
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_until = -1 IS NOT TRUE;
 

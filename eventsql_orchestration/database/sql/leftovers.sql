@@ -25,8 +25,8 @@ SELECT topic, consumer FROM named
 WHERE NOT EXISTS (SELECT FROM {schema}.consumer WHERE eql_topic = topic AND eql_name = consumer)
 ORDER BY topic, consumer;
 
--- layouts -- Topics whose newest layout is not that of their definition: it is of a topic of this name that is gone.
--- An addition of a shard changes a topic's layout and not its partitions.
+-- layouts -- Topics whose newest layout differs from their definition: it is left from a deleted topic of this name.
+-- Adding a shard changes a topic's layout and not its partitions.
 SELECT t.eql_name
 FROM {schema}.topic t
 CROSS JOIN LATERAL (
@@ -74,8 +74,8 @@ WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until >= 0 AND NOT EX
     SELECT FROM {schema}.topic_layout l WHERE l.eql_topic = c.eql_topic AND l.eql_after = c.eql_until
 );
 
--- passed_layouts -- Delete the layouts of a topic whose events were dropped and that every consumer has left.
--- The newest stays: it is the topic's. One that waits at the end of a layout has `eql_until` there.
+-- passed_layouts -- Delete the layouts of a topic whose events were dropped and that every consumer has left, except
+-- the newest.
 DELETE FROM {schema}.topic_layout past
 WHERE eql_topic = %(topic)s AND EXISTS (
     SELECT FROM {schema}.topic_layout next
@@ -87,8 +87,8 @@ WHERE eql_topic = %(topic)s AND EXISTS (
       )
 );
 
--- lacking -- Partitioned consumers of a topic that have fewer partitions than they need, with both numbers.
--- One that waits at the end of a layout needs those of that and of all later ones. A window of a backfill is of some.
+-- lacking -- Partitioned consumers of a topic that lack partitions, with both numbers. A consumer that waits at the end
+-- of a layout needs the partitions of that layout and of all later ones. Windows of backfills do not count.
 SELECT c.eql_name, count(*), needed.partitions
 FROM {schema}.consumer c
 JOIN {schema}.topic t ON t.eql_name = c.eql_topic

@@ -1,8 +1,8 @@
 -- publication -- What a writer published with one batch: how many events, and when.
 SELECT eql_events, eql_created_at FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
 
--- published -- The number of a publication's events that are in the log, their first and last offset, and their run.
--- Publication and events are of one transaction and have its time. Others may have the same: the asset tells them apart.
+-- published -- The events of a publication in the log: number, first and last offset, run. They have the publication's
+-- time, because they are of its transaction; the asset excludes others of the same time.
 SELECT count(*), min(eql_id), max(eql_id), min(run)
 FROM (
     SELECT eql_id, eql_metadata ->> 'dagster_run_id' AS run

@@ -1,12 +1,12 @@
--- publish -- One event into the buffer, if its topic is still defined as the publisher knows it.
--- A redefinition locks the buffer: this statement waits for it, and then sees what it did.
+-- publish -- Write one event to the buffer if its topic is still defined as the publisher knows it. A redefinition
+-- locks the buffer: this statement waits for it and then sees its result.
 INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
 SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::json
 FROM {schema}.topic
 WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = %(layout)s;
 
--- publish_joined -- The same in a transaction of a caller's, whose snapshot may be older than the topic's definition.
--- Where it is, locking the definition fails as any write to a row that was changed does in such a transaction.
+-- publish_joined -- The same in a caller's transaction, whose snapshot may be older than the topic's definition. Then
+-- locking the definition fails, as a write to a changed row does in such a transaction.
 WITH held AS MATERIALIZED (
     SELECT partitions, layout FROM {schema}.hold_topics(ARRAY[%(topic)s::text])
     WHERE current_setting('transaction_isolation') <> 'read committed'
@@ -37,10 +37,10 @@ WHERE current_setting('transaction_isolation') <> 'read committed';
 -- topic_exists -- Whether there is a topic of this name.
 SELECT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s);
 
--- look -- The server process that answers, the newest buffer id given out, the topics with events in the buffer, and
--- whether the buffer's sequence gives ids out one by one and upwards.
--- Of a topic with a low-water mark, only events beyond it count. A sequence shows what transactions that are still open,
--- or were rolled back, have drawn from it. It gets another file when it is altered, restarted or truncated with its table.
+-- look -- The answering server process, the newest buffer id, the topics with events in the buffer, and whether the
+-- buffer's sequence gives ids one by one and upwards. If a topic has a low-water mark, only events beyond it count. A
+-- sequence includes ids of open and rolled back transactions. Its file changes when it is altered, restarted or
+-- truncated with its table.
 SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time()
            || (SELECT ', sequence ' || pg_relation_filenode(tableoid) FROM {schema}.event_buffer_eql_id_seq),
        (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {schema}.event_buffer_eql_id_seq),
@@ -77,7 +77,7 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 -- await_topic -- Become the topic's one writer, after whoever is now.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
 
--- part last_id -- The last id of the log that was given out, NULL if its sequence does not give ids out one by one and upwards.
+-- part last_id -- The last id of the log; NULL if its sequence does not give ids one by one and upwards.
 (SELECT pg_sequence_last_value(own.sequence)
 FROM (
     SELECT pg_get_serial_sequence(
@@ -87,8 +87,8 @@ FROM (
 CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
 WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
 
--- append_state -- What a publisher that holds a topic must know of it: its partitions and layout; the time; the last id and
--- the number of its events in the buffer, at most so many (a block counts as that many); and the last id of the log.
+-- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
+-- number of its buffered events, at most `limit` (a block counts as `limit`); the last id of the log.
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        statement_timestamp(), max(eql_id), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END,
        {last_id}
@@ -103,10 +103,10 @@ FROM (
 COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
--- batch_end -- The buffer id at which a batch of at most so many events ends, their number, the topic's partitions, and
--- its layout; the first id among them that stands for a block of events; and the last id of the log.
--- Rows are compared, here and wherever a topic's part of the buffer is read: the statistics of a table that fills and
--- empties all the time are of another time, and by them the server may step over all other topics to find this one.
+-- batch_end -- A batch of at most `limit` events: its last buffer id, its size, the topic's partitions and layout, the
+-- first id of a block of events in it; and the last id of the log. Every read of a topic's part of the buffer compares
+-- rows: the buffer fills and empties faster than its statistics change, and the server might step over all other topics
+-- otherwise.
 SELECT max(eql_id), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        min(eql_id) FILTER (WHERE eql_partition < -1),
        {last_id}
@@ -125,16 +125,15 @@ WITH moved AS (
 )
 INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
 
--- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
--- The time is the statement's, which comes after the lock: times of the log grow with its ids.
--- Planned for its values each time: for any topic and range, PostgreSQL would rather go by the id through all topics.
+-- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids. The statement's time is
+-- after the lock, so times grow with ids. Planned for its values: a generic plan would walk the ids of all topics.
 {moved}
 SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
 
--- move_into_layout -- The same where the topic was repartitioned: events for a partition that it does not have any more
--- go where its publishers would put them now.
+-- move_into_layout -- The same after a repartitioning: events of a partition that the topic no longer has go to their
+-- new partition.
 {moved}
 SELECT CASE
            WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
@@ -154,10 +153,9 @@ FROM {schema}.event_buffer b
 LEFT JOIN {schema}.spark_staged_event block ON block.eql_buffer_id = b.eql_id
 WHERE b.eql_id = %(id)s;
 
--- read -- Events of a range of offsets, in order.
--- A topic that EventSQL's Java library registered after our migrations has times without a time zone. The statements
--- for one partition are planned for their values each time: for a partition of any size, PostgreSQL would step over
--- the events of all others, which takes for ever if the partition gets none.
+-- read -- Events of a range of offsets, in order. The statements for one partition are planned for their values: a
+-- generic plan would step over the events of all others, endlessly if the partition gets none. A topic that EventSQL's
+-- Java library registered after our migrations has times without a time zone.
 SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
 FROM {schema}.{event_table}
 WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
@@ -182,7 +180,7 @@ SELECT count(*) FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(afte
 -- extent -- How many events a range of offsets holds, and the first of them.
 SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s;
 
--- waiting -- Of the events of a range of offsets, at most so many: number, last offset, seconds since the first was moved.
+-- waiting -- Of the events of a range, at most `limit`: number, last offset, seconds since the first was moved.
 SELECT count(*), max(eql_id), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
 FROM (
     SELECT eql_id, eql_created_at FROM {schema}.{event_table}
@@ -198,8 +196,8 @@ WHERE {in_partition} eql_id > %(after)s
 ORDER BY eql_id
 LIMIT 1;
 
--- buffered -- What lies in the buffer per topic and partition: number of events, seconds since the oldest came. The
--- events of a block (`blocks.sql`) count as any others.
+-- buffered -- Events in the buffer by topic and partition, events of blocks included: number, seconds since the oldest
+-- came.
 SELECT eql_topic, eql_partition, sum(events)::bigint, extract(epoch FROM clock_timestamp() - min(since))::float8
 FROM (
     SELECT eql_topic, eql_partition, count(*) AS events, min(eql_created_at) AS since
@@ -235,8 +233,8 @@ SELECT EXISTS (
     WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 );
 
--- advance -- Move the offset of a locked consumer partition, if it is still where the consumption began, and this still
--- the transaction that locked it: a handler may have ended that.
+-- advance -- Move the offset of a locked consumer partition, if it has not moved, and if this is still the transaction
+-- that locked it: a handler may have ended that transaction.
 UPDATE {schema}.consumer
 SET eql_last_event_id = %(upto)s,
     eql_first_event_id = coalesce(eql_first_event_id, %(first)s),

@@ -1,5 +1,4 @@
--- notify -- Tell every listener of a channel each of the payloads, once this statement has committed.
--- All that notify in a database commit one after the other, so none may wait for the disk in that: nothing is lost with a
--- notification that a crash takes back.
+-- notify -- Send each payload to every listener of a channel after the commit. Commits with notifications run one after
+-- another, so none waits for the disk: a crash loses only a notification.
 SELECT pg_notify(%(channel)s, payload), set_config('synchronous_commit', 'off', true)
 FROM unnest(%(payloads)s::text[]) AS payload;

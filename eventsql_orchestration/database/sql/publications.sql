@@ -1,5 +1,5 @@
--- old_writers -- The writers of assets whose publications are from before a time, so many after a writer.
--- An asset's writer is a list in JSON, as no writer of a stream is that has its query's id or a name.
+-- old_writers -- Writers of assets whose publications are older than a time, after a writer. Only an asset's writer is
+-- a list in JSON.
 SELECT eql_writer
 FROM {schema}.spark_publication
 WHERE starts_with(eql_writer, '[') AND eql_writer > %(after)s
@@ -11,8 +11,8 @@ LIMIT %(limit)s;
 -- delete_writers -- The publications of some writers from before a time.
 DELETE FROM {schema}.spark_publication WHERE eql_writer = ANY (%(writers)s) AND eql_created_at < %(before)s;
 
--- delete_batches -- The batches of other writers from before a time, but each one's newest. As in spark.sql, the last one
--- that would go stays, and says that those before it went.
+-- delete_batches -- Delete old batches of other writers, except each writer's newest. As in spark.sql, the last old
+-- batch stays as a mark.
 WITH old AS MATERIALIZED (
     SELECT eql_writer, eql_batch, max(eql_batch) OVER (PARTITION BY eql_writer) AS last
     FROM {schema}.spark_publication p

@@ -1,5 +1,4 @@
--- send -- One message, visible when its delay has passed.
--- The clock, not the transaction's start: a message of a long transaction would be due before it was sent.
+-- send -- Write one message, visible after its delay. Uses the clock: the transaction may have begun long before.
 INSERT INTO {schema}.queue_message (eql_queue, eql_key, eql_body, eql_metadata, eql_visible_at)
 VALUES (
     %(queue)s, %(key)s, %(body)s, %(metadata)s::json,
@@ -7,8 +6,8 @@ VALUES (
 )
 RETURNING eql_id;
 
--- receive -- The messages that have been due longest, hidden under a new receipt until their timeout ends.
--- An array of ids, not a join: it leaves the planner no way to read the whole queue for a handful of rows.
+-- receive -- Take the messages that have been due longest, hidden under a new receipt until their timeout ends. With an
+-- array of ids, the planner cannot read the whole queue for a few rows.
 WITH received AS (
     UPDATE {schema}.queue_message
     SET eql_visible_at = clock_timestamp() + make_interval(secs => %(visibility_timeout)s),

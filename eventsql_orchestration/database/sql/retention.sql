@@ -66,8 +66,8 @@ LIMIT 1;
 -- try_retain -- Keep other programs from retaining a topic until the transaction ends, or find that one is at it.
 SELECT pg_try_advisory_xact_lock(hashtextextended(%(topic)s, 6074602));
 
--- makes_segments -- Whether the current role makes the segments of a log itself: it owns the log, or is a member of an owner
--- other than that of `ensure_segments`. A segment that a member of the owner makes would belong to the member.
+-- makes_segments -- Whether the current role makes a log's segments itself: it owns the log, or is a member of an owner
+-- that does not own `ensure_segments`. A segment that a member of the owner makes would belong to the member.
 SELECT pg_get_userbyid(log.relowner) = current_user
        OR (pg_has_role(log.relowner, 'USAGE') AND log.relowner <> function.proowner)
 FROM pg_class log
@@ -80,8 +80,8 @@ SELECT {schema}.make_segments(%(topic)s, %(events)s, %(ahead)s);
 -- ensure_segments -- The same as their owner, for another role that holds the topic.
 SELECT {schema}.ensure_segments(%(topic)s, %(events)s, %(ahead)s);
 
--- grants -- The rights on a table and its columns: each as GRANT names it, the role (null: everybody), and whether the
--- role may pass it on.
+-- grants -- The rights on a table and its columns: right as in GRANT, role (NULL for PUBLIC), and whether the role may
+-- pass it on.
 SELECT acl.privilege_type || coalesce(' (' || quote_ident(found.name) || ')', ''),
        CASE WHEN acl.grantee <> 0 THEN pg_get_userbyid(acl.grantee) END, acl.is_grantable
 FROM pg_class c
@@ -96,7 +96,7 @@ WHERE c.oid = %(table)s::regclass AND acl.grantee <> c.relowner;
 SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = %(table)s::regclass;
 
 -- dependents -- Objects that depend on a table and would stay with it when another takes its place, by kind and name.
--- Not our own guard (`guards.sql`), which is made anew.
+-- Our own guard (`guards.sql`) does not count.
 SELECT 'view ' || rewrite.ev_class::regclass
 FROM pg_depend depend JOIN pg_rewrite rewrite ON rewrite.oid = depend.objid
 WHERE depend.classid = 'pg_catalog.pg_rewrite'::regclass AND depend.refobjid = %(table)s::regclass

@@ -1,5 +1,5 @@
--- ownership -- The owner of the platform's tables, whether there are roles, and whether the current role is another one
--- that may become the owner.
+-- ownership -- The owner of the platform's tables, whether there are roles, and whether the current role is another and
+-- may become it.
 SELECT pg_get_userbyid(c.relowner),
        EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = %(trigger)s),
        pg_get_userbyid(c.relowner) <> current_user AND pg_has_role(c.relowner, 'MEMBER')
@@ -50,8 +50,7 @@ JOIN pg_namespace n ON n.oid = p.pronamespace AND n.nspname = %(schema)s
 WHERE p.proname = ANY (%(functions)s)
 ORDER BY 1;
 
--- schema_owner -- The owner of the platform's schema, and whether it owns it for others: a superuser, or the owner of the
--- database.
+-- schema_owner -- The owner of the platform's schema, and whether that is a superuser or the database's owner.
 SELECT o.rolname, o.rolsuper OR o.rolname = 'pg_database_owner'
 FROM pg_namespace n JOIN pg_roles o ON o.oid = n.nspowner
 WHERE n.nspname = %(schema)s;

@@ -4,9 +4,9 @@ SELECT coalesce(min(eql_id), 1), coalesce(max(eql_id), 0) FROM {schema}.{event_t
 -- now -- The database's clock.
 SELECT clock_timestamp();
 
--- before_time -- The id of the last event that entered the log before a time; where none did, one before the first id.
--- There is no index on times, but they grow with the ids: this bisects the ids, gaps and all, and reads one event by the
--- primary key for each halving, 63 at most. Below "low" everything is older than the time, from "high" on nothing is.
+-- before_time -- The id of the last event that entered the log before a time, or else one before the first id. Times
+-- have no index but grow with ids: this bisects the ids, with at most 63 steps in the primary key. Events below `low`
+-- are older than the time.
 WITH RECURSIVE search (low, high) AS (
     SELECT coalesce(min(eql_id), 1), coalesce(max(eql_id), 0) + 1 FROM {schema}.{event_table}
     UNION ALL
@@ -46,8 +46,8 @@ SET eql_state = 'released', eql_finished_at = clock_timestamp()
 WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = ANY (%(partitions)s)
   AND eql_state = 'claimed';
 
--- seek -- Move locked partitions of a consumer, each to an offset of its own, and leave no trace of leases and failures.
--- With a new epoch: an owner whose lease has ended must not take the partition up again where it was.
+-- seek -- Move locked partitions of a consumer, each to its offset, and clear leases and failures. The new epoch keeps
+-- an earlier owner from continuing.
 UPDATE {schema}.consumer c
 SET eql_last_event_id = target.id,
     eql_epoch = c.eql_epoch + 1,

@@ -1,5 +1,5 @@
--- settings -- The sequences that the column eql_id of tables gets its values from: name, table, settings, the last value,
--- NULL where the current role may not read it.
+-- settings -- The sequences of the column eql_id of tables: names, table, settings, and last value (NULL if the role
+-- may not read it).
 SELECT namespace.nspname, sequence.relname, owner.relname, settings.seqcache, settings.seqincrement, settings.seqcycle,
        settings.seqmax,
        CASE WHEN has_sequence_privilege(sequence.oid, 'SELECT, USAGE')
@@ -22,9 +22,8 @@ SELECT has_column_privilege(to_regclass(%(table)s)::oid, 'eql_id', 'SELECT');
 -- highest -- The largest id in a table.
 SELECT max(eql_id) FROM {schema}.{segment};
 
--- log_state -- Whether the times of a topic's log have time zones; its sequence, the last id of the sequence, and the
--- largest known id: of an event, an offset or a layout.
--- An absurdly large offset does not count.
+-- log_state -- Whether a log's times have time zones; its sequence and its last id; and the largest known id of an
+-- event, offset or layout. Absurdly large offsets do not count.
 SELECT (
            SELECT pg_typeof(eql_buffered_at) = 'pg_catalog.timestamptz'::regtype
                   AND pg_typeof(eql_created_at) = 'pg_catalog.timestamptz'::regtype

@@ -1,5 +1,5 @@
--- open -- The server process that answers a new connection, and the encoding of its database. Where the process is the
--- connection's own and not a pooler's, set the settings on which results of statements depend.
+-- open -- The answering server process and the database's encoding. If the process is the connection's own and not a
+-- pooler's, this makes the settings that results depend on.
 SELECT pg_backend_pid(), current_setting('server_encoding'),
        CASE WHEN pg_backend_pid() = %(pid)s THEN ARRAY[
            set_config('DateStyle', 'ISO', false),

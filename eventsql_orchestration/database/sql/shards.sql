@@ -2,8 +2,8 @@
 SELECT (SELECT system_identifier FROM pg_control_system()) || ':' || oid
 FROM pg_database WHERE datname = current_database();
 
--- state -- What this database says of the shards that it is one of: set, own name, whether it takes events, and the names
--- of each generation, oldest first; and how many topics it has.
+-- state -- This database's view of its shards: set, own name, whether it takes events; the names of each generation,
+-- oldest first; the number of topics.
 SELECT (SELECT ARRAY[eql_set::text, eql_name, eql_active::text] FROM {schema}.shard),
        (SELECT json_agg(eql_shards ORDER BY eql_generation) FROM {schema}.shard_layout),
        (SELECT count(*) FROM {schema}.topic);

@@ -1,5 +1,5 @@
--- after -- The rows after a checkpoint that no transaction which goes on can come before.
--- The snapshot whose horizon it asks for is the one that it reads by. Qualified: the first output column is a text.
+-- after -- Rows after a checkpoint that no open transaction can still precede. The horizon is that of the statement's
+-- own snapshot.
 SELECT source.{transaction}::text, source.{position}{comma}{columns}
 FROM {table} source
 WHERE (source.{transaction}, source.{position}) > (%(transaction)s::xid8, %(position)s)
@@ -15,8 +15,8 @@ SELECT count(*)
 FROM {table} source
 WHERE source.{transaction} >= pg_snapshot_xmin(pg_current_snapshot()){only};
 
--- newest -- The newest transaction of a table, and whether this server has not had it yet: no row that is seen can have one.
--- One that goes on sees its own rows, and may be newer than all that have ended.
+-- newest -- The newest transaction in a table, and whether it is beyond this server's: visible rows cannot have such a
+-- transaction, except rows of the current transaction.
 SELECT source.{transaction}::text,
        source.{transaction} >= pg_snapshot_xmax(pg_current_snapshot())
            AND source.{transaction} = pg_current_xact_id_if_assigned() IS NOT TRUE

@@ -8,14 +8,14 @@ SELECT eql_events, eql_query, eql_checksum
 FROM {schema}.spark_publication
 WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
 
--- is_forgotten -- Whether records of the writer were deleted up to a batch after this one. Run it after `record_publication`:
--- the transaction that deletes records marks the last of them.
+-- is_forgotten -- Whether records of the writer after this batch were deleted. Run after `record_publication`: a
+-- deletion marks the last one.
 SELECT EXISTS (
     SELECT FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch > %(batch)s AND eql_oldest
 );
 
--- prune_batches -- Delete records of a writer that are older than this, except those of its newest batches, from a limited
--- number of records. The last record stays and says that the records before it were deleted.
+-- prune_batches -- Delete a writer's old records, except its newest, from a limited number. The last old record stays
+-- as a mark.
 WITH first AS MATERIALIZED (
     SELECT eql_batch, eql_created_at FROM {schema}.spark_publication
     WHERE eql_writer = %(writer)s
@@ -84,9 +84,8 @@ DELETE FROM {schema}.spark_staged_event block
 WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
   AND NOT {is_prepared};
 
--- delete_orphans -- Delete the staged blocks of attempts whose newest block is older than this and that nobody published or
--- gave up. An attempt may take longer, as long as it goes on staging. Reads the table without its values, one row for some
--- megabytes of events. Skips rows that a concurrent sweep has locked.
+-- delete_orphans -- Delete blocks of attempts that stopped long ago and that nobody published or gave up. The newest
+-- block of an attempt tells its age. Reads no values, and skips rows that a concurrent sweep has locked.
 DELETE FROM {schema}.spark_staged_event
 WHERE (eql_attempt, eql_position) = ANY (
     SELECT eql_attempt, eql_position

@@ -11,8 +11,8 @@ ORDER BY eql_id
 OFFSET %(skip)s
 LIMIT 1;
 
--- occupied -- Within each of the given ranges that holds an event: the first and the last offset, and how many events
--- there are from the first to which offset, as far as `sample` of them.
+-- occupied -- For each given range with events: first and last offset, the number of its first events, at most
+-- `sample`, and the last offset of these.
 SELECT sampled.first, last.eql_id, sampled.events, sampled.upto
 FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) AS wanted (after, upto)
 CROSS JOIN LATERAL (
@@ -42,8 +42,8 @@ SELECT (
 FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) WITH ORDINALITY AS wanted (after, upto, number)
 ORDER BY wanted.number;
 
--- fence -- Where a topic's log ended here when a generation of shards began; 0 for a topic that is newer. No row where
--- it has not begun.
+-- fence -- The end of a topic's log when a generation of shards began here; 0 for a newer topic, no row if it has not
+-- begun.
 SELECT coalesce(
     (
         SELECT eql_fence FROM {schema}.shard_fence
@@ -62,8 +62,8 @@ JOIN {schema}.consumer consumer
  AND consumer.eql_partition = claim.eql_partition
 WHERE claim.eql_id = %(claim)s;
 
--- lock_partitions -- Take the partitions of a consumer, in their order, or one of them, after whoever has them: who
--- leases them, where they are, and whether they wait for the topic's next layout.
+-- lock_partitions -- Lock the partitions of a consumer, or one of them, in order: number, offset, lease owner, whether
+-- it waits for a layout.
 SELECT eql_partition, coalesce(eql_last_event_id, 0),
        CASE WHEN eql_lease_expires_at > clock_timestamp() THEN eql_lease_owner END,
        eql_until IS NOT NULL

@@ -1,6 +1,5 @@
--- append -- New changes of an aggregate that is still at the expected version; none where it is not.
--- The row of a new aggregate is inserted, that of a known one advanced. Either makes a second writer wait for the
--- first and then find nothing to do.
+-- append -- New changes of an aggregate at the expected version; none if it is at another. Inserting or updating the
+-- aggregate's row makes a second writer wait for the first, and then do nothing.
 WITH created AS (
     INSERT INTO {schema}.aggregate (eql_type, eql_id, eql_version)
     SELECT %(type)s, %(id)s, %(new_version)s

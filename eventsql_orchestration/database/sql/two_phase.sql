@@ -1,5 +1,5 @@
--- limit_transaction -- End this transaction if its client stays idle in it for too long, and make its commit wait for the disk
--- whatever the database's setting is: each shard relies on what another shard has committed.
+-- limit_transaction -- End this transaction if its client is idle in it for too long, and let its commit wait for the
+-- disk in any case: other shards rely on it.
 SELECT set_config('idle_in_transaction_session_timeout', %(idle)s, true),
        set_config(
            'synchronous_commit',
@@ -12,8 +12,8 @@ SELECT set_config('idle_in_transaction_session_timeout', %(idle)s, true),
 INSERT INTO {schema}.spark_decision (eql_id, eql_writer, eql_batch, eql_shards, eql_owner)
 VALUES (%(id)s, %(writer)s, %(batch)s, %(shards)s, %(owner)s);
 
--- lock_publication -- Hold the lock of a publication until this transaction ends. The transaction that decides holds it from
--- before the announcement on. If nobody holds the lock, nobody can decide the publication any more.
+-- lock_publication -- Hold the lock of a publication until this transaction ends. The deciding transaction holds it
+-- from before the announcement: nobody can decide a publication whose lock is free.
 SELECT pg_advisory_xact_lock(hashtextextended(%(id)s::uuid::text, 0));
 
 -- lock_blocks -- Keep the blocks of attempts from a sweep until this transaction ends.
@@ -32,8 +32,8 @@ UPDATE {schema}.spark_decision SET eql_decided = true WHERE eql_id = %(id)s AND 
 -- is_decided -- Whether a publication is decided; no row if it is finished or was given up.
 SELECT eql_decided FROM {schema}.spark_decision WHERE eql_id = %(id)s;
 
--- took_place -- Whether the recorded publication of a writer's batch is this one; no row if the batch has no record. NULL if a
--- version of this package recorded the batch that did not store the id.
+-- took_place -- Whether the recorded publication of a batch is this one; no row without a record, NULL if an older
+-- version recorded it.
 SELECT eql_id = %(id)s FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
 
 -- was_replaced -- Whether another publication of the same batch has published its part here.
@@ -49,8 +49,8 @@ DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND NOT eql_decided;
 -- finish -- Delete a decided announcement whose parts are all published.
 DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND eql_decided;
 
--- publish_part -- Take a part for this transaction, which publishes its attempts; no row if the part was published or given
--- up. The time is that of its events.
+-- publish_part -- Take a part for this transaction, which publishes its attempts, at this time; no row if it was
+-- published or given up.
 UPDATE {schema}.spark_part SET eql_published_at = now()
 WHERE eql_id = %(id)s AND eql_published_at IS NULL
 RETURNING eql_attempts, eql_events;
@@ -58,8 +58,8 @@ RETURNING eql_attempts, eql_events;
 -- give_part_up -- Delete an open part of a publication that was given up.
 DELETE FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NULL;
 
--- announcements -- The unfinished publications that were announced here, oldest first: age in seconds, owner, and whether the
--- owner is known to have ended (see `lock_publication`). The lock that this takes ends with the statement's transaction.
+-- announcements -- Unfinished publications that were announced here, oldest first: age in seconds, owner, and whether
+-- the owner is known to have ended (see `lock_publication`). The lock lasts as long as the statement's transaction.
 SELECT eql_id, eql_writer, eql_batch, eql_shards, eql_decided, extract(epoch FROM now() - eql_created_at)::float8,
        eql_owner,
        CASE WHEN eql_decided OR eql_owner IS NULL THEN false
