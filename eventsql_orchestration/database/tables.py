@@ -1,4 +1,4 @@
-"""The names of the platform's tables, and those that SQLAlchemy Core reads or writes as Core describes them.
+"""The names of the platform's tables, and the columns that statements of SQLAlchemy Core use.
 
 The migrations define the tables. Columns of EventSQL 1.0.0 keep their names, and every added column has a default, so
 that its inserts go on working. The descriptions carry no schema: `Database` maps them to the configured one.
@@ -18,7 +18,6 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
-    Sequence,
     SmallInteger,
     Table,
     Text,
@@ -66,16 +65,7 @@ topic = Table(
     Column("eql_layout", Integer, nullable=False, server_default=text("1")),
 )
 
-# The partitions of a topic after an offset, if they were changed while it had events.
-topic_layout = Table(
-    "topic_layout",
-    metadata,
-    Column("eql_topic", Text, primary_key=True),
-    Column("eql_layout", Integer, primary_key=True, autoincrement=False),
-    Column("eql_partitions", SmallInteger, nullable=False),
-    Column("eql_after", BigInteger, nullable=False),
-    _time("eql_created_at", now=True),
-)
+topic_layout = Table("topic_layout", metadata, Column("eql_topic", Text, primary_key=True))
 
 consumer = Table(
     "consumer",
@@ -83,11 +73,9 @@ consumer = Table(
     Column("eql_topic", Text, primary_key=True),
     Column("eql_name", Text, primary_key=True),
     Column("eql_partition", SmallInteger, primary_key=True, autoincrement=False),
-    Column("eql_first_event_id", BigInteger),
     Column("eql_last_event_id", BigInteger),
     _time("eql_last_consumption_at"),
     Column("eql_consumed_events", BigInteger, nullable=False),
-    _time("eql_created_at", now=True),
     Column("eql_paused", Boolean, nullable=False, server_default=text("false")),
     Column("eql_max_attempts", Integer, nullable=False, server_default=text("5")),
     Column("eql_epoch", BigInteger, nullable=False, server_default=text("0")),
@@ -99,21 +87,13 @@ consumer = Table(
     _time("eql_retry_at"),
     Column("eql_filter", JSON),
     Column("eql_until", BigInteger),
-    Column("eql_given_up", BigInteger, nullable=False, server_default=text("0")),
 )
 
 event_buffer = Table(
-    "event_buffer",
-    metadata,
-    Column("eql_id", BigInteger, Sequence("event_buffer_eql_id_seq"), primary_key=True),
-    Column("eql_topic", Text, nullable=False),
-    Column("eql_partition", SmallInteger, nullable=False),
-    Column("eql_key", Text),
-    Column("eql_value", LargeBinary, nullable=False),
-    _time("eql_created_at", now=True),
-    Column("eql_metadata", JSON, nullable=False),
+    "event_buffer", metadata, Column("eql_id", BigInteger, primary_key=True), Column("eql_topic", Text, nullable=False)
 )
 event_buffer_lock = Table("event_buffer_lock", metadata, Column("eql_topic", Text, primary_key=True))
+redriven_dead_letter = Table("redriven_dead_letter", metadata, Column("eql_topic", Text, primary_key=True))
 
 # This database's place among the shards that share its topics: at most one row.
 shard = Table(
@@ -122,60 +102,29 @@ shard = Table(
     Column("eql_name", Text, primary_key=True),
     Column("eql_set", UUID, nullable=False),
     Column("eql_active", Boolean, nullable=False, server_default=text("false")),
-    _time("eql_created_at", now=True),
 )
-# Which shards there are from which generation on; the newest one holds.
+
+# The shards from a generation on; the newest generation holds.
 shard_layout = Table(
     "shard_layout",
     metadata,
     Column("eql_generation", Integer, primary_key=True, autoincrement=False),
     Column("eql_shards", ARRAY(Text), nullable=False),
-    _time("eql_created_at", now=True),
 )
 
-# The newest offset of each topic here when a generation began: keys that moved to a shard of it have none after.
-shard_fence = Table(
-    "shard_fence",
-    metadata,
-    Column("eql_generation", Integer, primary_key=True, autoincrement=False),
-    Column("eql_topic", Text, primary_key=True),
-    Column("eql_fence", BigInteger, nullable=False),
-)
-
-redriven_dead_letter = Table(
-    "redriven_dead_letter",
-    metadata,
-    Column("eql_topic", Text, primary_key=True),
-    Column("eql_letter_id", BigInteger, primary_key=True, autoincrement=False),
-    _time("eql_redriven_at", now=True),
-)
+# The newest offset of each topic when a generation began: keys that moved then have no event after it.
+shard_fence = Table("shard_fence", metadata, Column("eql_topic", Text, primary_key=True))
 
 spark_staged_event = Table(
     "spark_staged_event",
     metadata,
     Column("eql_attempt", UUID, primary_key=True),
-    Column("eql_position", BigInteger, primary_key=True, autoincrement=False),
     Column("eql_topic", Text, nullable=False),
-    Column("eql_partition", SmallInteger, nullable=False),
-    Column("eql_key", Text),
-    Column("eql_value", LargeBinary, nullable=False),
-    Column("eql_metadata", JSON, nullable=False),
-    _time("eql_created_at", now=True),
-    # The row of the buffer that stands for a published block.
-    Column("eql_buffer_id", BigInteger),
 )
+
 # The part of a publication over several shards that lies here. Its blocks are kept until they are published.
 spark_part = Table(
-    "spark_part",
-    metadata,
-    Column("eql_id", UUID, primary_key=True),
-    Column("eql_shard", Text, nullable=False),
-    Column("eql_writer", Text, nullable=False),
-    Column("eql_batch", BigInteger, nullable=False),
-    Column("eql_attempts", ARRAY(UUID), nullable=False),
-    Column("eql_events", BigInteger, nullable=False),
-    _time("eql_created_at", now=True),
-    _time("eql_published_at"),
+    "spark_part", metadata, Column("eql_attempts", ARRAY(UUID), nullable=False), _time("eql_published_at")
 )
 
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType, TracebackType
-from typing import Any, Final
+from typing import Final
 
 import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import psycopg
@@ -49,10 +49,9 @@ _DATABASES: Final = 8
 
 @lru_cache(maxsize=_DATABASES)
 def known_database(dsn: str) -> AdbcDatabase:
-    """ADBC's knowledge of a database, for the life of the process. It holds no connection.
+    """ADBC's knowledge of a database's types, for the life of the process. It holds no connection.
 
-    ADBC asks the server for all types, including those of tables, over a connection that it closes. Measured with 20
-    tables: 25 ms, which every task would wait for. The task's own connection takes 7 ms.
+    Without this, each task would wait for it. Measured with 20 tables: 25 ms. The task's own connection takes 7 ms.
     """
     database: AdbcDatabase = adbc_driver_postgresql.connect(_confined(dsn))
     return database
@@ -80,8 +79,8 @@ WHERE n.nspname = ANY (current_schemas(false)) AND n.nspname <> 'pg_catalog' AND
 def _confined(dsn: str) -> str:
     """The same database with only the system's schemas on the search_path: the driver's queries are not qualified.
 
-    A pooler may refuse or ignore the option. Then nothing on the path may capture names of those queries, else
-    `ConfigurationError`.
+    A pooler may refuse or ignore the option. Raises `ConfigurationError` if the path captures names of these queries
+    then.
     """
     given = conninfo.conninfo_to_dict(dsn).get("options") or ""
     plain = conninfo.make_conninfo(dsn, client_encoding="UTF8")
@@ -94,9 +93,9 @@ def _confined(dsn: str) -> str:
         confined, captures = plain, _captures(plain)
     if captures:
         raise ConfigurationError(
-            f"schema {captures[0][0]!r} on the search_path has an operator <>, a function version or a type text of "
-            "the system's types, which the Arrow driver would use, and the pooler sets no search_path: remove it from "
-            "the path or from the schema, or connect past the pooler"
+            f"the Arrow driver would use an operator <>, a function version or a type text of schema "
+            f"{captures[0][0]!r}, and the pooler sets no search_path: remove the schema from the role's search_path, "
+            "or connect past the pooler"
         )
     return confined
 
@@ -107,7 +106,7 @@ def _captures(dsn: str) -> list[tuple[str]]:
 
 
 class RefusedError(Exception):
-    """A query failed among its rows, on a server that still answers. The SQLSTATE is not known."""
+    """A query failed among its rows, and the server still answers. The SQLSTATE is not known."""
 
 
 class CopyConnection:
@@ -151,18 +150,12 @@ class CopyConnection:
             with closing(pa.RecordBatchReader.from_stream(stream)) as reader:
                 yield from reader
         except (pa.ArrowException, OSError) as error:
-            # Arrow errors have no SQLSTATE, which would say whether the connection is gone.
-            if self._stands():
-                raise RefusedError(str(error)) from error
-            raise
-
-    def _stands(self) -> bool:
-        """Whether the server still answers. Ends the transaction."""
-        try:
-            self._connection.rollback()
-        except Error:
-            return False
-        return True
+            # Arrow errors have no SQLSTATE. A rollback shows whether the server still answers.
+            try:
+                self._connection.rollback()
+            except Error:
+                raise error from None
+            raise RefusedError(str(error)) from error
 
     def commit(self) -> None:
         """Commit. The next statement begins another transaction."""
@@ -185,7 +178,7 @@ TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
         "shard": pa.string(),
     }
 )
-"""The Arrow types of a read's columns. `topic` and `shard` are constant within a piece and are not fetched."""
+"""The Arrow types of a read's columns. `topic` and `shard` are the same within a piece and are not fetched."""
 
 _EXPRESSIONS: Final = {
     "key": sql.SQL("eql_key"),
@@ -269,11 +262,12 @@ def _read_piece(
     connection: CopyConnection, source: Source, piece: Piece, wanted: Projection
 ) -> Iterator[pa.RecordBatch]:
     fetched, schema, topic = wanted.fetched, wanted.schema, piece.offsets.topic
-    # One snapshot for both statements: otherwise a segment could be detached between them.
+    # One snapshot for both statements: a segment might be detached between them.
     connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
     # Times without a zone are in UTC: EventSQL's Java library makes such tables.
     connection.execute("SET LOCAL TIME ZONE 'UTC'")
-    if not sum(batch.num_rows for batch in connection.batches(_first_query(source, piece))):
+    first = _select(source, piece, sql.SQL("eql_id"), [sql.SQL("eql_id = {}").format(piece.first)])
+    if not sum(batch.num_rows for batch in connection.batches(first)):
         # From here on, this transaction keeps its segment and all later ones from being dropped.
         report_loss(
             f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "
@@ -281,34 +275,27 @@ def _read_piece(
             fail=wanted.fail_on_data_loss,
             shard=piece.shard,
         )
+    same = {"topic": topic, "shard": None if piece.shard is None else piece.shard.name}
     for batch in connection.batches(_query(source, piece, fetched)):
         if batch.num_rows:
             found = dict(zip(fetched, batch.columns, strict=True))
             if wanted.decoder is not None and "value" in found:
                 offsets = found["offset"].to_pylist() if wanted.decoder.fail_fast else None
                 found["value"] = wanted.decoder.decode(found["value"], topic, offsets)
-            same = {"topic": topic, "shard": None if piece.shard is None else piece.shard.name}
-            arrays = [
-                _constant(same[name], schema.field(name).type, batch.num_rows)
-                if name in same
-                else _column(name, found[name], schema.field(name).type)
-                for name in wanted.columns
-            ]
+            for name in same.keys() & set(wanted.columns):
+                found[name] = pa.repeat(pa.scalar(same[name], pa.string()), batch.num_rows)
+            if "headers" in found:
+                found["headers"] = _maps(found["headers"])
+            arrays = [found[field.name].cast(field.type) for field in schema]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def report_loss(what: str, *, fail: bool, shard: ReadShard | None) -> None:
     """Raise `DataLossError`, to which the caller adds the shard, or log a warning if loss is no failure."""
     if fail:
-        raise DataLossError(f"{what}; set failOnDataLoss to false to go on with what is left")
+        raise DataLossError(f"{what}: set failOnDataLoss to false to read the events that are left")
     where = "" if shard is None else f"shard {shard.name!r}: "
-    logger.warning("%s%s; the read goes on with what is left", where, what)
-
-
-def _first_query(source: Source, piece: Piece) -> str:
-    return qualified(
-        sql.SQL("SELECT eql_id FROM {} WHERE eql_id = {}").format(_log(source, piece), piece.first).as_string()
-    )
+    logger.warning("%s%s; the read goes on with the events that are left", where, what)
 
 
 def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
@@ -322,29 +309,13 @@ def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
         conditions.append(sql.SQL("eql_partition = {}").format(offsets.partition))
     # filters.py has written their values as literals.
     conditions += [sql.SQL(f"({row})") for row in piece.rows]
-    return qualified(
-        sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
-        .format(
-            sql.SQL(", ").join(_EXPRESSIONS[name] for name in fetched),
-            _log(source, piece),
-            sql.SQL(" AND ").join(conditions),
-        )
-        .as_string()
-    )
+    return _select(source, piece, sql.SQL(", ").join(_EXPRESSIONS[name] for name in fetched), conditions)
 
 
-def _log(source: Source, piece: Piece) -> sql.Identifier:
-    return sql.Identifier(source.schema, piece.table)
-
-
-def _constant(value: str | None, kind: pa.DataType, rows: int) -> pa.Array:
-    return pa.repeat(pa.scalar(value, kind), rows)
-
-
-def _column(name: str, found: Any, kind: pa.DataType) -> pa.Array:
-    if name == "headers":
-        return _maps(found)
-    return found if found.type == kind else found.cast(kind)
+def _select(source: Source, piece: Piece, columns: sql.Composable, conditions: Sequence[sql.Composable]) -> str:
+    log = sql.Identifier(source.schema, piece.table)
+    query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
+    return qualified(query.format(columns, log, sql.SQL(" AND ").join(conditions)).as_string())
 
 
 def _maps(texts: pa.Array) -> pa.Array:
@@ -376,10 +347,10 @@ def translate(error: Exception, source: Source, what: str) -> DatabaseError:
     said = str(error).strip()
     detail = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, RefusedError) and (state is None or state.startswith(("08", "57P", "53"))):
-        return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away ({detail})")
+        return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away: {detail}")
     if state == _NO_RIGHT:
         # Loaded only here, so that tasks without this error start faster.
         from eventsql_orchestration.database.grants import permission_error  # noqa: PLC0415
 
         return permission_error(detail.removeprefix("ERROR:").strip(), f"{what}: {source.label}", None, None)
-    return DatabaseError(f"{what}: {source.label} refused ({detail})")
+    return DatabaseError(f"{what}: {source.label} refused: {detail}")

@@ -1,7 +1,4 @@
-"""The commit log of writes: what a publication does in one database, in a transaction there.
-
-It records the batch, publishes its events, and commits its claim.
-"""
+"""The commit log of writes: the record of a batch, its events and its claim, in a transaction in one database."""
 
 from __future__ import annotations
 
@@ -115,7 +112,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What the attempts of a batch have staged on one shard."""
+    """The shares of a batch's attempts on one shard."""
 
     shares: tuple[tuple[uuid.UUID, Share], ...] = ()
 
@@ -157,8 +154,8 @@ class CommitLog:
         cursor = connection.cursor(row_factory=tuple_row)
         if cursor.execute(self._queries("is_forgotten"), values).fetchone() == (True,):
             raise ConfigurationError(
-                f"{batch} is not published: it may have been published before. Records of this writer's old batches "
-                f"are deleted after {KEPT_SECONDS / 86_400:.0f} days. If it was not published, use another writerId"
+                f"{batch} is not published, because it may have been published more than "
+                f"{KEPT_SECONDS / 86_400:.0f} days ago: records are deleted then. If not, use another writerId"
             )
         return True
 
@@ -177,16 +174,14 @@ class CommitLog:
         Raises `ConfigurationError` if a stream's batch is another one, `ClaimLostError` if the claim was not committed.
         """
         if batch.stream is not None:
-            self._check_stream(batch, batch.stream, self._record(connection, batch))
+            self._check_stream(connection, batch, batch.stream)
         if batch.claim is not None:
             claim, state = self.platform.claims.get(batch.claim.id)
             if state != "committed":
                 raise ClaimLostError(f"{batch} was published before, but not with {claim}: give writerId a new value")
 
-    def _check_stream(
-        self, batch: Batch, stream: StreamBatch, record: tuple[int, str | None, int | None] | None
-    ) -> None:
-        events, query, checksum = record or (None, None, None)
+    def _check_stream(self, connection: Connection, batch: Batch, stream: StreamBatch) -> None:
+        events, query, checksum = self._record(connection, batch) or (None, None, None)
         if events != batch.events:
             difference = f"with {events} events, and has {batch.events} now"
         elif None not in (query, stream.query) and query != stream.query and checksum != stream.checksum:
@@ -194,8 +189,8 @@ class CommitLog:
         else:
             return
         raise ConfigurationError(
-            f"{batch} was published before {difference}: this checkpoint is not the one that it was published with. "
-            "Give writerId a new value, and begin where the deleted checkpoint ended"
+            f"{batch} was published before {difference}, with another checkpoint: give writerId a new value, and begin "
+            "where the deleted checkpoint ended"
         )
 
     # The events
@@ -264,13 +259,8 @@ class CommitLog:
     # Cleaning up
 
     def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
-        """Delete what the attempts staged, unless it is published or prepared."""
+        """Delete the blocks of attempts, unless they are published or prepared."""
         self._blocks.delete(connection, attempts)
-
-    def give_up(self, attempts: Sequence[uuid.UUID]) -> None:
-        """`delete` in a transaction of its own."""
-        with self.platform.database.connection() as connection:
-            self.delete(connection, attempts)
 
     def prune(self, writer: str) -> None:
         """Delete some old records: of the writer's batches, and of generated writers of its kind.
@@ -287,6 +277,6 @@ class CommitLog:
                     connection.execute(queries("prune_writers"), {**values, **of_kind})
 
     def sweep(self) -> None:
-        """Delete what attempts staged that nobody published or gave up."""
+        """Delete old blocks that nobody published or gave up."""
         with self.platform.database.connection() as connection:
             self._blocks.sweep(connection)

@@ -43,7 +43,7 @@ from eventsql_orchestration.spark.staging import Attempt, WriteTarget
 from eventsql_orchestration.spark.write_targets import write_targets
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator, Unfinished
+    from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ FORGET_SECONDS: Final = 86_400.0
 
 GIVE_UP_SECONDS: Final = 0.25
 """How long to wait for each part of a publication that was given up. The next publication gives it up, too."""
+
+_STAGED: Final = "the shard of staged events"
 
 
 class Publications:
@@ -109,7 +111,7 @@ class Publications:
             return self._logs[shard]
         except KeyError:
             names = ", ".join(map(str, self._logs))
-            raise ShardSetError(f"{option}: there is no shard {shard!r} among those that are up, {names}") from None
+            raise ShardSetError(f"{option}: shard {shard!r} does not exist or is down; these are up: {names}") from None
 
     # Planning
 
@@ -129,7 +131,7 @@ class Publications:
         """
         if shard is None and self._sharded:
             raise ConfigurationError(
-                f"option claimShard is missing: each shard numbers its claims, name that of claim {claim_id}"
+                f"option claimShard is missing: each shard numbers its claims, name the shard of claim {claim_id}"
             )
         if shard is not None and not self._sharded:
             raise ConfigurationError("option claimShard cannot be used here: there is one database")
@@ -193,12 +195,13 @@ class Publications:
             log.commit(connection, batch.claim)
 
     def discard(self, attempts: Sequence[Attempt]) -> None:
-        """Delete what these attempts staged, unless it is published or prepared. A sweep deletes the rest."""
+        """Delete the blocks of attempts, unless they are published or prepared. A sweep deletes the rest."""
         for shard, portion in Batch("", 0, tuple(attempts)).portions().items():
-            # The caller has failed before and reports that error, not a shard that is down now.
+            # The caller reports an earlier error, not a shard that is down now.
             with suppress(EventSQLError, psycopg.Error):
-                log = self._log_of(shard, "what was staged")
-                log.give_up(portion.attempts)
+                log = self._log_of(shard, _STAGED)
+                with log.platform.database.connection() as connection:
+                    log.delete(connection, portion.attempts)
 
     def _sweep(self, deciding: CommitLog, batch: Batch) -> None:
         try:
@@ -211,7 +214,7 @@ class Publications:
                     log.parts.forget(FORGET_SECONDS)
         except (EventSQLError, psycopg.Error) as error:
             # The events are published, so Spark must see no error. The next publication sweeps again.
-            logger.warning("staged events of dead attempts are left for the next publication: %s", error)
+            logger.warning("staged events of dead attempts are not deleted yet, the next write tries again: %s", error)
 
     # Over several shards
 
@@ -232,7 +235,7 @@ class Publications:
                 if over and self._is_repeated(deciding, batch):
                     return False
                 raise
-            logger.warning("%s is decided, and to be finished after: %s", batch, error)
+            logger.warning("%s is decided; finishing it after an error: %s", batch, error)
             self._await_finished(deciding, batch)
         else:
             # If this fails, the next publication does it.
@@ -260,7 +263,7 @@ class Publications:
             deciding.parts.lock_publication(connection, part.id)
             deciding.parts.announce(part, list(others), owner_name())
             for shard, portion in others.items():
-                self._log_of(shard, "what was staged").prepare(part, portion)
+                self._log_of(shard, _STAGED).prepare(part, portion)
                 # A statement, so that the server does not end the deciding transaction as idle.
                 deciding.parts.limit_transaction(connection)
             for shard, portion in others.items():
@@ -299,10 +302,10 @@ class Publications:
             if not given_up and (deciding.parts.is_decided(part.id) or deciding.parts.took_place(part)):
                 return True
         except EventSQLError as error:
-            logger.warning("the next publication finds out whether %s takes place: %s", batch, error)
+            logger.warning("whether %s is published is not known until the next write: %s", batch, error)
             return False
         for shard in others:
-            # Its blocks are discarded with those of every write that fails; else both are missing_blocks.
+            # Otherwise the discarded blocks of this write would be missing from an open part.
             with suppress(EventSQLError):
                 self._logs[shard].parts.give_part_up(part.id, timeout=GIVE_UP_SECONDS)
         return False if given_up else None
@@ -312,24 +315,23 @@ class Publications:
 
         Raises `DatabaseBusyError`, with nothing of this batch published.
         """
-        patience = Backoff(FINISH_SECONDS)
-        while left := self._earlier(portions):
-            if not patience.lasts():
+        backoff = Backoff(FINISH_SECONDS)
+        while left := [
+            str(each)
+            for each in self._coordinator.finish()
+            if each.decided and not portions.keys().isdisjoint(each.shards)
+        ]:
+            if not backoff.lasts():
                 raise DatabaseBusyError(
-                    f"{batch} was not published, because {'; '.join(map(str, left))}. Those events come first: write "
-                    "again when the shard takes them"
+                    f"{batch} was not published, because {'; '.join(left)}. Those events come first: write again when "
+                    "the shard takes them"
                 )
-
-    def _earlier(self, portions: Mapping[str | None, Portion]) -> list[Unfinished]:
-        """The decided publications that could not be finished on one of these shards."""
-        unfinished = self._coordinator.finish()
-        return [each for each in unfinished if each.decided and not portions.keys().isdisjoint(each.shards)]
 
     def _await_finished(self, deciding: CommitLog, batch: Batch) -> None:
         """Finish a decided batch. Raises `PublicationUnfinishedError`."""
-        patience = Backoff(FINISH_SECONDS)
+        backoff = Backoff(FINISH_SECONDS)
         while left := self._left(deciding, batch):
-            if not patience.lasts():
+            if not backoff.lasts():
                 raise PublicationUnfinishedError(
                     f"{batch} is published, and some of its events cannot be read yet: {'; '.join(left)}. To finish, "
                     "write it again, or run `eventsql transfer` with the URLs of all shards"

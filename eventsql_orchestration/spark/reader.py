@@ -10,22 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
-from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import (
-    BinaryType,
-    DataType,
-    IntegerType,
-    LongType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
+from pyspark.sql.types import DataType, StructField, StructType
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
-from eventsql_orchestration.spark.adbc import Piece, Projection, read_batches
+from eventsql_orchestration.spark.adbc import TYPES, Piece, Projection, read_batches
 from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.json_values import ValueDecoder, check_type
 from eventsql_orchestration.spark.read_options import ReadOptions, SchemaOptions
@@ -35,24 +25,16 @@ if TYPE_CHECKING:
     from eventsql_orchestration.spark.log_planner import Logs
     from eventsql_orchestration.spark.multi_log_planner import AllLogs
 
-COLUMNS: Final[dict[str, DataType]] = {
-    "key": StringType(),
-    "value": BinaryType(),
-    "topic": StringType(),
-    "partition": IntegerType(),
-    "offset": LongType(),
-    "timestamp": TimestampType(),
-    "headers": MapType(StringType(), StringType()),
-}
-"""The columns of a read of one database."""
+_TYPES: Final[dict[str, DataType]] = {name: from_arrow_type(kind) for name, kind in TYPES.items()}
 
-_SHARD: Final[dict[str, DataType]] = {"shard": StringType()}
+COLUMNS: Final = tuple(name for name in TYPES if name != "shard")
+"""The columns of a read of one database."""
 
 
 def read_schema(*, headers: bool, shards: bool = False) -> StructType:
     """The columns of a read, all nullable. With `shards`, also the column `shard`."""
-    columns = {**COLUMNS, **_SHARD} if shards else COLUMNS
-    return StructType([StructField(name, kind) for name, kind in columns.items() if headers or name != "headers"])
+    left_out = {name for name, wanted in (("headers", headers), ("shard", shards)) if not wanted}
+    return StructType([StructField(name, kind) for name, kind in _TYPES.items() if name not in left_out])
 
 
 def declared_schema(options: SchemaOptions) -> StructType | str:
@@ -69,7 +51,7 @@ def declared_schema(options: SchemaOptions) -> StructType | str:
         if depth < 0:
             break
     if depth or ddl.startswith("{"):
-        raise ValidationError("option valueSchema is no list of columns: take one such as 'id BIGINT, price DOUBLE'")
+        raise ValidationError("option valueSchema is no list of columns: write one such as 'id BIGINT, price DOUBLE'")
     return ", ".join(
         f"`{field.name}` STRUCT<{ddl}>" if field.name == "value" else f"`{field.name}` {field.dataType.simpleString()}"
         for field in schema.fields
@@ -77,24 +59,24 @@ def declared_schema(options: SchemaOptions) -> StructType | str:
 
 
 def check_schema(schema: StructType, *, shards: bool = False) -> None:
-    """Raise `ValidationError` for the first column that a read cannot give. `shards`: whether several are read."""
+    """Raise `ValidationError` for the first column that a read cannot give. `shards` is true for several databases."""
     columns = {field.name: field.dataType for field in read_schema(headers=True, shards=shards)}
     if not schema.fields:
-        raise ValidationError(f"schema: ask for at least one of the columns {', '.join(columns)}")
+        raise ValidationError(f"schema: no column is named: name some of {', '.join(columns)}")
     for column in schema.fields:
         expected = columns.get(column.name)
         if expected is None:
-            where = " where dsn names one database" if column.name in _SHARD else ""
+            where = " where dsn names one database" if column.name == "shard" else ""
             raise ValidationError(f"schema: there is no column {column.name!r}{where}, there are {', '.join(columns)}")
         decoded = column.name == "value" and isinstance(column.dataType, StructType)
         if column.dataType != expected and not decoded:
-            also = " (or a struct, which values are decoded to)" if column.name == "value" else ""
+            also = " (or a struct for decoded values)" if column.name == "value" else ""
             raise ValidationError(
                 f"schema: column {column.name!r} is {expected.simpleString()}{also}, "
                 f"not {column.dataType.simpleString()}"
             )
         if not column.nullable:
-            raise ValidationError(f"schema: column {column.name!r} is nullable: leave NOT NULL out")
+            raise ValidationError(f"schema: column {column.name!r} is nullable: remove NOT NULL")
 
 
 class Split(InputPartition):

@@ -43,13 +43,13 @@ def _await_shards(
     platforms: Mapping[str | None, Shard], wanted: str | None
 ) -> tuple[dict[str | None, list[Topic]], list[str | None]]:
     """The topics on each shard, and the shards that take events, after waiting for a shard that is being added."""
-    patience = Backoff(PENDING_SECONDS)
+    backoff = Backoff(PENDING_SECONDS)
     while True:
         topics = {name: _topics(platform, wanted) for name, platform in platforms.items()}
         try:
             return topics, _taking(topics, wanted)
         except ShardPendingError:
-            if not patience.lasts():
+            if not backoff.lasts():
                 raise
 
 
