@@ -149,7 +149,7 @@ def test_events_that_retention_drops_before_a_task_reads_are_missed(
         list(strict.read(planned[0]))
     with caplog.at_level(logging.WARNING):
         assert [batch.num_rows for batch in lenient.read(planned[0])] == []
-    assert "the read goes on with what is left" in caplog.text
+    assert "the read goes on with the events that are left" in caplog.text
 
 
 def test_offsets_that_retention_has_dropped_are_missed(
