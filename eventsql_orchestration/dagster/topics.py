@@ -142,9 +142,7 @@ def _arrival(platform: Shard, topic: str, after: int | None, end: int) -> dg.Ass
         with platform.database.connection() as connection:
             row = (
                 connection.cursor(row_factory=tuple_row)
-                .execute(
-                    Queries("log", platform.database.schema)("extent", topic=topic), {"after": after, "upto": end}
-                )
+                .execute(Queries("log", platform.database.schema)("extent", topic=topic), {"after": after, "upto": end})
                 .fetchone()
             )
         # None if retention has already dropped them.

@@ -78,16 +78,10 @@ def find_java(home: Path) -> JavaRuntime:
     refused: list[str] = []
     for source, java in _installed():
         runtime = _probe(java)
-        if runtime is None:
-            refused.append(f"{source} {java} does not run")
-        elif (fault := runtime.fault) is not None:
-            refused.append(f"{source} {java} is {fault}")
-        else:
-            for refusal in refused:
-                _logger.warning("Java of %s", refusal)
+        if runtime is not None and runtime.fault is None:
             return _usable(runtime, source, home)
-    for refusal in refused:
-        _logger.warning("Java of %s; using the packaged one", refusal)
+        refused.append(f"{source} {java} " + ("does not run" if runtime is None else f"is {runtime.fault}"))
+        _logger.warning("Java of %s: looking for another", refused[-1])
     return _packaged(home, refused)
 
 
@@ -155,7 +149,7 @@ def _packaged(home: Path, refused: list[str]) -> JavaRuntime:
     if runtime is None or runtime.fault is not None:
         raise ConfigurationError(
             f"the packaged Java runtime {packaged} does not run Spark on this machine: "
-            "install Java 17 or 21 and let JAVA_HOME name it"
+            "install Java 17 or 21 and set JAVA_HOME to its directory"
         )
     return _usable(runtime, "packaged", home)
 
@@ -168,13 +162,9 @@ def _packaged_home() -> Path | None:
 def _probe(java: Path) -> _Runtime | None:
     """Ask a runtime for its version and home, started as Spark starts it. None if it does not run."""
     settings = ["-XshowSettings:properties", "-version"]
-    accepts = True
     said = _output([str(java), f"--add-modules={_VECTOR_MODULE}", *settings])
-    if said is None:
-        accepts = False
-        said = _output([str(java), *settings])
-    if said is None:
-        return None
+    accepts = said is not None
+    said = said or _output([str(java), *settings]) or ""
     version = re.search(r"^\s*java\.version = (?:1\.)?(\d+)(?:\.(\d+))?(?:\.(\d+))?", said, re.MULTILINE)
     home = re.search(r"^\s*java\.home = (.+?)\s*$", said, re.MULTILINE)
     if version is None or home is None:
@@ -217,13 +207,13 @@ def _shim(runtime: _Runtime, home: Path) -> Path:
     except OSError as error:
         raise ConfigurationError(
             f"the Java shim {shim} could not be written: {error.strerror or error}; "
-            "make the directory writable, or install Java 17 or 21 and let JAVA_HOME name it"
+            "make the directory writable, or install Java 17 or 21 and set JAVA_HOME to its directory"
         ) from error
     probed = _probe(shim / "bin" / "java")
     if probed is None or not probed.accepts_vector_module:
         raise ConfigurationError(
             f"the Java shim {shim} does not run (is its disk mounted noexec?): "
-            "choose another directory, or install Java 17 or 21 and let JAVA_HOME name it"
+            "choose another directory, or install Java 17 or 21 and set JAVA_HOME to its directory"
         )
     return shim
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.spark.options import MAX_BIGINT, Given
@@ -31,8 +32,8 @@ _KAFKA_NUMBERS: Final[Mapping[int, Bound]] = {-2: "earliest", -1: "latest"}
 class OffsetBounds:
     """Where a read begins, or where it ends.
 
-    `option` is the option that says so. `whole` is the bound of all topics, `topics` has bounds by topic, `shards` by
-    topic and shard. `given` is false for the default.
+    `option` is the option that gives the bounds. `whole` is the bound of all topics, `topics` has bounds by topic,
+    `shards` by topic and shard. `given` is false for the default.
     """
 
     option: str
@@ -53,7 +54,7 @@ class OffsetBounds:
         for topic, given in self.shards.items():
             if unknown := sorted(given.keys() - set(names)):
                 raise ValidationError(
-                    f"option {self.option}: topic {topic!r}: there is no shard {', '.join(unknown)}, there are "
+                    f"option {self.option}: topic {topic!r}: there is no shard {', '.join(unknown)}: name "
                     f"{', '.join(names)}"
                 )
             if missing := [name for name in names if name not in given]:
@@ -63,10 +64,8 @@ class OffsetBounds:
     def bounds(self) -> list[Bound]:
         """All bounds."""
         topics = [*self.topics.values(), *(bound for given in self.shards.values() for bound in given.values())]
-        found: list[Bound] = [] if topics else [self.whole]
-        for each in topics:
-            found += each.values() if isinstance(each, Mapping) else [each]
-        return found
+        several = [each.values() if isinstance(each, Mapping) else (each,) for each in topics or [self.whole]]
+        return [bound for each in several for bound in each]
 
     def by_partition(self, topic: str) -> Mapping[int, Bound] | None:
         given = self.topics.get(topic)
@@ -103,8 +102,8 @@ def _everywhere(option: str, bound: Bound, *, several: bool) -> Bound:
     """A bound for all shards."""
     if several and isinstance(bound, int):
         raise ValidationError(
-            f"option {option}: offset {bound} is of one shard, and dsn names several: give each its own, such as "
-            '{"orders": {"shard-1": 23, "shard-2": "earliest"}}'
+            f"option {option}: offset {bound} belongs to one shard, and dsn names several: give an offset for each, "
+            'such as {"orders": {"shard-1": 23, "shard-2": "earliest"}}'
         )
     return bound
 
@@ -116,7 +115,7 @@ def _by_topic(
     shards: dict[str, Mapping[str, TopicBound]] = {}
     for topic, bound in json_object(option, text, '{"orders": 23}').items():
         if topic not in topics:
-            raise ValidationError(f"option {option}: topic {topic!r} is not read, {', '.join(topics)} is")
+            raise ValidationError(f"option {option}: topic {topic!r} is not read: name {', '.join(topics)}")
         if several and isinstance(bound, dict):
             shards[topic] = {shard: _topic_bound(option, topic, each, parse) for shard, each in bound.items()}
         elif several:
@@ -143,16 +142,17 @@ def json_object(option: str, text: str, example: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ValidationError(f"option {option} is not a JSON object: take one such as {example}")
+        raise ValidationError(f"option {option} is not a JSON object: write one such as {example}")
     return value
 
 
 def _offset(option: str, value: object) -> Bound:
-    if isinstance(value, str) and value.lower() in ("earliest", "latest"):
-        return "earliest" if value.lower() == "earliest" else "latest"
+    match value.lower() if isinstance(value, str) else value:
+        case "earliest" | "latest" as end:
+            return end
     offset = _whole(value)
     if offset is None:
-        raise ValidationError(f"option {option}: {value!r} is not a number: take an offset, earliest or latest")
+        raise ValidationError(f"option {option}: {value!r} is not a number: write an offset, earliest or latest")
     if not isinstance(value, str) and offset in _KAFKA_NUMBERS:
         return _KAFKA_NUMBERS[offset]
     if not 0 <= offset <= MAX_BIGINT:
@@ -172,20 +172,17 @@ def _time(option: str, value: object) -> Bound:
         time = None
     if time is None or time.tzinfo is None:
         raise ValidationError(
-            f"option {option}: {value!r} is no time: take milliseconds since 1970, or 2026-01-31T12:00:00+00:00"
+            f"option {option}: {value!r} is no time: write milliseconds since 1970, or 2026-01-31T12:00:00+00:00"
         )
     return time.astimezone(UTC)
 
 
 def _whole(value: object) -> int | None:
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    with suppress(ValueError):
+        return int(value) if isinstance(value, str) or is_whole(value) else None
+    return None
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a JSON value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -84,9 +84,9 @@ class ReadOptions:
         starting = parse_bounds(given, _STARTS, topics, default="latest" if streaming else "earliest", several=several)
         ending = parse_bounds(given, _ENDS, topics, default="latest", several=several)
         if not streaming and "latest" in starting.bounds:
-            raise ValidationError(f"option {starting.option}: 'latest' is for streams, a batch would read nothing")
+            raise ValidationError(f"option {starting.option}: 'latest' is for streams: a batch would read no event")
         if "earliest" in ending.bounds:
-            raise ValidationError(f"option {ending.option}: 'earliest' is before every event, nothing would be read")
+            raise ValidationError(f"option {ending.option}: 'earliest' is before every event: the read would be empty")
         given.exclusive("numPartitions", "minPartitions", "maxRecordsPerPartition")
         consumer = given.text("consumer")
         with naming_option("option consumer"):

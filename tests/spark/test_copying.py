@@ -59,6 +59,8 @@ def test_a_read_that_the_server_refuses_among_the_rows_is_not_said_to_have_lost_
     platform.transfer.run_once()
     offsets = OffsetRange("orders", NOT_PARTITIONED, 0, 20)
     piece = Piece(offsets, "orders_event", 1, rows=["100 / (eql_id - 10) IS NOT NULL"])
-    with pytest.raises(DatabaseError, match=r"orders\(0, 20\] could not be read: the .* refused: .*division") as failure:
+    with pytest.raises(
+        DatabaseError, match=r"orders\(0, 20\] could not be read: the .* refused: .*division"
+    ) as failure:
         list(read_batches(Source(dsn, "eventsql", "the database"), [piece], Projection(["offset"])))
     assert not isinstance(failure.value, DatabaseUnavailableError)

@@ -352,7 +352,7 @@ def test_the_error_of_this_package_can_be_had_from_spark_s(orders: str, read: Re
         read(orders, startingOffsets="five").collect()
     error = eventsql_error(failure.value)
     assert isinstance(error, ValidationError)
-    assert error.message == "option startingOffsets: 'five' is not a number: take an offset, earliest or latest"
+    assert error.message == "option startingOffsets: 'five' is not a number: write an offset, earliest or latest"
     assert eventsql_error(RuntimeError("of another kind")) is None
 
 

@@ -262,7 +262,7 @@ def test_a_time_holds_on_all_shards(platform: EventSQL, dsn: str) -> None:
         ({"startingOffsets": '{"orders": {"shard-1": 5}}'}, "option startingOffsets: .* lacks shard shard-2"),
         (
             {"startingOffsets": '{"orders": {"shard-1": 5, "shard-2": 1, "shard-3": 1}}'},
-            "option startingOffsets: topic 'orders': there is no shard shard-3, there are shard-1, shard-2",
+            "option startingOffsets: topic 'orders': there is no shard shard-3: name shard-1, shard-2",
         ),
         (
             {"startingOffsets": '{"orders": {"shard-1": 5, "shard-2": 900}}'},
