@@ -17,7 +17,7 @@ from eventsql_orchestration.errors import ClaimLostError, ConfigurationError, Re
 from eventsql_orchestration.publishing.staged_blocks import StagedBlock, StagedBlocks, missing_blocks
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart, TwoPhaseParticipant
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.spark.staging import Attempt, Share
+from eventsql_orchestration.spark.staging import Attempt, ClaimHold, Share, StreamBatch
 
 KEPT_BATCHES: Final = 100
 """The newest records of a writer are kept however old they are: a stream repeats its last batch."""
@@ -58,30 +58,6 @@ OF_CLAIM: Final = OneBatchWriters(
     lambda: f"claim-{random.randrange(10**9)}",  # noqa: S311 - spreads work, guards nothing
 )
 """A claim is committed once, with a record or without."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimHold:
-    """A claim as it was when the write was planned. A later epoch of the claim is another owner's.
-
-    `shard` is the claim's shard, if there are several.
-    """
-
-    id: int
-    epoch: int
-    shard: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StreamBatch:
-    """What identifies a stream's batch: a batch with the same number that was published before must be the same.
-
-    `query` is the id of the streaming query, which lives as long as its checkpoint. `checksum` is the sum of its tasks'
-    checksums. Both are None if the writer is the query itself.
-    """
-
-    query: str | None = None
-    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ from eventsql_orchestration.publishing.staged_blocks import missing_blocks
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.shard_state import ShardStore
-from eventsql_orchestration.spark.commit_log import UNNAMED, Batch, ClaimHold, CommitLog, Portion, StreamBatch
+from eventsql_orchestration.spark.commit_log import UNNAMED, Batch, CommitLog, Portion, unnamed
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.staging import Attempt, WriteTarget
+from eventsql_orchestration.spark.staging import Attempt, ClaimHold, StreamBatch, WriteTarget
 from eventsql_orchestration.spark.write_targets import write_targets
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Publications:
 
     def publish(
         self,
-        writer: str,
+        writer: str | None,
         batch: int,
         attempts: Sequence[Attempt],
         claim: ClaimHold | None = None,
@@ -151,14 +151,15 @@ class Publications:
     ) -> bool:
         """Publish the events of `attempts`, in that order, unless `writer` has published `batch` before.
 
-        Gives whether this published them. With `claim`, the same transaction commits its range. With `stream`, a batch
-        that was published before must be the same: `ConfigurationError` if it has other events, which would be lost.
+        Without a `writer`, a new one publishes. Gives whether this published them. With `claim`, the same transaction
+        commits its range. With `stream`, a batch that was published before must be the same: `ConfigurationError` if it
+        has other events, which would be lost.
 
         Raises `ClaimLostError`, `TopicNotFoundError`, `RedefinitionError` or `DatabaseError`; nothing was published
         then. Over several shards also `PublicationUnfinishedError`: the batch is published, but some of its events
         cannot be read yet; and `DatabaseBusyError` if an earlier publication on one of its shards is in that state.
         """
-        given = Batch(writer, batch, tuple(attempts), claim, stream)
+        given = Batch(writer or unnamed(), batch, tuple(attempts), claim, stream)
         decider = claim.shard if claim is not None else self._first()
         deciding = self._log_of(decider, "the shard that decides")
         portions = given.portions()

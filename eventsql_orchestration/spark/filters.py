@@ -73,7 +73,7 @@ class Conditions:
     rows: tuple[str, ...] = ()
 
     def with_filter(self, condition: Filter) -> Conditions | None:
-        """Also those of a filter of Spark's; None for one that is left to Spark."""
+        """These conditions and Spark's filter; None if the filter is left to Spark."""
         column = _column_of(condition)
         if column in ("topic", "shard"):
             return self._of_log(column, _values_of(condition))

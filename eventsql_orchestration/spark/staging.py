@@ -65,6 +65,30 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimHold:
+    """A claim as it was when the write was planned. A later epoch of the claim is another owner's.
+
+    `shard` is the claim's shard, if there are several.
+    """
+
+    id: int
+    epoch: int
+    shard: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBatch:
+    """What identifies a stream's batch: a batch with the same number that was published before must be the same.
+
+    `query` is the id of the streaming query, which lives as long as its checkpoint. `checksum` is the sum of its tasks'
+    checksums. Both are None if the writer is the query itself.
+    """
+
+    query: str | None = None
+    checksum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WriteTarget:
     """A database where events are staged, and its topics when the write was planned.
 

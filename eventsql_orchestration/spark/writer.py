@@ -17,10 +17,9 @@ from pyspark.sql.types import StructType
 
 from eventsql_orchestration.errors import ConfigurationError, PublicationUnfinishedError, ValidationError
 from eventsql_orchestration.spark.options import MAX_BIGINT, WriteOptions
-from eventsql_orchestration.spark.staging import Attempt, WriteTarget, stage
+from eventsql_orchestration.spark.staging import Attempt, ClaimHold, StreamBatch, WriteTarget, stage
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.spark.commit_log import ClaimHold, StreamBatch
     from eventsql_orchestration.spark.commit_protocol import Publications
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def check_schema(schema: StructType, *, topic: str | None) -> None:
         accepted = _COLUMNS.get(column.name)
         if accepted is None:
             raise ValidationError(
-                f"column {column.name!r} has no place in an event: write {', '.join(_COLUMNS)}, the rest within value"
+                f"column {column.name!r} is no part of an event: write {', '.join(_COLUMNS)}, the rest within value"
             )
         if column.dataType.simpleString() not in accepted:
             raise ValidationError(
@@ -57,9 +56,9 @@ def check_schema(schema: StructType, *, topic: str | None) -> None:
             )
     names = schema.fieldNames()
     if "value" not in names:
-        raise ValidationError("column 'value' is missing: it holds the event")
+        raise ValidationError("column 'value' is missing: write the event's bytes or text to it")
     if topic is None and "topic" not in names:
-        raise ConfigurationError("option topic is missing, and so is a column 'topic': one of them names the topic")
+        raise ConfigurationError("neither an option nor a column 'topic' is there: one of them must name the topic")
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,9 @@ class _Writing:
     """The common part of a batch and a stream writer. Spark pickles it into the tasks."""
 
     def __init__(self, options: WriteOptions, schema: StructType, *, overwrite: bool, plan: bool = True) -> None:
-        """Without `plan`, it only commits or aborts, and asks the database nothing before: a database that is down
-        would hide the reason why a commit has failed.
-        """
+        """Without `plan`, it only commits or aborts: asking a database that is down would hide an earlier error."""
         if overwrite:
-            raise ConfigurationError("mode overwrite is not possible, a topic only grows: take mode append")
+            raise ConfigurationError("mode overwrite is not possible, because a topic only grows: use mode append")
         check_schema(schema, topic=options.topic)
         self._options = options
         self._targets: tuple[WriteTarget, ...] = ()
@@ -104,49 +101,36 @@ class _Writing:
         batches = _summed(iterator, checksums) if named else iterator
         return Staged(stage(self._targets, batches), query, sum(checksums))
 
-    def _publish(self, writer: str, batch: int, messages: Sequence[Staged], stream: StreamBatch | None = None) -> None:
+    def _publish(self, writer: str | None, batch: int, messages: Sequence[Staged], stream: StreamBatch | None) -> None:
         attempts = [message.attempt for message in messages]
         with self._publications() as publications:
             publications.publish(writer, batch, attempts, self._claim, stream=stream)
 
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int = 0) -> None:  # noqa: ARG002 - Spark gives it
+        with self._publications() as publications:
+            publications.discard([message.attempt for message in _staged(messages)])
+
     def _stream(self, messages: Sequence[Staged]) -> StreamBatch | None:
         """The stream of a batch, which only the messages know: Spark plans and commits with different instances."""
-        # Tasks import this module, too.
-        from eventsql_orchestration.spark.commit_log import StreamBatch  # noqa: PLC0415
-
         query = next((message.query for message in messages if message.query), None)
         if query is None:
             return None
         return StreamBatch(query, sum(message.checksum for message in messages) % MAX_BIGINT)
 
-    def _discard(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        with self._publications() as publications:
-            publications.discard([message.attempt for message in _staged(messages)])
-
 
 class BatchWriter(_Writing, DataSourceArrowWriter):
     """Writes one batch of a writer, or of a new writer if the options name none."""
 
-    def __init__(self, options: WriteOptions, schema: StructType, *, overwrite: bool) -> None:
-        super().__init__(options, schema, overwrite=overwrite)
-        self._writer = options.writer
-
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        # Tasks import this module, too.
-        from eventsql_orchestration.spark.commit_log import unnamed  # noqa: PLC0415
-
         staged = _staged(messages)
         try:
             # Within foreachBatch, the batch is a stream's.
-            self._publish(self._writer or unnamed(), self._options.batch, staged, self._stream(staged))
+            self._publish(self._options.writer, self._options.batch, staged, self._stream(staged))
         except PublicationUnfinishedError as error:
             if self._options.writer is not None:
                 raise
             # Repeating the write would publish everything twice, as another writer. A transfer finishes this one.
             logger.warning("%s", error)
-
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        self._discard(messages)
 
 
 class StreamWriter(_Writing, DataSourceStreamArrowWriter):
@@ -156,9 +140,6 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
     """
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        # Tasks import this module, too.
-        from eventsql_orchestration.spark.commit_log import StreamBatch  # noqa: PLC0415
-
         staged = _staged(messages)
         stream = self._stream(staged)
         if self._options.writer is not None:
@@ -166,10 +147,7 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         elif stream is not None and stream.query is not None:
             self._publish(stream.query, batchId, staged, StreamBatch())
         elif any(message.attempt.events for message in staged):
-            raise ConfigurationError("option writerId is missing: Spark does not say which streaming query this is")
-
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002 - Spark gives it
-        self._discard(messages)
+            raise ConfigurationError("option writerId is missing: Spark does not name the streaming query")
 
 
 def _summed(batches: Iterable[pa.RecordBatch], checksums: list[int]) -> Iterator[pa.RecordBatch]:

@@ -7,10 +7,9 @@ from multiprocessing.process import BaseProcess
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 
-from eventsql_orchestration.spark.commit_log import ClaimHold
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.staging import Attempt, stage
+from eventsql_orchestration.spark.staging import Attempt, ClaimHold, stage
 
 KEYS = [f"key {number}" for number in range(24)]
 

@@ -14,10 +14,10 @@ from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.spark import commit_log
-from eventsql_orchestration.spark.commit_log import ClaimHold, StreamBatch, unnamed
+from eventsql_orchestration.spark.commit_log import unnamed
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.staging import stage
+from eventsql_orchestration.spark.staging import ClaimHold, StreamBatch, stage
 from eventsql_orchestration.topics import segments
 from tests.growth import Round, grown, let_a_month_pass
 from tests.shards.conftest import Databases, Open, databases, opened

@@ -44,10 +44,10 @@ from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
 from eventsql_orchestration.spark import commit_protocol as publication
 from eventsql_orchestration.spark import write_targets
-from eventsql_orchestration.spark.commit_log import Batch, StreamBatch
+from eventsql_orchestration.spark.commit_log import Batch
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import WriteOptions
-from eventsql_orchestration.spark.staging import Attempt, Share, stage
+from eventsql_orchestration.spark.staging import Attempt, Share, StreamBatch, stage
 from eventsql_orchestration.spark.writer import BatchWriter, Staged
 from tests.conftest import own_server
 from tests.shards.conftest import Databases, database_of
