@@ -33,22 +33,20 @@ def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connect
 
 
 def joinable_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
-    """The psycopg connection whose transaction the caller commits or rolls back; no transaction is begun on it yet.
+    """The psycopg connection whose transaction the caller commits or rolls back; this begins no transaction on it.
 
-    Raises `ValidationError` for a SQLAlchemy connection in AUTOCOMMIT too: its `begin()` begins nothing in the
-    database, and its `rollback()` takes nothing back. The same holds for a connection in psycopg's pipeline mode, which
-    does not tell at once how many rows a statement has written.
+    Raises `ValidationError` also for a SQLAlchemy connection in AUTOCOMMIT, whose `rollback()` does nothing, and for a
+    connection in psycopg's pipeline mode, which does not tell at once how many rows a statement has written.
     """
     driver = _driver(connection)
     if driver.pgconn.pipeline_status != PipelineStatus.OFF:
         raise ValidationError(
-            "the connection is in pipeline mode, where a statement's outcome is not known when it is needed: leave the "
-            "block of `connection.pipeline()` first"
+            "the connection is in pipeline mode, which delays the outcome of statements: leave the block of "
+            "`connection.pipeline()` first"
         )
     if driver.info.transaction_status is TransactionStatus.INERROR:
         raise ValidationError(
-            "the connection's transaction was aborted by an earlier error: roll it back, and do all of it again. "
-            "Nothing was written"
+            "an earlier error has aborted the connection's transaction, nothing was written: roll back and repeat it"
         )
     if (
         isinstance(connection, sqlalchemy.Connection)
@@ -56,8 +54,8 @@ def joinable_connection(connection: Connection | sqlalchemy.Connection) -> Conne
         and driver.info.transaction_status is TransactionStatus.IDLE
     ):
         raise ValidationError(
-            "the SQLAlchemy connection is in AUTOCOMMIT, so that no rollback would take back what is written on it: "
-            'hand in one of `engine.execution_options(isolation_level="READ COMMITTED")`, or leave `connection` out'
+            "the SQLAlchemy connection is in AUTOCOMMIT, so a rollback would do nothing: pass one of "
+            '`engine.execution_options(isolation_level="READ COMMITTED")`, or omit `connection`'
         )
     return driver
 
@@ -73,10 +71,7 @@ def _driver(connection: object) -> Connection:
 
 
 def check_encoding(connection: psycopg.Connection[Any]) -> None:
-    """Raise `ValidationError` for a connection of a caller whose texts the server does not read as UTF-8.
-
-    Events are copied as they were encoded before.
-    """
+    """Raise `ValidationError` for a caller's connection with another encoding than UTF-8, the encoding of events."""
     if not connection.closed and connection.info.encoding != UTF8:
         raise ValidationError(
             f"the connection has the client_encoding {connection.info.parameter_status('client_encoding')}, and events "
@@ -92,7 +87,7 @@ def begin(connection: Connection | sqlalchemy.Connection) -> None:
 
 
 def _refuse(given: object) -> NoReturn:
-    # A caller with a session has loaded the ORM already; other callers should not load it.
+    # Only a caller with a session has loaded the ORM.
     from sqlalchemy.orm import Session, scoped_session  # noqa: PLC0415
 
     if isinstance(given, Session | scoped_session):
@@ -106,10 +101,9 @@ def _refuse(given: object) -> NoReturn:
 
 
 def identity(connection: Connection) -> str | None:
-    """The identity of the database that a connection leads to; None where its role may not ask.
+    """The identity of a connection's database; None if its role may not ask. An open transaction stays open.
 
-    A physical copy of the server, as a promoted standby or a restored base backup, has the same identity. An open
-    transaction goes on, whatever the answer.
+    A physical copy of the server, such as a promoted standby or a restored base backup, has the same identity.
     """
     try:
         with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
@@ -125,8 +119,8 @@ _Address: TypeAlias = tuple[str, str, int, str, str]
 class Home:
     """Tells connections to the platform's database from connections to other databases.
 
-    A connection with the host, port, name and user of the platform's own connections is accepted at once. Others may
-    still lead to the same database (by an alias, a socket, a pooler): the server is asked once for each connection.
+    A connection with the host, port, name and user of the platform's connections is accepted at once. Another may lead
+    to the same database by an alias, a socket or a pooler: the server is asked once for each connection.
     """
 
     def __init__(self) -> None:
@@ -150,9 +144,8 @@ class Home:
                 if ours is not None and theirs != ours:
                     info = connection.info
                     raise ValidationError(
-                        f"the connection leads to another database, {info.dbname!r} at {info.host}:{info.port}, than "
-                        f"the platform's, {database}: no transaction spans both; hand in a connection to the "
-                        "platform's, or leave `connection` out. Nothing was written"
+                        f"the connection leads to {info.dbname!r} at {info.host}:{info.port}, not to the platform's "
+                        f"database {database}, and nothing was written: pass a connection to that, or omit `connection`"
                     )
         self._own.add(connection)
 

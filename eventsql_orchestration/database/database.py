@@ -53,14 +53,8 @@ logger = logging.getLogger(__name__)
 _USED: Final[weakref.WeakSet[Database]] = weakref.WeakSet()
 
 
-def _leave_to_parent() -> None:
-    """In a process that was just forked: leave every pooled connection to the parent."""
-    for database in list(_USED):
-        database.leave_to_parent()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(after_in_child=lambda: [database.leave_to_parent() for database in list(_USED)])
 
 
 @checked
@@ -70,11 +64,11 @@ class Database:
     The first call that needs a connection connects. It finds the schema up to date, or brings it up to date
     (`migrate=True`), or raises `SchemaOutdatedError`.
 
-    A process that is forked, as a web server's workers are, begins with an empty pool.
+    A forked process, such as a web server's worker, begins with an empty pool.
 
-    `dsn` is a PostgreSQL URL; `pool_size` bounds the connections that are kept, and `max_overflow` those that are
-    opened beyond it under load. Where it leads to a pooler by transactions, such as PgBouncer, its option
-    `direct=host:port` names the server itself, for the few connections that keep a session: see `dedicated`.
+    `dsn` is a PostgreSQL URL. `pool_size` bounds the connections that are kept, `max_overflow` the further connections
+    under load. If the URL leads to a pooler by transactions, such as PgBouncer, its option `direct=host:port` names the
+    server itself, for the few connections that keep a session: see `dedicated`.
     """
 
     def __init__(
@@ -152,9 +146,9 @@ class Database:
     def callers(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Connection]:
         """A caller's connection of psycopg or SQLAlchemy, in whose transaction the block takes part.
 
-        A psycopg connection in autocommit mode outside of a transaction has none: each statement commits by itself.
-        Raises `ValidationError`, before anything is written, for a connection to another database, a SQLAlchemy
-        connection in AUTOCOMMIT, a connection in pipeline mode, and anything else; otherwise as `connection()`.
+        With a psycopg connection in autocommit mode, outside of a transaction, each statement commits by itself. Raises
+        `ValidationError`, before anything is written, for a connection to another database, a SQLAlchemy connection in
+        AUTOCOMMIT, a connection in pipeline mode, and anything else; otherwise as `connection()`.
         """
         driver = joinable_connection(connection)
         self.ensure_schema()
@@ -209,9 +203,9 @@ class Database:
             proxied.close()
 
     def dedicated(self) -> Connection:
-        """A connection of its own outside the pool, in autocommit mode; the caller closes it.
+        """A connection outside the pool, in autocommit mode; the caller closes it.
 
-        It leads past a pooler where the URL says how, and to the pooler otherwise: ask `is_pooled` before it is given
+        It leads past a pooler if the URL says how. Otherwise it leads to the pooler: ask `is_pooled` before using
         anything that a session keeps.
         """
         self.ensure_schema()
@@ -231,10 +225,8 @@ class Database:
     def errors(self, connection: Connection | None = None) -> Iterator[None]:
         """Raise the driver's errors of the block as errors of this package.
 
-        An error of a caller's own statement stays as it is, unless its meaning is known.
-
-        Where a caller's code runs in the block, name the platform's `connection`: while that one stands, a database
-        that cannot be reached is another one.
+        An error of a caller's own statement stays as it is, unless its meaning is known. If a caller's code runs in the
+        block, name the platform's `connection`: while it is open, a database that cannot be reached is another one.
         """
         if connection is not None:
             check_kind("connection", connection, psycopg.Connection)
@@ -253,7 +245,7 @@ class Database:
 
     @checks_itself
     def meaning(self, error: psycopg.Error, connection: Connection | None = None) -> EventSQLError:
-        """The error of ours for a driver's error of a statement of this package, that `connection` has run."""
+        """The error of this package for a driver's error of one of its statements, which `connection` has run."""
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             role = self._role or self.url.username
             if connection is not None and not connection.closed and connection.info.user != self.url.username:
@@ -262,29 +254,29 @@ class Database:
         return translate_own(error, str(self), self.schema)
 
     def ensure_schema(self) -> None:
-        """Check once that the tables are there and not older than this package; migrate if that was asked for."""
+        """Check once that the tables are there and not older than this package; migrate them if `migrate` is set."""
         if not self._ready:
             with self._ready_lock:
-                self._check_schema()
+                if not self._ready:
+                    self._check_schema()
+                    self._ready = True
 
     def _check_schema(self) -> None:
-        if self._ready:
-            return
         revision = self.revision()
-        if revision is None or (revision != migrations.head() and migrations.known(revision)):
-            if not self._migrate:
-                raise SchemaOutdatedError(
-                    f"schema {self.schema!r} of {self} is "
-                    f"{'missing' if revision is None else f'at revision {revision}'}, this package needs "
-                    f"{migrations.head()}: run `eventsql migrate`"
-                )
-            self.migrate()
-            # The migration may have changed the role's rights.
-            self.revision()
-        self._ready = True
+        if revision is not None and (revision == migrations.head() or not migrations.known(revision)):
+            return
+        if not self._migrate:
+            found = "missing" if revision is None else f"at revision {revision}"
+            raise SchemaOutdatedError(
+                f"schema {self.schema!r} of {self} is {found}, this package needs {migrations.head()}: run "
+                "`eventsql migrate`"
+            )
+        self.migrate()
+        # The migration may have changed the role's rights.
+        self.revision()
 
     def revision(self) -> str | None:
-        """The schema's revision, or None where it was never migrated."""
+        """The schema's revision, or None if it was never migrated."""
         with self.errors(), self.engine.connect() as connection:
             driver = driver_connection(connection)
             try:
@@ -293,27 +285,24 @@ class Database:
                 raise self.meaning(error, driver) from error
 
     def _revision(self, connection: Connection, queries: Queries) -> str | None:
-        self._note_role(connection, queries)
+        """The revision. Also notes the current role, its rights, and the prefix of the installation's roles."""
+        role = connection.execute(queries("role"), {"schema": self.schema}).fetchone()
+        assert role is not None, "a left join gives a row"
+        self._role, owner, self._may_transfer = role[0], role[1] or "", bool(role[2])
+        admin = f"_{ADMIN}"
+        self._prefix = owner.removesuffix(admin) if owner.endswith(admin) else None
+
         table = f'"{self.schema}".{migrations.VERSION_TABLE}'
         if connection.execute(queries("has_table"), {"table": table}).fetchone() != (True,):
             return None
         row = connection.execute(queries("revision")).fetchone()
         return None if row is None else str(row[0])
 
-    def _note_role(self, connection: Connection, queries: Queries) -> None:
-        """Note the current role, its rights, and the prefix of the installation's roles."""
-        row = connection.execute(queries("role"), {"schema": self.schema}).fetchone()
-        assert row is not None, "a left join gives a row"
-        self._role, owner, may_transfer = row
-        admin = f"_{ADMIN}"
-        self._prefix = owner.removesuffix(admin) if owner is not None and owner.endswith(admin) else None
-        self._may_transfer = bool(may_transfer)
-
     @property
     def may_transfer(self) -> bool:
-        """Whether the current role may take events out of the buffer, as an owner and a role that transfers may.
+        """Whether the current role may take events out of the buffer, as an owner or a transfer role.
 
-        The right is read when this object connects first: a GRANT counts for programs that start after it.
+        The right is read at the first connection: a GRANT counts for programs that start after it.
         """
         self.ensure_schema()
         return self._may_transfer
@@ -321,9 +310,9 @@ class Database:
     def migrate(self, *, times_in: str = "UTC") -> None:
         """Bring the schema up to date; safe from many processes at once.
 
-        `times_in` names the time zone of the times in tables that EventSQL's Java library made before. The first
-        migration rewrites the tables for any zone but UTC, while nobody else can use them. Raises `ConfigurationError`
-        for a zone that the server does not know.
+        `times_in` is the time zone of times in existing tables of EventSQL's Java library. For any zone but UTC, the
+        first migration rewrites these tables and locks them meanwhile. Raises `ConfigurationError` for a zone that the
+        server does not know.
         """
         with self.errors():
             try:
@@ -332,7 +321,7 @@ class Database:
                 )
             except sqlalchemy.exc.DBAPIError as error:
                 if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
-                    raise ConfigurationError(f"the server knows no time zone {times_in!r}") from None
+                    raise ConfigurationError(f"the server does not know the time zone {times_in!r}") from None
                 if isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
                     raise self._may_not_migrate(error.orig) from error
                 raise
@@ -343,7 +332,7 @@ class Database:
         return PermissionDeniedError(
             f"schema {self.schema!r} of {self} must be migrated to revision {migrations.head()}, and role {role!r} may "
             f"not do that ({describe(error)}): run `eventsql migrate` as a member of {admin}, or "
-            f'`GRANT {admin} TO "{role}"`; where there are no tables yet, as a role with CREATE on the database',
+            f'`GRANT {admin} TO "{role}"`; if there are no tables yet, as a role with CREATE on the database',
             role=role,
             object=self.schema,
         )
@@ -353,10 +342,7 @@ class Database:
         self.engine.dispose()
 
     def leave_to_parent(self) -> None:
-        """Begin with an empty pool in a process that was forked: otherwise two processes would share a connection.
-
-        The connections stay open in the parent; psycopg does not end those of another process either.
-        """
+        """Begin with an empty pool in a forked process. The parent keeps its connections open."""
         self._ready_lock = threading.Lock()
         self.engine.dispose(close=False)
 

@@ -18,22 +18,20 @@ from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
 
 ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
-"""A statement after a row lock must see what the previous holder of the lock committed, whatever the server's default:
-the contracts of this package rest on it."""
+"""A statement after a row lock must see the commit of the lock's last holder, whatever the server's default is."""
 
 ASKED_AFTER: Final = 10.0
-"""Seconds without use after which a pooled connection is asked whether it is alive: a proxy may drop one silently.
-Before that, its socket tells whether the server has ended the session or died. To ask each time is a round trip.
-Measured: a third of the time of publishing one event."""
+"""Seconds without use until a pooled connection is pinged: a proxy may drop it silently. Before, its socket tells if
+the server has ended the session. A ping each time would take a third of the time of publishing one event."""
 
 _SERVER_ENCODING: Final = "UTF8"
 
 
 def open_session(connection: Connection) -> None:
-    """Make a new connection independent of the settings that the server, the database, the role and the URL give.
+    """Make a new connection independent of settings of the server, the database, the role and the URL.
 
-    A pooler gives a client a process number of its own making. The next transaction of such a connection may run in
-    another session: nothing is prepared on it, and only settings are made that the pooler keeps for each client. Raises
+    A pooler gives a client its own process number. The next transaction of such a connection may run in another
+    session: it prepares no statements, and makes only settings that the pooler keeps for each client. Raises
     `ConfigurationError` for a database that cannot hold every text.
     """
     own = connection.info.backend_pid
@@ -44,8 +42,8 @@ def open_session(connection: Connection) -> None:
 
     if encoding != _SERVER_ENCODING:
         raise ConfigurationError(
-            f"database {connection.info.dbname!r} has the encoding {encoding}, which cannot hold every text: use "
-            f"another database, made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
+            f"database {connection.info.dbname!r} has the encoding {encoding}, which cannot hold every text: make one "
+            "by CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
         )
     if answering != own:
         connection.prepare_threshold = None
@@ -55,15 +53,15 @@ def open_session(connection: Connection) -> None:
 
 
 def is_pooled(connection: Connection) -> bool:
-    """Whether a connection of `Database` leads to a pooler, so that nothing of a session outlasts a transaction."""
+    """Whether a connection of `Database` leads to a pooler: session state ends with the transaction then."""
     return connection.prepare_threshold is None
 
 
 def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], None]) -> None:
-    """Open and check the sessions of an engine's connections; `noted` is called with each new one.
+    """Open and check the sessions of an engine's connections; calls `noted` with each new connection.
 
-    A server that restarted, or a dropped connection, costs a reconnect and no error. A connection that is taken out of
-    the pool is in no transaction. No error of connecting repeats a secret of the URL.
+    After a restart of the server or a dropped connection, the pool reconnects without an error. A connection from the
+    pool is in no transaction. Errors of connecting hide the secrets of the URL.
     """
 
     @sqlalchemy.event.listens_for(engine, "do_connect")
@@ -110,7 +108,7 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
 
 
 def _is_quiet(connection: Connection) -> bool:
-    """Whether an idle connection has nothing to read; if its server has closed it, the end is there to be read."""
+    """Whether an idle connection has nothing to read: if the server has closed it, the end can be read."""
     if connection.closed:
         return False
     poll = select.poll()

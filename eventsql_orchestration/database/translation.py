@@ -47,13 +47,13 @@ def describe(error: psycopg.Error) -> str:
 
 
 def translate(error: Exception, where: str, schema: str) -> EventSQLError | None:
-    """The error of ours that says what a driver's error means for its user; None where the meaning is not known.
+    """The error of this package with the meaning of a driver's error; None if the meaning is not known.
 
-    `where` names the database without its password. A missing table or column counts only where it is one of `schema`:
-    a caller's own statements may miss others.
+    `where` names the database without its password. A missing table or column counts only if it belongs to `schema`: a
+    caller's own statements may lack others.
     """
     if isinstance(error, sqlalchemy.exc.TimeoutError):
-        return DatabaseBusyError(f"{where}: every connection of this process is taken: use fewer threads at once")
+        return DatabaseBusyError(f"{where}: every connection of this process is in use: use fewer threads at once")
     cause = driver_error(error)
     if not isinstance(cause, psycopg.Error):
         return None
@@ -68,8 +68,8 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
         case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_DAMAGED):
             kind, meaning = DatabaseError, f"cannot read or write its files ({detail}): look at the server's log"
         case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable() | psycopg.errors.DeadlockDetected():
-            kind, meaning = DatabaseBusyError, f"did not get to it in time ({detail}): try again"
-        # By the name alone: the words and quotes around it are in the server's language.
+            kind, meaning = DatabaseBusyError, f"was too busy ({detail}): try again"
+        # The words and quotes around the name are in the server's language.
         case psycopg.errors.UndefinedTable() if re.search(rf"\b{re.escape(schema)}\.\S*_event\W", detail):
             kind, meaning = TopicNotFoundError, f"lacks the log of a topic ({detail}): the topic was deleted"
         case (
@@ -89,7 +89,7 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
 
 
 def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLError:
-    """The error of ours for any error of a statement that this package ran."""
+    """The error of this package for any error of a statement that it ran."""
     known = translate(error, where, schema)
     if known is not None:
         return known
@@ -97,7 +97,9 @@ def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLErro
     detail = describe(error)
     match error:
         case psycopg.errors.InFailedSqlTransaction():
-            return DatabaseError(f"{where}: the transaction was aborted by an earlier error: roll it back, begin anew")
+            return DatabaseError(
+                f"{where}: an earlier error has aborted the transaction: roll it back, begin a new one"
+            )
         case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_CONFLICT):
             return DatabaseBusyError(f"{where} refused a transaction that conflicts with another ({detail}): try again")
         case psycopg.Error(sqlstate=None) if isinstance(error, psycopg.DataError) or detail.startswith("cannot adapt"):
@@ -112,7 +114,7 @@ def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLErro
 def ran_by_us(error: BaseException, pool: str) -> bool:
     """Whether this package ran the statement that failed, and not a caller's function or block.
 
-    The innermost frame outside of the driver ran it. The module `pool` runs only COMMIT, for statements of others.
+    The innermost frame outside of the driver ran it. The module `pool` only commits the statements of others.
     """
     ran_by = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):

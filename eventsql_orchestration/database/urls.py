@@ -1,6 +1,6 @@
-"""URLs of databases: parsed, checked before other code sees them, and shown without their secrets.
+"""URLs of databases: parsed, checked, and shown without their secrets.
 
-No error repeats a part of a URL. libpq and its drivers do: they quote the option that they do not understand.
+No error repeats a part of a URL, as errors of libpq and its drivers do.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def parse_dsn(dsn: str) -> URL:
     libpq knows.
     """
     if re.search(r"\s\w[\w+]*://", dsn):
-        # The second URL would count as a part of the first, and be repeated with its password.
-        raise ConfigurationError("several database URLs are given where one is to be used")
+        # The second URL would be a part of the first, and errors would repeat its password.
+        raise ConfigurationError("several database URLs are given: give one")
     if "\x00" in dsn or any("\ud800" <= character <= "\udfff" for character in dsn):
         raise ConfigurationError("the database URL is not valid text: it holds NUL or bytes that are not UTF-8")
     try:
@@ -61,7 +61,7 @@ def parse_dsn(dsn: str) -> URL:
         ) from None
     except ValueError:
         raise ConfigurationError(
-            "the database URL has a port that is not a number: name several hosts by the options host and port, as in "
+            "the port of the database URL is not a number; several hosts are named by options, as in "
             "postgresql://user@/database?host=one,two&port=5432,5433"
         ) from None
     if url.get_backend_name() not in ("postgresql", "postgres"):
@@ -130,10 +130,9 @@ def _with_password(url: URL) -> URL:
 
 
 def split_direct(url: URL) -> tuple[URL, URL]:
-    """A database's URL without the option `direct`, and the URL that leads past a pooler: the same without the option.
+    """A database's URL without the option `direct`, and the URL that leads past a pooler (the same without the option).
 
-    The option names `host`, `host:port` or `host:port/database`; user, password and other options are shared. Raises
-    `ConfigurationError` for anything else.
+    The option names `host`, `host:port` or `host:port/database`. Raises `ConfigurationError` for anything else.
     """
     direct = url.query.get(DIRECT)
     if direct is None:
@@ -153,14 +152,13 @@ def split_direct(url: URL) -> tuple[URL, URL]:
 
 def render(url: URL) -> str:
     """The URL with its password, as libpq reads it."""
-    # SQLAlchemy writes a space as it is, or as a plus in options. libpq refuses the one, and repeats the password that
-    # holds it; the other it takes for a plus.
+    # SQLAlchemy writes a space as it is, which libpq refuses, or as a plus in options, which libpq reads as a plus.
     place, asked, options = url.set(drivername="postgresql").render_as_string(hide_password=False).partition("?")
     return (place + asked + options.replace("+", "%20")).replace(" ", "%20")
 
 
 def label(url: URL) -> str:
-    """Where a URL leads, for people: without its password and options."""
+    """A URL without its password and options, for people."""
     user, host, database = url.username, url.host, url.database
     place = url.set(
         drivername="postgresql",
@@ -173,6 +171,6 @@ def label(url: URL) -> str:
 
 
 def connect_arguments(url: URL) -> dict[str, Any]:
-    """What psycopg takes to connect there, in SQLAlchemy's reading of a URL."""
+    """The arguments of `psycopg.connect` for a URL."""
     _, options = url.get_dialect()().create_connect_args(url)
     return dict(options)

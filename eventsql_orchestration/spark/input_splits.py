@@ -52,14 +52,8 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
 
 
 def _piece(wanted: Wanted, bounds: Interval, first: int) -> Piece:
-    offsets = wanted.offsets
-    return Piece(
-        OffsetRange(offsets.topic, offsets.partition, *bounds),
-        event_table(offsets.topic),
-        first,
-        wanted.rows,
-        wanted.logs.shard,
-    )
+    offsets = OffsetRange(wanted.offsets.topic, wanted.offsets.partition, *bounds)
+    return Piece(offsets, event_table(offsets.topic), first, wanted.rows, wanted.logs.shard)
 
 
 def _number_of_tasks(options: ReadOptions, events: int) -> int:

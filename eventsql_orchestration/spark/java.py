@@ -174,20 +174,16 @@ def _probe(java: Path) -> _Runtime | None:
 
 def _output(command: list[str]) -> str | None:
     """The command's output. None if it fails, cannot be started or does not end."""
-    try:
-        outcome = subprocess.run(
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             timeout=_PROBE_SECONDS,
-            check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return outcome.stdout if outcome.returncode == 0 else None
+    return None
 
 
 def _shim(runtime: _Runtime, home: Path) -> Path:
@@ -232,12 +228,9 @@ def _write_shim(shim: Path, script: str, runtime: Path) -> None:
         new = work / "home"
         (new / "bin").mkdir(parents=True)
         # Programs look for libraries and tools in JAVA_HOME.
-        for entry in runtime.iterdir():
-            if entry.name != "bin":
-                (new / entry.name).symlink_to(entry)
-        for tool in (runtime / "bin").iterdir():
-            if tool.name != "java":
-                (new / "bin" / tool.name).symlink_to(tool)
+        for entry in (*runtime.iterdir(), *(runtime / "bin").iterdir()):
+            if entry not in (runtime / "bin", runtime / "bin" / "java"):
+                (new / entry.relative_to(runtime)).symlink_to(entry)
         java = new / "bin" / "java"
         java.write_text(script)
         java.chmod(0o755)

@@ -59,7 +59,7 @@ def publish(platform: EventSQL, *values: bytes) -> None:
 def test_the_clock_that_times_were_written_by_is_chosen_before_they_are_adopted(invoke: Run, empty: str) -> None:
     unknown = invoke("--dsn", empty, "migrate", "--times-in", "Middle/Earth")
     assert unknown.exit_code == 2
-    assert "no time zone 'Middle/Earth'" in unknown.stderr
+    assert "time zone 'Middle/Earth'" in unknown.stderr
     assert invoke("--dsn", empty, "migrate", "--times-in", "Asia/Tokyo").exit_code == 0
     late = invoke("--dsn", empty, "migrate", "--times-in", "Asia/Tokyo")
     assert late.exit_code == 1

@@ -197,7 +197,7 @@ def test_times_of_a_clock_elsewhere_are_read_by_it(java: Connection, server: Emb
     """Where the machines of the Java service were in Tokyo, as their sessions' time zone was."""
     java.execute("UPDATE topic SET eql_created_at = '2025-06-13 17:20:20.296'")
     with Database(server.start().dsn_for("java"), schema="public") as database:
-        with pytest.raises(ConfigurationError, match="no time zone 'Middle/Earth'"):
+        with pytest.raises(ConfigurationError, match="time zone 'Middle/Earth'"):
             database.migrate(times_in="Middle/Earth")
         assert database.revision() is None
         database.migrate(times_in="Asia/Tokyo")

@@ -263,7 +263,7 @@ def test_a_statement_or_a_lock_that_takes_too_long_is_a_busy_database(database: 
 def test_a_pool_that_is_used_up_says_so(dsn: str) -> None:
     with Database(dsn, pool_size=1, max_overflow=0) as database, database.connection():
         database.engine.pool._timeout = 0.01  # type: ignore[attr-defined]  # thirty seconds otherwise
-        with pytest.raises(DatabaseBusyError, match="every connection of this process is taken"):
+        with pytest.raises(DatabaseBusyError, match="every connection of this process is in use"):
             pid_of(database)
 
 

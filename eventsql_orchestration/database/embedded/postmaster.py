@@ -37,10 +37,7 @@ class Postmaster:
 
 
 def _runs_postgres_on(pid: int, data: str) -> bool:
-    """Whether the process is a live `postgres -D data`; neither a zombie nor a stranger with a reused number is.
-
-    The command line tells: /proc/<pid>/cwd would too, but a container's root may not read it.
-    """
+    """Whether the process is a live `postgres -D data`, by its command line: even root may not read its cwd."""
     if not Path("/proc/self/cmdline").exists():
         command = run_program(["ps", "-ww", "-o", "command=", "-p", str(pid)], None).stdout
         return "postgres" in command and data in command
@@ -52,10 +49,10 @@ def _runs_postgres_on(pid: int, data: str) -> bool:
 
 
 def remove_misleading_files(data: Path) -> None:
-    """Remove files of a dead server that PostgreSQL would take for signs of a live one.
+    """Remove files of a dead server that look like those of a live one to PostgreSQL.
 
-    These are sockets, and a postmaster.pid whose number now belongs to a stranger or a zombie. A postmaster.pid whose
-    process is gone stays: PostgreSQL replaces it after it has made sure that no session of the dead server is left.
+    These are sockets, and a postmaster.pid whose number now belongs to another process. A postmaster.pid without a
+    process stays: PostgreSQL replaces it after all sessions of the dead server have ended.
     """
     for socket_file in data.glob(".s.PGSQL.*"):
         socket_file.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ RELOCATION_ROOT: Final = Path("/var/lib/eventsql")
 """Root keeps data and programs here that the server's account cannot reach where they are."""
 
 _ACCOUNTS: Final = ("pgserver", "postgres", "nobody")
-"""Accounts for the server under root, which PostgreSQL refuses to run as. The first is created where `useradd` is."""
+"""Accounts for the server under root: PostgreSQL does not run as root. `useradd`, if it exists, creates the first."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Account:
     gid: int
 
     def can(self, access: Literal["-r", "-x"], path: Path) -> bool:
-        """Whether this account may read (`-r`) or traverse and run (`-x`) the path; the kernel itself answers."""
+        """Whether this account may read (`-r`), or traverse or run (`-x`) the path, by the kernel's answer."""
         return run_program(["test", access, str(path)], self).returncode == 0
 
     def take(self, path: Path) -> None:
@@ -53,10 +53,7 @@ class Account:
 
 
 def server_account(data: Path) -> Account | None:
-    """The account for the server; None when this process is not root's, and runs the server itself.
-
-    Data that an account already owns stays with it, whatever the account is called here.
-    """
+    """The account for the server; None if this process is not root's. Existing data keeps its account."""
     if os.geteuid() != 0:
         return None
     if data.exists() and (owner := data.stat()).st_uid != 0:
@@ -80,9 +77,9 @@ def _account(name: str) -> Account | None:
 
 
 def _create_account(name: str) -> None:
-    """Create an account where none has this name and `useradd` is there."""
+    """Create an account if there is none of this name and `useradd` exists."""
     RELOCATION_ROOT.mkdir(exist_ok=True)
-    # Two `useradd` at once overwrite each other's account, each with a number of its own.
+    # Two `useradd` at once overwrite each other's account.
     with (RELOCATION_ROOT / "account.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _account(name) is None:
@@ -99,7 +96,7 @@ def package_directory() -> Path | None:
 def find_programs() -> Path:
     """The directory of PostgreSQL's programs: the one that `EVENTSQL_POSTGRES` names, or the package's.
 
-    Raises `ConfigurationError` where the directory lacks a program, and `MissingExtraError` without the package.
+    Raises `ConfigurationError` if the directory lacks a program, and `MissingExtraError` without the package.
     """
     named = os.environ.get(PROGRAMS_VARIABLE)
     if not named:
@@ -119,7 +116,7 @@ def find_programs() -> Path:
 
 
 def version_of(programs: Path) -> int:
-    """The major version of these programs. Raises `EmbeddedServerError` where it is too old, or cannot be read."""
+    """The major version of these programs. Raises `EmbeddedServerError` if it is too old or cannot be read."""
     said = run_program([str(programs / "postgres"), "--version"], None).stdout
     found = re.search(r"\(PostgreSQL\) (\d+)", said)
     if found is None or int(found[1]) < OLDEST_VERSION:
@@ -130,7 +127,7 @@ def version_of(programs: Path) -> int:
 
 
 def reachable_programs(programs: Path, account: Account | None) -> Path:
-    """The same directory, or a copy of the package's where the server's account cannot run the original."""
+    """The same directory, or a copy of the package's if the server's account cannot run the original."""
     installation, package = programs.parent, package_directory()
     # A system's packages have this file elsewhere.
     catalog = installation / "share" / "postgresql" / "postgres.bki"
@@ -139,7 +136,9 @@ def reachable_programs(programs: Path, account: Account | None) -> Path:
     ):
         return programs
     if package is None or installation.parent != package:
-        raise EmbeddedServerError(f"account {account.name} cannot run {programs / 'postgres'}: let it, or name another")
+        raise EmbeddedServerError(
+            f"account {account.name} cannot run {programs / 'postgres'}: allow it, or name other programs"
+        )
 
     state = (programs / "postgres").stat()
     digest = hashlib.sha256(f"{installation}:{state.st_mtime_ns}:{state.st_size}".encode()).hexdigest()[:16]
@@ -178,9 +177,9 @@ def run_program(
     output: int | None = None,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program under the account, without this process's PG… variables, which would change what it does.
+    """Run a program under the account, without this process's PG… variables, which would change its behaviour.
 
-    The descriptor `output` receives its output and its children's; without one it is returned. `timeout` is in seconds.
+    The descriptor `output` receives the output; without it, the result has the output. `timeout` is in seconds.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "LANG"))}
     try:

@@ -46,7 +46,7 @@ class EmbeddedServer:
         return psycopg.connect(_THIS_SERVER, port=self.port, password=self.password, dbname=database, autocommit=True)
 
     def version(self) -> str | None:
-        """PostgreSQL's version, as the server tells it; None where it has no connection to spare."""
+        """PostgreSQL's version; None if the server has no free connection."""
         try:
             with contextlib.closing(self.connect()) as connection:
                 return connection.info.parameter_status("server_version")

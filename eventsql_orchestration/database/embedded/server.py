@@ -40,15 +40,12 @@ logger = logging.getLogger(__name__)
 
 StopMode = Literal["fast", "immediate", "smart"]
 
-_BUILTIN_LOCALE: Final = ("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8")
-_BUILTIN_SINCE: Final = 17
-
 _POLL: Final = 0.02
 """Seconds between two looks at a server that starts or stops."""
 
 _PORTS: Final = range(20000, 27000)
-"""Below the ports that the kernel lends to outgoing connections (from 32768 on Linux, 49152 on macOS), so that no
-connection of another program takes our port while the server is down; and free of the better known services."""
+"""Below the ports of outgoing connections (from 32768 on Linux, 49152 on macOS): none of them takes the port while the
+server is down."""
 
 _LOG_BYTES: Final = 1024 * 1024
 
@@ -60,23 +57,17 @@ _SIGNALS: Final[Mapping[StopMode, signal.Signals]] = {
 
 
 class EmbeddedPostgres:
-    """The embedded server of a directory.
+    """The embedded server of a directory. Processes share it: `start` and `stop` take turns through a lock file.
 
-    Any number of processes may hold one of these for the same directory: `start` and `stop` take turns through a
-    lock file, and everybody who calls `start` gets the same server.
-
-    Under root the server runs as the account `pgserver`. Where that account cannot reach the directory (a clone in
-    /root, pytest's temporary directories), the data lies in /var/lib/eventsql and `data` is a symlink to it. Remove
-    such a directory with `destroy`, which removes both.
+    Under root the server runs as the account `pgserver`. If that account cannot reach the directory (a clone in /root,
+    pytest's temporary directories), the data lies in /var/lib/eventsql and `data` is a symlink to it. Remove such a
+    directory with `destroy`, which removes both.
 
     Every `EmbeddedServerError` repeats the last words of the server or of the operating system.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Name the directory (made absolute); nothing is read or written.
-
-        Raises `ConfigurationError` if its name is not UTF-8: the server's configuration names the directory.
-        """
+        """Raises `ConfigurationError` if the directory's name is not UTF-8: the server's configuration contains it."""
         self.directory = directory.absolute()
         try:
             str(self.directory).encode()
@@ -84,13 +75,13 @@ class EmbeddedPostgres:
             raise ConfigurationError(f"{str(self.directory)!a} is not UTF-8: choose another directory") from None
 
     def start(self, *, timeout: float = 60.0) -> EmbeddedServer:
-        """Return the running server; initialise and start it first where that is needed.
+        """Return the running server; initialise and start it first if needed.
 
-        `timeout` (seconds) bounds all of it: waiting for other processes, initdb and crash recovery. A recovery that
-        takes longer goes on, and the next call waits for it again.
+        `timeout` (seconds) bounds waiting for other processes, initdb and crash recovery together. A longer recovery
+        goes on, and the next call waits for it.
 
-        Raises `MissingExtraError` when the package with the server is not installed, `ConfigurationError` where
-        `EVENTSQL_POSTGRES` names no programs, `EmbeddedServerError` when the server cannot be started.
+        Raises `MissingExtraError` if the package with the server is not installed, `ConfigurationError` if
+        `EVENTSQL_POSTGRES` names no programs, `EmbeddedServerError` if the server cannot be started.
         """
         deadline = time.monotonic() + timeout
         running = self.status()
@@ -107,8 +98,8 @@ class EmbeddedPostgres:
         """Stop the server; return False if it was not running.
 
         `fast` ends the clients' sessions, `smart` waits for them to end, `immediate` skips the last checkpoint and
-        leaves recovery to the next start. Raises `EmbeddedServerError` when the server still runs after `timeout`
-        seconds; the request stands.
+        leaves recovery to the next start. Raises `EmbeddedServerError` if the server still runs after `timeout`
+        seconds; it stops later.
         """
         if not self.directory.is_dir():
             return False
@@ -117,9 +108,9 @@ class EmbeddedPostgres:
             return self._stop(deadline, mode)
 
     def status(self) -> EmbeddedServer | None:
-        """Return the server if it runs, serves this directory and lets us in.
+        """Return the server if it runs, serves this directory and accepts connections.
 
-        None also while it starts, recovers or stops. Raises `EmbeddedServerError` when a file cannot be read.
+        None while it starts, recovers or stops. Raises `EmbeddedServerError` if a file cannot be read.
         """
         with self._reporting("could not be looked at"):
             postmaster = Postmaster.of(self._data)
@@ -135,10 +126,9 @@ class EmbeddedPostgres:
         return server
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
-        """Create a database, empty or as a copy of `template`, and return its DSN; starts the server if need be.
+        """Create a database, empty or as a copy of `template`, and return its DSN; starts the server if needed.
 
-        Nobody may be connected to the template meanwhile. Raises `EmbeddedServerError` when the name is taken, the
-        template is missing or in use, or the disk is full.
+        Raises `EmbeddedServerError` if the name is taken, the template is missing or in use, or the disk is full.
         """
         server = self.start()
         copied = sql.SQL("") if template is None else sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
@@ -147,9 +137,9 @@ class EmbeddedPostgres:
         return server.dsn_for(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database and end the sessions in it; one that does not exist is no error.
+        """Drop a database, if it exists, and end its sessions; starts the server if needed.
 
-        Starts the server if need be. Raises `EmbeddedServerError` for `eventsql`, the server's own database.
+        Raises `EmbeddedServerError` for `eventsql`, the server's own database.
         """
         with self._reporting(f"could not drop database {name!r}"), self.start().connect() as connection:
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
@@ -161,7 +151,7 @@ class EmbeddedPostgres:
             return
         with self._reporting("could not be removed"), self._locked(deadline):
             self._stop(deadline, "immediate")
-            # The data may lie behind a symlink that somebody set to a larger disk, whose other files are not ours.
+            # A symlink of the user's may lead to the data on a larger disk with other files.
             data = self._data
             shutil.rmtree(data, ignore_errors=not data.exists())
             if data.parent.parent == Path(os.path.realpath(RELOCATION_ROOT)):
@@ -257,7 +247,7 @@ class EmbeddedPostgres:
                     *("--pwfile", str(password_file), "--auth", "scram-sha-256"),
                     # Both sort the same on every machine; the C library's other locales do not.
                     *("--encoding", "UTF8", "--locale", "C"),
-                    *(_BUILTIN_LOCALE if version >= _BUILTIN_SINCE else ()),
+                    *(("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8") if version >= 17 else ()),
                     # PostgreSQL 18 does so by itself.
                     "--data-checksums",
                     *("--text-search-config", "english", "--no-instructions"),
@@ -295,8 +285,8 @@ class EmbeddedPostgres:
                 said = log.read().decode(errors="replace")
             if outcome.returncode == 0 or Postmaster.of(data) is not None:
                 return
-            # Another program may have taken the port since; the sessions of a killed postmaster notice its death one by
-            # one, and keep its shared memory until then.
+            # Another program may have taken the port. Sessions of a killed postmaster keep its shared memory until they
+            # notice its death.
             if time.monotonic() >= deadline or (_is_free(port) and "still in use" not in said):
                 raise self._error("did not start", said)
             time.sleep(_POLL)
@@ -310,8 +300,8 @@ class EmbeddedPostgres:
                 return self._server(postmaster)
             if time.monotonic() >= deadline:
                 raise EmbeddedServerError(
-                    f"the embedded server of {self.directory} is not ready yet (it recovers, or it stops): "
-                    f"start it again to wait longer, or read {self._log}"
+                    f"the embedded server of {self.directory} still recovers or stops and is not ready yet: start it "
+                    f"again to wait longer, or read {self._log}"
                 )
             time.sleep(_POLL)
 
@@ -341,7 +331,7 @@ class EmbeddedPostgres:
             while not _lock(file := stack.enter_context(path.open("a"))):
                 stack.close()
                 if time.monotonic() >= deadline:
-                    raise EmbeddedServerError(f"another process has held {path} for too long: see fuser {path}")
+                    raise EmbeddedServerError(f"another process holds {path} for too long: find it by `fuser {path}`")
                 time.sleep(_POLL)
             # Unlocked before it is closed: a child forked meanwhile holds a copy of the descriptor.
             stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
