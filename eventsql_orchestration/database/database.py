@@ -53,8 +53,13 @@ logger = logging.getLogger(__name__)
 _USED: Final[weakref.WeakSet[Database]] = weakref.WeakSet()
 
 
+def _leave_to_parent() -> None:
+    for database in list(_USED):
+        database.leave_to_parent()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [database.leave_to_parent() for database in list(_USED)])
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @checked

@@ -118,17 +118,6 @@ _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     "reader": _READ_LOG,
 }
 
-GRANTED_FUNCTIONS: Final = tuple(
-    dict.fromkeys(
-        function
-        for table in (_RIGHTS, _RIGHTS_OF_ALL_TOPICS)
-        for rights_of_kind in table.values()
-        for right in rights_of_kind
-        for function in re.findall(r"ON FUNCTION \{s\}\.(\w+)", right)
-    )
-)
-"""The functions that some kind of role may execute."""
-
 _DOES: Final[Mapping[str, str]] = {
     "reader": "reads it",
     "publisher": "publishes",

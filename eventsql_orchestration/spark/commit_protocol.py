@@ -63,7 +63,6 @@ class Publications:
     """Publishes what was staged. Use one object for one commit, and close it or use it as a context manager."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
         self._platform = EventSQL(*source.urls, schema=source.schema, migrate=False, transfer=False)
         self._sharded = len(source.urls) > 1
         self._opened: dict[str | None, CommitLog] = {}
@@ -122,7 +121,7 @@ class Publications:
         added takes no events for too long.
         """
         platforms = {name: log.platform for name, log in self._logs.items()}
-        return write_targets(self._source, platforms, topic, headers)
+        return write_targets(platforms, topic, headers)
 
     def hold(self, claim_id: int, shard: str | None = None) -> ClaimHold:
         """A claim as it is now, to be committed later. `shard` is its shard, if there are several.

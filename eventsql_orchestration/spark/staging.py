@@ -41,7 +41,7 @@ _MOST_KEPT: Final = 4 * BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an attempt has staged on one shard: events by topic, and the partitions and layouts of the topics it knew.
+    """The staged events of an attempt on one shard, by topic, with the partitions and layouts that the attempt knew.
 
     `shard` is None for one database. `layouts` lacks topics whose layout does not matter.
     """
@@ -54,7 +54,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one attempt of a task has staged, on each shard with events of it."""
+    """The staged events of one attempt of a task, on each shard that has some."""
 
     id: uuid.UUID
     shares: tuple[Share, ...] = ()
@@ -199,14 +199,9 @@ def _joined(targets: Sequence[WriteTarget], batches: Iterable[pa.RecordBatch]) -
                     kept[number, whole.topic] = whole
                     size += len(whole.rows)
         if size > _MOST_KEPT:
-            yield from _numbered(kept)
+            yield from ((number, block) for (number, _), block in kept.items())
             kept, size = {}, 0
-    yield from _numbered(kept)
-
-
-def _numbered(kept: Mapping[tuple[int, str], Block]) -> Iterator[tuple[int, Block]]:
-    for (number, _), block in kept.items():
-        yield number, block
+    yield from ((number, block) for (number, _), block in kept.items())
 
 
 def _by_target(

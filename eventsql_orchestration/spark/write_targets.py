@@ -20,41 +20,33 @@ PENDING_SECONDS: Final = 10.0
 
 
 def write_targets(
-    source: Source, platforms: Mapping[str | None, Shard], topic: str | None, headers: Mapping[str, str]
+    platforms: Mapping[str | None, Shard], topic: str | None, headers: Mapping[str, str]
 ) -> tuple[WriteTarget, ...]:
     """The targets for events of one topic, or of any. `platforms` are by shard name, or by None for one database.
 
     Raises `TopicNotFoundError`, `ShardSetError` if shards are missing, `ShardPendingError` if a shard that is being
     added takes no events for too long.
     """
-    topics, names = _await_shards(platforms, topic)
+    backoff = Backoff(PENDING_SECONDS)
+    while True:
+        topics = {name: _topics(platform, topic) for name, platform in platforms.items()}
+        try:
+            names = _taking(topics, topic)
+            break
+        except ShardPendingError:
+            if not backoff.lasts():
+                raise
+
+    databases = {name: platform.database for name, platform in platforms.items()}
     return tuple(
         WriteTarget(
-            source if name is None else _source_of(platforms[name], source.schema),
+            Source(databases[name].dsn, databases[name].schema, str(databases[name])),
             Encoder({each.name: each.partitions for each in topics[name]}, topic, headers),
             {each.name: each.layout for each in topics[name]},
             name,
         )
         for name in names
     )
-
-
-def _await_shards(
-    platforms: Mapping[str | None, Shard], wanted: str | None
-) -> tuple[dict[str | None, list[Topic]], list[str | None]]:
-    """The topics on each shard, and the shards that take events, after waiting for a shard that is being added."""
-    backoff = Backoff(PENDING_SECONDS)
-    while True:
-        topics = {name: _topics(platform, wanted) for name, platform in platforms.items()}
-        try:
-            return topics, _taking(topics, wanted)
-        except ShardPendingError:
-            if not backoff.lasts():
-                raise
-
-
-def _source_of(shard: Shard, schema: str) -> Source:
-    return Source(shard.database.dsn, schema, str(shard.database))
 
 
 def _topics(platform: Shard, name: str | None) -> list[Topic]:
@@ -82,7 +74,7 @@ def _taking(topics: Mapping[str | None, Sequence[Topic]], wanted: str | None) ->
         if shards is not None and len(shards.names) > 1:
             raise ShardSetError(
                 f"option dsn: the database is shard {shards.own!r} of {len(shards.names)}, and a key may belong to "
-                "another one: give the URLs of all shards, with spaces between them"
+                "another shard: give the URLs of all shards, with spaces between them"
             )
         return [None]
     sets = {name: of[0].shards for name, of in topics.items() if of}
@@ -92,7 +84,7 @@ def _taking(topics: Mapping[str | None, Sequence[Topic]], wanted: str | None) ->
     newest = max(active.values(), key=lambda shards: shards.generation)
     for name in newest.names:
         if name not in topics:
-            raise ShardSetError(f"option dsn: no URL leads to shard {name!r}, which joined the others")
+            raise ShardSetError(f"option dsn: no URL leads to shard {name!r} of the set: give the URLs of all shards")
         if name not in sets:
             raise missing
     for name in newest.names:

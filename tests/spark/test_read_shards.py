@@ -257,8 +257,8 @@ def test_a_time_holds_on_all_shards(platform: EventSQL, dsn: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"startingOffsets": "5"}, "option startingOffsets: offset 5 is of one shard, and dsn names several"),
-        ({"endingOffsets": '{"orders": 5}'}, "option endingOffsets: offset 5 is of one shard"),
+        ({"startingOffsets": "5"}, "option startingOffsets: offset 5 belongs to one shard"),
+        ({"endingOffsets": '{"orders": 5}'}, "option endingOffsets: offset 5 belongs to one shard"),
         ({"startingOffsets": '{"orders": {"shard-1": 5}}'}, "option startingOffsets: .* lacks shard shard-2"),
         (
             {"startingOffsets": '{"orders": {"shard-1": 5, "shard-2": 1, "shard-3": 1}}'},

@@ -35,8 +35,8 @@ CROSS JOIN LATERAL (
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- enter -- Let a consumer with locked partitions enter the next layout, without partitions that no later layout has;
--- false if not.
+-- enter -- Let a consumer with locked partitions enter the next layout, without partitions that no later layout has.
+-- False if it cannot.
 SELECT {schema}.enter_layout(%(topic)s, %(consumer)s);
 
 -- release_beyond -- End the claims of partitions that a consumer is about to lose.
