@@ -18,7 +18,6 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.shards.shard_state import ShardState, ShardStore
 from eventsql_orchestration.spark.log_planner import Extent, Logs, TopicPartition
-from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
 
@@ -61,7 +60,7 @@ class AllLogs:
         self._options = options
         self._chosen = shards is not None
         with ExitStack() as opened:
-            databases = [_database(each, opened) for each in options.source.each]
+            databases = [_database(url, options.source.schema, opened) for url in options.source.urls]
             members = _members(databases, shards) if len(databases) > 1 else []
             if members or self._chosen:
                 self._logs = [_shard_logs(options, member) for member in members]
@@ -178,8 +177,8 @@ class AllLogs:
         return fence is not None and (start > fence or not logs.waiting(tp, start - 1, fence, 1))
 
 
-def _database(source: Source, opened: ExitStack) -> Database:
-    database = Database(source.dsn, schema=source.schema, migrate=False, application_name="eventsql-spark")
+def _database(url: str, schema: str, opened: ExitStack) -> Database:
+    database = Database(url, schema=schema, migrate=False, application_name="eventsql-spark")
     opened.callback(database.close)
     return database
 

@@ -45,12 +45,6 @@ class Source:
         """The URL of each database, in the given order."""
         return split_urls(self.dsn)
 
-    @property
-    def each(self) -> tuple[Source, ...]:
-        """A source for each database."""
-        urls = self.urls
-        return (self,) if len(urls) == 1 else tuple(Source.of([url], self.schema) for url in urls)
-
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:

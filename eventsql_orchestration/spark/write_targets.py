@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
+from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ShardPendingError, ShardSetError, TopicNotFoundError
 from eventsql_orchestration.model import Topic
 from eventsql_orchestration.retry import Backoff
@@ -32,21 +33,19 @@ def write_targets(
         topics = {name: _topics(platform, topic) for name, platform in platforms.items()}
         try:
             names = _taking(topics, topic)
-            break
         except ShardPendingError:
             if not backoff.lasts():
                 raise
+        else:
+            return tuple(_target(name, platforms[name].database, topics[name], topic, headers) for name in names)
 
-    databases = {name: platform.database for name, platform in platforms.items()}
-    return tuple(
-        WriteTarget(
-            Source(databases[name].dsn, databases[name].schema, str(databases[name])),
-            Encoder({each.name: each.partitions for each in topics[name]}, topic, headers),
-            {each.name: each.layout for each in topics[name]},
-            name,
-        )
-        for name in names
-    )
+
+def _target(
+    shard: str | None, database: Database, topics: Sequence[Topic], topic: str | None, headers: Mapping[str, str]
+) -> WriteTarget:
+    encoder = Encoder({each.name: each.partitions for each in topics}, topic, headers)
+    source = Source(database.dsn, database.schema, str(database))
+    return WriteTarget(source, encoder, {each.name: each.layout for each in topics}, shard)
 
 
 def _topics(platform: Shard, name: str | None) -> list[Topic]:

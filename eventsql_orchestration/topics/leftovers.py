@@ -104,8 +104,8 @@ class Leftovers:
         """Drop the segments that retention has detached and left, except those of the topics `kept`."""
         schema = self._database.schema
         prefixes = tuple(segments.segment_name(topic, 0)[:-1] for topic in kept)
-        rows = connection.execute(self._queries("detached"), {"schema": schema, "mark": tables.DROPPED}).fetchall()
-        for (table,) in rows:
+        values = {"schema": schema, "names": "", "mark": tables.DROPPED}
+        for (table,) in connection.execute(Queries("retention", schema)("detached"), values).fetchall():
             if not str(table).startswith(prefixes):
                 connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, table)))
 

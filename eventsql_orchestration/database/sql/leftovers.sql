@@ -38,14 +38,6 @@ CROSS JOIN LATERAL (
 WHERE newest.eql_layout > t.eql_layout OR newest.eql_partitions <> t.eql_partitions
 ORDER BY t.eql_name;
 
--- detached -- Tables that retention has detached and not dropped.
-SELECT detached.relname
-FROM pg_class detached
-JOIN pg_namespace namespace ON namespace.oid = detached.relnamespace
-WHERE namespace.nspname = %(schema)s AND detached.relkind = 'r' AND NOT detached.relispartition
-  AND obj_description(detached.oid, 'pg_class') = %(mark)s
-ORDER BY detached.relname;
-
 -- delete -- Delete so many rows of a table that name a topic which does not exist.
 DELETE FROM {schema}.{segment}
 WHERE ctid = ANY (ARRAY(

@@ -25,7 +25,7 @@ FROM pg_class sequence
 JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
 WHERE sequence.oid = pg_get_serial_sequence(%(log)s, 'eql_id')::regclass;
 
--- detached -- The tables of a topic that were detached to be dropped.
+-- detached -- The tables that retention has detached to drop them, with names that begin so.
 SELECT segment.relname
 FROM pg_class segment
 JOIN pg_namespace namespace ON namespace.oid = segment.relnamespace

@@ -44,14 +44,10 @@ ORDER BY wanted.number;
 
 -- fence -- The end of a topic's log when a generation of shards began here; 0 for a newer topic, no row if it has not
 -- begun.
-SELECT coalesce(
-    (
-        SELECT eql_fence FROM {schema}.shard_fence
-        WHERE eql_generation = %(generation)s AND eql_topic = %(topic)s
-    ),
-    0
-)
-FROM {schema}.shard_layout WHERE eql_generation = %(generation)s;
+SELECT coalesce(fence.eql_fence, 0)
+FROM {schema}.shard_layout layout
+LEFT JOIN {schema}.shard_fence fence ON fence.eql_generation = layout.eql_generation AND fence.eql_topic = %(topic)s
+WHERE layout.eql_generation = %(generation)s;
 
 -- claim -- A claim's consumer and range, whether it is live, its partition's offset, and the consumer's filter.
 SELECT claim.eql_topic, claim.eql_consumer, claim.eql_partition, claim.eql_after, claim.eql_upto,
