@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Final
 
 import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
@@ -128,9 +128,7 @@ class CopyConnection:
     def __enter__(self) -> CopyConnection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -120,8 +120,7 @@ class Publications:
         Raises `TopicNotFoundError`, `ShardError` if shards are missing, `ShardPendingError` if a shard that is being
         added takes no events for too long.
         """
-        platforms = {name: log.platform for name, log in self._logs.items()}
-        return write_targets(platforms, topic, headers)
+        return write_targets({name: log.platform for name, log in self._logs.items()}, topic, headers)
 
     def hold(self, claim_id: int, shard: str | None = None) -> ClaimHold:
         """A claim as it is now, to be committed later. `shard` is its shard, if there are several.

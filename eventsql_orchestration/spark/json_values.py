@@ -134,10 +134,7 @@ def _of(kind: type, value: Any) -> Any:
 
 
 def _simple(kind: pa.DataType) -> _Converter | None:
-    for is_kind, converter in _SIMPLE:
-        if is_kind(kind):
-            return converter(kind)
-    return None
+    return next((converter(kind) for is_kind, converter in _SIMPLE if is_kind(kind)), None)
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.database import Connection, Queries
@@ -23,11 +23,12 @@ class StreamProgress:
         self._queries = Queries("spark_read", logs.database.schema)
         self._log_queries = Queries("log", logs.database.schema)
         self._layouts = Layouts(logs.database)
-        self._filters: dict[str, EventFilter | None] = {}
+        self.filters: dict[str, EventFilter | None] = {}
+        """The consumer's filter for each topic."""
         self._written: dict[TopicPartition, int] = {}
         for tp in logs.topic_partitions:
             states = self._states(tp)
-            self._filters[tp.topic] = states[0].filter
+            self.filters[tp.topic] = states[0].filter
             if tp.partition != NOT_PARTITIONED and states[0].partition == NOT_PARTITIONED:
                 raise ValidationError(
                     f"option consumer: {consumer!r} is not partitioned and cannot hold the offset of {tp} alone"
@@ -36,11 +37,6 @@ class StreamProgress:
     def _states(self, tp: TopicPartition) -> list[ConsumerState]:
         with naming_option("option consumer"):
             return self._logs.registry.consumer(tp.topic, self._consumer)
-
-    @property
-    def filters(self) -> Mapping[str, EventFilter | None]:
-        """The consumer's filter for each topic."""
-        return self._filters
 
     def start(self, tp: TopicPartition) -> int:
         """The first offset that the consumer has not consumed."""

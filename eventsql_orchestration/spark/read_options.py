@@ -18,25 +18,11 @@ _STARTS: Final = ("startingOffsets", "startingTimestamp", "startingOffsetsByTime
 _ENDS: Final = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp")
 
 _READ: Final = (
-    *DATABASE,
-    "subscribe",
-    "assign",
-    "claim",
-    "partition",
-    *_STARTS,
-    "startingOffsetsByTimestampStrategy",
-    *_ENDS,
-    "minPartitions",
-    "numPartitions",
-    "maxRecordsPerPartition",
-    "maxOffsetsPerTrigger",
-    "includeHeaders",
-    "failOnDataLoss",
-    "pushFilters",
-    "consumer",
-    "valueSchema",
-    "mode",
-)
+    *DATABASE, "subscribe", "assign", "claim", "partition",
+    *_STARTS, "startingOffsetsByTimestampStrategy", *_ENDS,
+    "minPartitions", "numPartitions", "maxRecordsPerPartition", "maxOffsetsPerTrigger",
+    "includeHeaders", "failOnDataLoss", "pushFilters", "consumer", "valueSchema", "mode",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

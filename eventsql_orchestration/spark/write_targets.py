@@ -23,11 +23,7 @@ PENDING_SECONDS: Final = 10.0
 def write_targets(
     platforms: Mapping[str | None, Shard], topic: str | None, headers: Mapping[str, str]
 ) -> tuple[WriteTarget, ...]:
-    """The targets for events of one topic, or of any. `platforms` are by shard name, or by None for one database.
-
-    Raises `TopicNotFoundError`, `ShardSetError` if shards are missing, `ShardPendingError` if a shard that is being
-    added takes no events for too long.
-    """
+    """See `Publications.write_targets`. `platforms` are by shard name, or by None for one database."""
     backoff = Backoff(PENDING_SECONDS)
     while True:
         topics = {name: _topics(platform, topic) for name, platform in platforms.items()}
