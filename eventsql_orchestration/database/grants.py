@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from psycopg import sql
@@ -117,6 +118,14 @@ _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     "consumer": _READ_LOG,
     "reader": _READ_LOG,
 }
+
+GRANTED_FUNCTIONS: Final = frozenset(
+    right.removeprefix("EXECUTE ON FUNCTION {s}.")
+    for table in (_RIGHTS, _RIGHTS_OF_ALL_TOPICS)
+    for right in chain.from_iterable(table.values())
+    if right.startswith("EXECUTE")
+)
+"""The functions that some kind of role may execute. REVOKE on another one would make its default rights explicit."""
 
 _DOES: Final[Mapping[str, str]] = {
     "reader": "reads it",

@@ -263,7 +263,7 @@ def _policies(connection: Connection, roles: Sequence[Role], schema: str) -> Sta
 
 
 def _drop(connection: Connection, schema: str, roles: Sequence[Role], *, everything: bool) -> Statements:
-    functions = _rows(connection, schema, "functions", functions=list(grants.FUNCTIONS))
+    functions = _rows(connection, schema, "functions", functions=list(grants.GRANTED_FUNCTIONS))
     objects: list[tuple[sql.SQL, sql.Composable]] = [
         (sql.SQL("TABLE"), sql.Identifier(*row[:2])) for row in _tables(connection, schema)
     ]

@@ -24,8 +24,6 @@ ASKED_AFTER: Final = 10.0
 """Seconds without use until a pooled connection is pinged: a proxy may drop it silently. Before, its socket tells if
 the server has ended the session. A ping each time would take a third of the time of publishing one event."""
 
-_SERVER_ENCODING: Final = "UTF8"
-
 
 def open_session(connection: Connection) -> None:
     """Make a new connection independent of settings of the server, the database, the role and the URL.
@@ -40,7 +38,7 @@ def open_session(connection: Connection) -> None:
     assert row is not None, "a SELECT without FROM gives a row"
     answering, encoding, _ = row
 
-    if encoding != _SERVER_ENCODING:
+    if encoding != "UTF8":
         raise ConfigurationError(
             f"database {connection.info.dbname!r} has the encoding {encoding}, which cannot hold every text: make one "
             "by CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"

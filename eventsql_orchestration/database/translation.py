@@ -27,9 +27,6 @@ _SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "5330
 _DAMAGED: Final = ("58", "XX001", "XX002")
 """SQLSTATEs of files that are gone or cannot be used, and of data and indexes that are damaged."""
 
-_CONFLICT: Final = "40"
-"""The class of SQLSTATEs of transactions that were rolled back for another one's sake."""
-
 _CONNECTION: Final = "08"
 """The class of SQLSTATEs about connections; a pooler whose server does not answer says 08P01."""
 
@@ -100,7 +97,7 @@ def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLErro
             return DatabaseError(
                 f"{where}: an earlier error has aborted the transaction: roll it back, begin a new one"
             )
-        case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_CONFLICT):
+        case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith("40"):
             return DatabaseBusyError(f"{where} refused a transaction that conflicts with another ({detail}): try again")
         case psycopg.Error(sqlstate=None) if isinstance(error, psycopg.DataError) or detail.startswith("cannot adapt"):
             # The driver itself raised it: nothing was sent.

@@ -327,10 +327,6 @@ def _maps(texts: pa.Array) -> pa.Array:
     return pc.take(pa.array(parsed, type=_TEXT_MAP), encoded.indices)
 
 
-_NO_RIGHT: Final = "42501"
-"""The SQLSTATE of a missing right."""
-
-
 @contextmanager
 def _errors(source: Source, offsets: OffsetRange) -> Iterator[None]:
     try:
@@ -346,8 +342,8 @@ def translate(error: Exception, source: Source, what: str) -> DatabaseError:
     detail = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, RefusedError) and (state is None or state.startswith(("08", "57P", "53"))):
         return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away: {detail}")
-    if state == _NO_RIGHT:
-        # Loaded only here, so that tasks without this error start faster.
+    if state == "42501":
+        # The right is missing. Loaded only here, so that tasks without this error start faster.
         from eventsql_orchestration.database.grants import permission_error  # noqa: PLC0415
 
         return permission_error(detail.removeprefix("ERROR:").strip(), f"{what}: {source.label}", None, None)
