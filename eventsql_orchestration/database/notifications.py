@@ -55,7 +55,6 @@ CLOSE_SECONDS: Final = 2.0
 _LOOKS: Final = 4
 """How often a connection is asked which server process answers: in a busy pooler, a single answer can deceive."""
 
-_FIRST_RETRY_DELAY: Final = 0.1
 _MAX_CHANNEL_BYTES: Final = 63
 
 Callback: TypeAlias = Callable[[], None]
@@ -70,7 +69,7 @@ def channel_of(schema: str) -> str:
 
 
 def _retry_delay(failures: int) -> float:
-    return float(min(_FIRST_RETRY_DELAY * 2 ** min(failures - 1, 30), MAX_RETRY_DELAY))
+    return float(min(0.1 * 2 ** min(failures - 1, 30), MAX_RETRY_DELAY))
 
 
 @checked
