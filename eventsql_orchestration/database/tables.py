@@ -187,6 +187,15 @@ redriven_dead_letter = Table(
     _time("eql_redriven_at", now=True),
 )
 
+finished_backfill = Table(
+    "finished_backfill",
+    metadata,
+    Column("eql_topic", Text, primary_key=True),
+    Column("eql_consumer", Text, primary_key=True),
+    Column("eql_id", Text, primary_key=True),
+    _time("eql_finished_at", now=True),
+)
+
 # What a Spark sink has staged and what it has published: one publication for each (writer, batch).
 spark_publication = Table(
     "spark_publication",
