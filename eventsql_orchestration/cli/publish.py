@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.input import BadRecord, Record, Source, open_source, stdin_is_terminal
-from eventsql_orchestration.cli.output import counted, say, stderr_is_terminal, write_json
-from eventsql_orchestration.cli.parameters import NameValue, Number, topic_argument
+from eventsql_orchestration.cli.output import counted, progress_bar, say, write_json
+from eventsql_orchestration.cli.parameters import POSITIVE, NameValue, Number, TopicName, command, option
 from eventsql_orchestration.client.publisher import ClusterPublisher
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.model import Publication, check_partition
@@ -34,55 +33,42 @@ _SKIPPED_LINES_SHOWN: Final = 20
 _RECORDS_PER_UPDATE: Final = 200
 """Records between two updates of the progress bar."""
 
+_FILE: Final = (
+    ".jsonl, .json, .ndjson (JSON lines) or .csv (with a header), also with .gz, or .parquet. Without it, or with -, "
+    "JSON lines are read from standard input."
+)
 
-@click.command()
-@topic_argument
-@click.option(
-    "--file",
-    "path",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
-    help=".jsonl, .json, .ndjson (JSON lines) or .csv (with a header), also with .gz, or .parquet. "
-    "Without it, or with -, JSON lines are read from standard input.",
+_COMMITS: Final = (
+    f"Commit every N events. Without it a stream (standard input, or --rate) commits every {_BATCH:,}, and a file is "
+    "one commit."
 )
-@click.option("--key", metavar="FIELD", help="The field whose value, as text, is the event's key.")
-@click.option("--metadata", type=NameValue(), multiple=True, metavar="NAME=VALUE", help="For every event; repeat it.")
-@click.option("--partition", type=int, metavar="N", help="Every event goes to this partition.")
-@click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N events per second.")
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help=f"Commit every N events. Without it a stream (standard input, or --rate) commits every {_BATCH:,}, and a file "
-    "is one commit.",
-)
-@click.option(
-    "--on-bad-line",
-    type=click.Choice(["stop", "skip"]),
-    default="stop",
-    show_default=True,
-    help="A bad line ends the command, or is reported and left out.",
-)
-@click.option(
-    "--transfer/--no-transfer",
-    default=True,
-    show_default=True,
-    help="Also move the events into the topic's log, or leave that to another transfer.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-@pass_context
+
+
+@command()
 def publish(
     context: CliContext,
     *,
-    topic: str,
-    path: Path | None,
-    key: str | None,
-    metadata: tuple[tuple[str, str], ...],
-    partition: int | None,
-    rate: float | None,
-    batch: int | None,
-    on_bad_line: Literal["stop", "skip"],
-    transfer: bool,
-    as_json: bool,
+    topic: TopicName,
+    path: Annotated[
+        Path | None,
+        option(_FILE, "--file", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True)),
+    ],
+    key: Annotated[str | None, option("The field whose value, as text, is the event's key.", metavar="FIELD")],
+    metadata: Annotated[
+        tuple[tuple[str, str], ...], option("For every event; repeat it.", type=NameValue(), metavar="NAME=VALUE")
+    ],
+    partition: Annotated[int | None, option("Every event goes to this partition.")],
+    rate: Annotated[float | None, option("At most N events per second.", type=Number(0, min_open=True), metavar="N")],
+    batch: Annotated[int | None, option(_COMMITS, type=POSITIVE)],
+    on_bad_line: Annotated[
+        Literal["stop", "skip"],
+        option("End at a bad line, or report it and go on.", type=click.Choice(["stop", "skip"]), default="stop"),
+    ],
+    transfer: Annotated[
+        bool,
+        option("Also move the events into the topic's log, or leave it.", "--transfer/--no-transfer", default=True),
+    ],
+    as_json: Annotated[bool, option("Print the summary as JSON.", "--json")],
 ) -> None:
     """Publish JSON lines, CSV or Parquet to TOPIC.
 
@@ -205,22 +191,17 @@ class _Publishing:
             if self._skipped <= _SKIPPED_LINES_SHOWN:
                 say(f"skipped {line}")
             elif self._skipped == _SKIPPED_LINES_SHOWN + 1:
-                say(f"further {self._source.unit}s that are skipped are counted only")
+                say(f"further skipped {self._source.unit}s are only counted")
             return None
 
     def summarise(self, seconds: float, *, as_json: bool) -> None:
         rate = self._published / seconds if seconds > 0 else 0.0
         if as_json:
-            write_json(
-                {
-                    "topic": self._template.topic,
-                    "published": self._published,
-                    "skipped": self._skipped,
-                    "seconds": round(seconds, 3),
-                    "events_per_second": round(rate, 1),
-                },
-                indent=None,
-            )
+            summary = {
+                "topic": self._template.topic, "published": self._published, "skipped": self._skipped,
+                "seconds": round(seconds, 3), "events_per_second": round(rate, 1),
+            }  # fmt: skip
+            write_json(summary, indent=None)
             return
         skipped = f", skipped {counted(self._skipped, self._source.unit)}" if self._skipped else ""
         say(
@@ -257,17 +238,10 @@ def _key(content: object, field: str) -> str:
 @contextmanager
 def _progress_bar(source: Source) -> Iterator[Callable[[int], None]]:
     """Show the progress of the reading on a terminal. The yielded function takes the number of records."""
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[events]:,} events"),
-        TimeElapsedColumn(),
+    progress = progress_bar(
+        SpinnerColumn(), "{task.description}", BarColumn(), "{task.fields[events]:,} events", TimeElapsedColumn(),
         *([TimeRemainingColumn()] if source.total is not None else []),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not stderr_is_terminal(),
-    )
+    )  # fmt: skip
     task = progress.add_task(Path(source.name).name, total=source.total, events=0)
 
     def update(events: int) -> None:
