@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.model import Topic
+from eventsql_orchestration.signals import handling
 
 PREFIX: Final = "eventsql_bench_"
 
@@ -40,6 +41,9 @@ SAMPLE_SECONDS: Final = 0.05
 _LOCK: Final = 0x6576_656E_7462_6E63
 
 _DELETE_ATTEMPTS: Final = 6
+
+_uninterrupted: Final = partial(handling, signal.SIG_IGN, signal.SIGINT)
+"""Protects the cleaning up after a first Ctrl-C from a second."""
 
 
 class Session:
@@ -345,17 +349,3 @@ def start_publishers(
 def limit_of(events: int) -> float:
     """Seconds after which a run over `events` is given up: a rate below 2,000 events/s is not worth measuring."""
     return 60.0 + events / 2_000
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Protect the cleaning up after a first Ctrl-C from a second."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -21,8 +21,6 @@ from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
     ConsumerName,
-    Duration,
-    LogPlace,
     OptionalTopicName,
     Partition,
     TopicName,
@@ -90,12 +88,10 @@ _FAILURES: Final = f"Stop after N dead letters and failed runs together  [defaul
 
 
 class _Options(TypedDict):
-    start: Annotated[Place | None, option(_FROM, "--from", type=LogPlace(), metavar="PLACE")]
-    end: Annotated[Place | None, option(_TO, "--to", type=LogPlace(), metavar="PLACE")]
+    start: Annotated[Place | None, option(_FROM, "--from")]
+    end: Annotated[Place | None, option(_TO, "--to")]
     window_events: Annotated[int | None, option("Cut the range into windows of N events.", type=POSITIVE)]
-    window: Annotated[
-        timedelta | None, option("Cut the range into windows of time: 1h, 1d.", type=Duration(), metavar="DURATION")
-    ]
+    window: Annotated[timedelta | None, option("Cut the range into windows of time: 1h, 1d.")]
     partition: Partition
     parallel: Annotated[int, option("At most N runs at once.", type=click.IntRange(1, 64), default=2)]
     into: Annotated[

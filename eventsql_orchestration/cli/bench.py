@@ -19,7 +19,7 @@ from eventsql_orchestration.bench.table import BENCHMARKS
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import Columns, progress_bar, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import Number
-from eventsql_orchestration.cli.signals import handling
+from eventsql_orchestration.signals import handling
 
 _TERMINATED: Final = 143
 """128 + SIGTERM, as shells have it."""

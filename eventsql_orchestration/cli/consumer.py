@@ -13,8 +13,6 @@ from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
     ConsumerName,
-    LogPlace,
-    NameValue,
     OptionalTopicName,
     TopicName,
     command,
@@ -45,14 +43,14 @@ def create(
     max_attempts: Annotated[
         int | None, option("Attempts before an event is given up  [default: 5, or unchanged].", type=POSITIVE)
     ],
-    start: Annotated[Place | None, option(_PLACES, "--start", "--from", type=LogPlace(), metavar="PLACE")],
+    start: Annotated[Place | None, option(_PLACES, "--start", "--from")],
     keys: Annotated[
         tuple[str, ...], option("Only events with this key; repeat it for several keys.", "--key", metavar="K")
     ],
     key_prefix: Annotated[str | None, option("Only events whose key begins with P.", metavar="P")],
     metadata: Annotated[
         tuple[tuple[str, str], ...],
-        option("Only events with this metadata; repeat it: all must match.", type=NameValue(), metavar="NAME=VALUE"),
+        option("Only events with this metadata; repeat it: all must match."),
     ],
     no_filter: Annotated[bool, option("Remove the filter.")],
 ) -> None:

@@ -20,17 +20,7 @@ from eventsql_orchestration.cli.output import (
     write,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import (
-    CONSUMER,
-    POSITIVE,
-    AsJson,
-    NameValue,
-    Time,
-    TopicName,
-    argument,
-    command,
-    option,
-)
+from eventsql_orchestration.cli.parameters import CONSUMER, POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
@@ -47,14 +37,12 @@ class _Filter(TypedDict):
     ]
     exception: Annotated[str | None, option("With this type of exception, such as ValueError.", metavar="TYPE")]
     key: Annotated[str | None, option("With this key.", metavar="KEY")]
-    metadata: Annotated[
-        tuple[tuple[str, str], ...], option("With this metadata; repeat it.", type=NameValue(), metavar="NAME=VALUE")
-    ]
+    metadata: Annotated[tuple[tuple[str, str], ...], option("With this metadata; repeat it.")]
     ids: Annotated[tuple[int, ...], option("At this offset; repeat it.", "--id", **_OFFSET)]
     first: Annotated[int | None, option("At this offset and after it.", "--from", **_OFFSET)]
     last: Annotated[int | None, option("Up to this offset.", "--to", **_OFFSET)]
-    since: Annotated[datetime | None, option("Given up at 2026-05-01T12:00:00Z or later.", type=Time(), metavar="TIME")]
-    until: Annotated[datetime | None, option("Given up before this time.", type=Time(), metavar="TIME")]
+    since: Annotated[datetime | None, option("Given up at 2026-05-01T12:00:00Z or later.")]
+    until: Annotated[datetime | None, option("Given up before this time.")]
 
 
 def _letters(

@@ -23,7 +23,6 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import Columns, counted, say, show_items
 from eventsql_orchestration.cli.parameters import FILE, Number, command, option
-from eventsql_orchestration.cli.signals import handling
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster, free_port, only_one
 from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
@@ -31,6 +30,7 @@ from eventsql_orchestration.dagster.local.round_report import Counts, RunCounts,
 from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import RoundError
+from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.java import ensure_java
 

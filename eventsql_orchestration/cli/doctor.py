@@ -131,9 +131,10 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
 def _database(context: CliContext, platform: Shard, stalled_after: float) -> Iterator[Finding]:
     database = platform.database
     embedded = context.settings.dsn is None
+    server = _server(database)
     named = "the embedded server" if embedded else f"named by {context.source('dsn')}"
     yield ok("database", f"{database}, {named}")
-    yield _server(database)
+    yield server
     schema = _schema(database, embedded=embedded)
     yield schema
     if schema.status is Status.OK and database.revision() is not None:

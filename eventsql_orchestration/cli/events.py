@@ -11,16 +11,7 @@ from typing import Annotated, Final
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import counted, say, write_events
-from eventsql_orchestration.cli.parameters import (
-    ConsumerName,
-    Follow,
-    LogPlace,
-    MaxEvents,
-    Partition,
-    TopicName,
-    command,
-    option,
-)
+from eventsql_orchestration.cli.parameters import ConsumerName, Follow, MaxEvents, Partition, TopicName, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.database import Connection
@@ -56,7 +47,7 @@ def tail(
     context: CliContext,
     *,
     topic: TopicName,
-    start: Annotated[Place | None, option(_START, "--from", type=LogPlace(), metavar="PLACE")],
+    start: Annotated[Place | None, option(_START, "--from")],
     max_events: MaxEvents,
     follow: Follow,
     partition: Partition,

@@ -56,25 +56,6 @@ def _parameters(annotated: object) -> Iterator[click.Parameter]:
             yield parameter(name, kind)
 
 
-def option(help: str, *flags: str, **settings: Any) -> Parameter:  # noqa: A002 - click's name for it
-    """An option. Without `flags`, its flag is the parameter's name; `settings` are click's.
-
-    A bool is a flag without a value, a tuple an option that may be repeated. The help shows a default.
-    """
-
-    def make(name: str, kind: Any) -> click.Option:
-        usual: dict[str, Any] = {
-            "multiple": get_origin(kind) is tuple, "show_default": settings.get("default") is not None
-        }  # fmt: skip
-        if kind is bool:
-            usual["is_flag"] = True
-        elif kind in (int, int | None):
-            usual |= {"type": int, "metavar": "N"}
-        return click.Option([*(flags or [f"--{name.replace('_', '-')}"]), name], help=help, **{**usual, **settings})
-
-    return make
-
-
 def argument(**settings: Any) -> Parameter:
     """An argument, which may be left out if its type allows None. `settings` are click's."""
     return lambda name, kind: click.Argument([name], **{"required": NoneType not in get_args(kind), **settings})
@@ -205,6 +186,37 @@ class Size(click.ParamType[int]):
         if match is None or match[2] not in self._UNITS:
             self.fail(f"{value!r} is not a size such as 10GiB, 500MB or 4096", param, ctx)
         return int(Decimal(match[1]) * self._UNITS[match[2]])
+
+
+_USUAL: Final[dict[Any, dict[str, Any]]] = {
+    int: {"type": int, "metavar": "N"},
+    datetime: {"type": Time()},
+    timedelta: {"type": Duration()},
+    AtOffset: {"type": LogPlace()},
+    tuple[str, str]: {"type": NameValue()},
+}
+"""Settings of options by the type of the value, or a part of it."""
+
+
+def option(help: str, *flags: str, **settings: Any) -> Parameter:  # noqa: A002 - click's name for it
+    """An option. Without `flags`, its flag is the parameter's name; `settings` are click's.
+
+    A bool is a flag without a value, a tuple an option that may be repeated. Numbers, times, durations, places and
+    pairs of texts are read as such. The help shows a default.
+    """
+
+    def make(name: str, kind: Any) -> click.Option:
+        chosen: dict[str, Any] = {"show_default": settings.get("default") is not None}
+        if get_origin(kind) is tuple:
+            chosen["multiple"], kind = True, get_args(kind)[0]
+        if kind is bool:
+            chosen["is_flag"] = True
+        for read, usual in _USUAL.items():
+            if kind == read or read in get_args(kind):
+                chosen |= usual
+        return click.Option([*(flags or [f"--{name.replace('_', '-')}"]), name], help=help, **{**chosen, **settings})
+
+    return make
 
 
 CONSUMER: Final = Name("consumer", partial(check_name, "consumer name"))

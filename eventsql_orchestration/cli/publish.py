@@ -14,7 +14,7 @@ from rich.progress import BarColumn, SpinnerColumn, TimeElapsedColumn, TimeRemai
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.input import BadRecord, Record, Source, open_source, stdin_is_terminal
 from eventsql_orchestration.cli.output import counted, progress_bar, say, write_json
-from eventsql_orchestration.cli.parameters import POSITIVE, NameValue, Number, TopicName, command, option
+from eventsql_orchestration.cli.parameters import POSITIVE, Number, TopicName, command, option
 from eventsql_orchestration.client.publisher import ClusterPublisher
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.model import Publication, check_partition
@@ -54,9 +54,7 @@ def publish(
         option(_FILE, "--file", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True)),
     ],
     key: Annotated[str | None, option("The field whose value, as text, is the event's key.", metavar="FIELD")],
-    metadata: Annotated[
-        tuple[tuple[str, str], ...], option("For every event; repeat it.", type=NameValue(), metavar="NAME=VALUE")
-    ],
+    metadata: Annotated[tuple[tuple[str, str], ...], option("For every event; repeat it.")],
     partition: Annotated[int | None, option("Every event goes to this partition.")],
     rate: Annotated[float | None, option("At most N events per second.", type=Number(0, min_open=True), metavar="N")],
     batch: Annotated[int | None, option(_COMMITS, type=POSITIVE)],

@@ -10,16 +10,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, partition_of, say, show_items, write_json
-from eventsql_orchestration.cli.parameters import (
-    AsJson,
-    ConsumerName,
-    Duration,
-    Partition,
-    Time,
-    TopicName,
-    command,
-    option,
-)
+from eventsql_orchestration.cli.parameters import AsJson, ConsumerName, Partition, TopicName, command, option
 from eventsql_orchestration.maintenance.seek import Move
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Position, ShiftBy
 
@@ -40,8 +31,8 @@ class _Places(TypedDict):
     to_earliest: Annotated[bool, option("To the oldest event.")]
     to_latest: Annotated[bool, option("Past the newest event.")]
     to_offset: Annotated[int | None, option("To the first event from offset N on.", type=click.IntRange(min=0))]
-    to_datetime: Annotated[datetime | None, option(_TIME, type=Time(), metavar="TIME")]
-    by_duration: Annotated[timedelta | None, option(_BACK, type=Duration(), metavar="DURATION")]
+    to_datetime: Annotated[datetime | None, option(_TIME)]
+    by_duration: Annotated[timedelta | None, option(_BACK)]
     shift_by: Annotated[int | None, option("Over N events of each partition; backwards if N is negative: -100.")]
 
 

@@ -10,16 +10,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, counted, say, show_items, write_json
-from eventsql_orchestration.cli.parameters import (
-    POSITIVE,
-    AsJson,
-    Duration,
-    Size,
-    TopicName,
-    argument,
-    command,
-    option,
-)
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Size, TopicName, argument, command, option
 from eventsql_orchestration.cli.topic_output import TOPIC, description, form, kept, size
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import TopicNotFoundError
@@ -27,10 +18,8 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, chec
 
 
 class _Retention(TypedDict):
-    retention_age: Annotated[
-        timedelta | None, option("Keep events for 7d, 12h, PT36H.", type=Duration(), metavar="DURATION")
-    ]
-    retention_size: Annotated[int | None, option("Keep the newest 10GiB, 500MB.", type=Size(), metavar="SIZE")]
+    retention_age: Annotated[timedelta | None, option("Keep events for 7d, 12h, PT36H.")]
+    retention_size: Annotated[int | None, option("Keep the newest 10GiB, 500MB.", type=Size())]
     retention_events: Annotated[int | None, option("Keep the newest N events.", type=POSITIVE)]
     keep_forever: Annotated[bool, option("Keep all events: remove the bounds.")]
 

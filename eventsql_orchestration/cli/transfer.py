@@ -11,7 +11,7 @@ from typing import Annotated, Final
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import counted, say
 from eventsql_orchestration.cli.parameters import Number, command, option
-from eventsql_orchestration.cli.signals import handling
+from eventsql_orchestration.signals import handling
 
 _REPORT_SECONDS: Final = 1.0
 

@@ -16,10 +16,10 @@ from rich.progress import Progress
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import dev
-from eventsql_orchestration.cli.signals import handling
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.dagster.local.round_report import TopicRound
+from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
 

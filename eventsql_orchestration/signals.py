@@ -7,10 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeAlias
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 @contextmanager
-def handling(handler: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
+def handling(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
     """Handle signals in the block. An ignored signal stays ignored. Outside of the main thread, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
