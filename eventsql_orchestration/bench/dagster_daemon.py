@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, LiteralString
+from unittest.mock import patch
 
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
@@ -151,7 +152,7 @@ def daemon(
 
         (home / CONFIG_FILE).write_text(yaml.safe_dump(instance_config()), encoding="utf-8")
         url = storage_url(database.dsn).replace(f"search_path%3D{STORAGE_SCHEMA}", f"search_path%3D{storage}")
-        cleaning.enter_context(_variable(STORAGE_VARIABLE, url))
+        cleaning.enter_context(patch.dict(os.environ, {STORAGE_VARIABLE: url}))
         instance = cleaning.enter_context(dg.DagsterInstance.from_config(str(home)))
         instance.get_runs_count()
 
@@ -173,20 +174,6 @@ def daemon(
         running = Daemon(session, instance, storage, topic, record)
         running.await_(lambda: running.ticks() > 0, "the first tick of a sensor", limit=STARTING)
         yield running
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable for the block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

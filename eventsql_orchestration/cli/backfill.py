@@ -95,7 +95,7 @@ class _Options(TypedDict):
     partition: Partition
     parallel: Annotated[int, option("At most N runs at once.", type=click.IntRange(1, 64), default=2)]
     into: Annotated[
-        str | None, option("Leave a new consumer NAME at the end of the range.", type=CONSUMER, metavar="NAME")
+        str | None, option("Leave a new consumer NAME at its end, when done.", type=CONSUMER, metavar="NAME")
     ]
     take_over: Annotated[bool, option("First move CONSUMER's own offset to the end of the range. By default it stays.")]
     max_failures: Annotated[int | None, option(_FAILURES, type=POSITIVE)]
@@ -289,10 +289,7 @@ def list_backfills(context: CliContext, topic: OptionalTopicName, as_json: AsJso
 
 @command(backfill)
 def delete(
-    context: CliContext,
-    topic: TopicName,
-    consumer: ConsumerName,
-    backfill_id: Annotated[str, argument(metavar="ID")],
+    context: CliContext, topic: TopicName, consumer: ConsumerName, backfill_id: Annotated[str, argument(metavar="ID")]
 ) -> None:
     """Give up backfill ID: its effects stay, the rest is not replayed. Its runs commit nothing more."""
     with _platform(context) as platform:

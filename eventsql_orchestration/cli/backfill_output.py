@@ -13,7 +13,9 @@ from eventsql_orchestration.cli.output import (
     counted,
     on_shard,
     partition_name,
+    picked,
     progress_bar,
+    same,
     say,
     show_fields,
     show_items,
@@ -87,8 +89,7 @@ def summary_of(
     """A plan, or the rest of a backfill. Over several shards, only the runs have offsets."""
     plan = work if isinstance(work, Plan) else None
     return {
-        "topic": work.topic,
-        "consumer": work.consumer,
+        **picked(work, same("topic", "consumer")),
         "id": work.id if isinstance(work, Backfill) else None,
         **_ends(work.range),
         "events": sum(run.events for run in runs),
@@ -149,9 +150,7 @@ def _object(run: PlannedRun, backfill_id: str | None, outcome: Outcome | None) -
 
 
 UNFINISHED: Final[Columns] = {
-    "topic": "topic",
-    "consumer": "consumer",
-    "id": "id",
+    **same("topic", "consumer", "id"),
     "from": lambda each: _ends(each.range)["from"],
     "to": lambda each: _ends(each.range)["to"],
     "replayed": lambda each: sum(part.consumed for part in each.parts),
@@ -159,8 +158,8 @@ UNFINISHED: Final[Columns] = {
     "done": lambda each: sum(part.done for part in each.parts),
     "under_way": lambda each: sum(part.owner is not None and not part.done for part in each.parts),
     "failing": lambda each: sum(part.failed_event is not None and not part.done for part in each.parts),
-    "given_up": "given_up",
+    **same("given_up"),
     "since": "created_at",
-    "into": "into",
+    **same("into"),
 }
 """A backfill that is not done, and how far it is."""

@@ -42,8 +42,6 @@ def bench() -> None:
 
 
 def _command(benchmark: type[Benchmark]) -> click.Command:
-    """The command of a benchmark."""
-
     @pass_context
     def measure(context: CliContext, /, *, quick: bool, as_json: bool, **given: Any) -> None:
         scales = {field.name: option.scale for field, option in benchmark.options()}
@@ -68,11 +66,9 @@ def _command(benchmark: type[Benchmark]) -> click.Command:
 
 
 def _option(field: Field[Any], option: Option) -> click.Option:
-    flag = option.flag or f"--{field.name.replace('_', '-')}"
+    names = [option.flag or f"--{field.name.replace('_', '-')}", field.name]
     if option.kind is bool:
-        return click.Option(
-            [flag, field.name], flag_value=not field.default, type=bool, default=None, help=f"{option.help}."
-        )
+        return click.Option(names, flag_value=not field.default, type=bool, default=None, help=f"{option.help}.")
 
     kind: click.ParamType[Any] = click.STRING
     if option.choices:
@@ -83,12 +79,9 @@ def _option(field: Field[Any], option: Option) -> click.Option:
         kind = click.IntRange(int(option.least), None if option.most == UNBOUNDED else int(option.most))
 
     return click.Option(
-        [flag, field.name],
-        type=kind,
-        multiple=option.kind is tuple,
-        metavar=None if option.choices else option.metavar,
+        names, type=kind, multiple=option.kind is tuple, metavar=None if option.choices else option.metavar,
         help=f"{option.help}{_defaults(field.default, option)}.",
-    )
+    )  # fmt: skip
 
 
 def _defaults(default: Any, option: Option) -> str:
@@ -109,7 +102,6 @@ for _benchmark in BENCHMARKS.values():
 
 
 def _measure(context: CliContext, benchmark: Benchmark, *, as_json: bool) -> None:
-    """Run a benchmark, and write its figures."""
     if benchmark.stored_events >= _LARGE:
         gigabytes = benchmark.stored_events * _BYTES_PER_EVENT / 1e9
         say(f"this stores {benchmark.stored_events:,} events for a while: some {gigabytes:.0f} GB")

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, partition_of, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
@@ -22,7 +22,7 @@ from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.topics.offsets import Earliest, Place
 
-_PLACES: Final = (
+_START: Final = (
     "Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a "
     "duration before now (15m, 2h, 7d)  [default: earliest]."
 )
@@ -43,14 +43,13 @@ def create(
     max_attempts: Annotated[
         int | None, option("Attempts before an event is given up  [default: 5, or unchanged].", type=POSITIVE)
     ],
-    start: Annotated[Place | None, option(_PLACES, "--start", "--from")],
+    start: Annotated[Place | None, option(_START, "--start", "--from")],
     keys: Annotated[
         tuple[str, ...], option("Only events with this key; repeat it for several keys.", "--key", metavar="K")
     ],
     key_prefix: Annotated[str | None, option("Only events whose key begins with P.", metavar="P")],
     metadata: Annotated[
-        tuple[tuple[str, str], ...],
-        option("Only events with this metadata; repeat it: all must match."),
+        tuple[tuple[str, str], ...], option("Only events with this metadata; repeat it: all must match.")
     ],
     no_filter: Annotated[bool, option("Remove the filter.")],
 ) -> None:
@@ -91,7 +90,7 @@ def list_consumers(context: CliContext, topic: OptionalTopicName, as_json: AsJso
     """List the consumer partitions, of TOPIC or of all topics."""
     with context.platform() as platform:
         states = platform.registry.consumers(topic)
-    table = {"topic": "topic", "consumer": "name", "shard": "shard", **_PROGRESS, "filter": "filter"}
+    table = {**same("topic"), "consumer": "name", **same("shard"), **_PROGRESS, **same("filter")}
     context.show_items(states, as_json=as_json, json=_JSON, table=table)
 
 
@@ -109,27 +108,18 @@ def condition(state: ConsumerState) -> str:
 
 
 _PROGRESS: Final[Columns] = {
-    "partition": partition_of,
-    "offset": "last_event_id",
-    "consumed": "consumed_events",
-    "last consumed (UTC)": "last_consumption_at",
-    "state": condition,
-}
+    "partition": partition_of, "offset": "last_event_id", "consumed": "consumed_events",
+    "last consumed (UTC)": "last_consumption_at", "state": condition,
+}  # fmt: skip
 
 _FAILURES: Final[Columns] = {"leased by": "lease_owner", "failing event": "failed_event_id", "failure": "failure"}
 
 _JSON: Final[Columns] = {
-    "topic": "topic",
-    "consumer": "name",
-    "partition": "partition",
-    "offset": "last_event_id",
-    "consumed_events": "consumed_events",
-    "last_consumption_at": "last_consumption_at",
-    "state": condition,
-    **{name: name for name in ("paused", "max_attempts", "lease_owner", "lease_expires_at", "failed_event_id")},
-    **{name: name for name in ("attempts", "failure", "retry_at")},
-    "filter": lambda state: None if state.filter is None else state.filter.as_json(),
-}
+    **same("topic"), "consumer": "name", **same("partition"), "offset": "last_event_id",
+    **same("consumed_events", "last_consumption_at"), "state": condition,
+    **same("paused", "max_attempts", "lease_owner", "lease_expires_at", "failed_event_id", "attempts", "failure"),
+    **same("retry_at"), "filter": lambda state: None if state.filter is None else state.filter.as_json(),
+}  # fmt: skip
 
 
 @command(consumer)

@@ -79,45 +79,30 @@ def _dsn_of(shard: str, dsns: tuple[str, ...], settings: Settings) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class System:
-    """The platform, and its embedded server, if it is on an embedded server."""
-
-    platform: EventSQL
-    embedded: EmbeddedPostgres | None
-
-
+@dataclass(kw_only=True)
 class CliContext:
-    """The options before the command. Each setting is read, and each connection made, at its first use."""
+    """The options before the command. Each setting is read, and each connection made, at its first use.
 
-    def __init__(
-        self,
-        *,
-        dsn: str | None = None,
-        dsn_option: str = "--dsn",
-        schema: str | None = None,
-        home: Path | None = None,
-        shard: str | None = None,
-    ) -> None:
-        """`dsn` may be several URLs with spaces between them. `dsn_option` is the option that gave it."""
-        self._dsn = dsn
-        self._dsn_option = dsn_option
-        self.shard = shard
-        self._schema = schema
-        self._home = home
+    `dsn` may be several URLs with spaces between them. `dsn_option` is the option that gave it.
+    """
+
+    dsn: str | None = None
+    dsn_option: str = "--dsn"
+    schema: str | None = None
+    home: Path | None = None
+    shard: str | None = None
 
     @cached_property
     def settings(self) -> Settings:
         """Raises `ConfigurationError`."""
-        settings = Settings.load(dsn=self._dsn, db_schema=self._schema, home=self._home)
+        settings = Settings.load(dsn=self.dsn, db_schema=self.schema, home=self.home)
         keep_secret(*settings.dsns)
         return settings
 
     def source(self, setting: Setting) -> str:
         """The source of a setting's value: an option, a variable, the settings file, or the default."""
-        options = {"dsn": self._dsn, "schema": self._schema, "home": self._home}
-        if options[setting] is not None:
-            return self._dsn_option if setting == "dsn" else f"--{setting}"
+        if getattr(self, setting) is not None:
+            return self.dsn_option if setting == "dsn" else f"--{setting}"
         variable = f"EVENTSQL_{setting.upper()}"
         if variable in os.environ:
             return variable
@@ -151,17 +136,17 @@ class CliContext:
         return self.platform()
 
     @contextmanager
-    def whole_system(self) -> Iterator[System]:
+    def whole_system(self) -> Iterator[EventSQL]:
         """The platform, its tables up to date. An embedded server is stopped when the block ends; its data stays."""
         embedded = embedded_server(self.settings) if self.settings.dsn is None else None
         if self.shard is None:
             resolve_dsn(self.settings)
         try:
             with open_platform(self.settings, migrate=True, shard=self.shard) as platform:
-                yield System(platform, embedded)
+                yield platform
         finally:
             if embedded is not None:
                 embedded.stop()
 
 
-pass_context = click.make_pass_decorator(CliContext)
+pass_context = click.make_pass_decorator(CliContext, ensure=True)

@@ -11,9 +11,13 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
+    Columns,
     counted,
     event_object,
     partition_name,
+    partition_of,
+    picked,
+    same,
     say,
     show_fields,
     show_items,
@@ -48,7 +52,6 @@ class _Filter(TypedDict):
 def _letters(
     *, metadata: tuple[tuple[str, str], ...], ids: tuple[int, ...], first: int | None, last: int | None, **others: Any
 ) -> LetterFilter:
-    """The options as a filter."""
     after = 0 if first is None else first - 1
     return LetterFilter(metadata=dict(metadata), ids=ids or None, after=after, upto=last, **others)
 
@@ -81,22 +84,14 @@ def list_dead_letters(
     if as_json:
         write_json([_object(context, letter) for letter in letters])
         return
-    show_items(
-        letters,
-        {
-            "shard": "shard",
-            "offset": "id",
-            "event": _metadata(dead_letter_values.SOURCE_OFFSET),
-            "partition": _source_partition,
-            "key": "key",
-            "consumer": "consumer",
-            "attempts": _metadata(dead_letter_values.ATTEMPTS),
-            "exception": _metadata(dead_letter_values.EXCEPTION),
-            "message": _metadata(dead_letter_values.MESSAGE),
-            "given up (UTC)": "buffered_at",
-            "redriven (UTC)": "redriven_at",
-        },
-    )
+    columns: Columns = {
+        **same("shard"), "offset": "id", "event": _metadata(dead_letter_values.SOURCE_OFFSET),
+        "partition": _source_partition, **same("key", "consumer"),
+        "attempts": _metadata(dead_letter_values.ATTEMPTS), "exception": _metadata(dead_letter_values.EXCEPTION),
+        "message": _metadata(dead_letter_values.MESSAGE), "given up (UTC)": "buffered_at",
+        "redriven (UTC)": "redriven_at",
+    }  # fmt: skip
+    show_items(letters, columns)
 
 
 def _metadata(name: str) -> Callable[[DeadLetter], object]:
@@ -104,14 +99,11 @@ def _metadata(name: str) -> Callable[[DeadLetter], object]:
 
 
 def _tell_of_backfills(platform: EventSQL, topic: str, wanted: LetterFilter) -> None:
-    """Say which letters are left out because they belong to backfills."""
     if wanted.backfill is not None or wanted.ids is not None:
         return
     for backfill, letters in platform.dead_letters.of_backfills(topic).items():
-        say(
-            f"{counted(letters, 'dead letter')} of backfill {backfill} left out: `eventsql dlt list {topic} --backfill "
-            f"{backfill}` lists them"
-        )
+        left_out = f"{counted(letters, 'dead letter')} of backfill {backfill} left out"
+        say(f"{left_out}: `eventsql dlt list {topic} --backfill {backfill}` lists them")
 
 
 def _source_partition(letter: DeadLetter) -> str:
@@ -146,18 +138,11 @@ def show(
         value, form = letter.value.decode(), "as text"
     except UnicodeDecodeError:
         value, form = letter.value.hex(), "in hexadecimal"
-    show_fields(
-        {
-            "topic": letter.topic,
-            "offset": letter.id,
-            "partition": partition_name(letter.partition),
-            "key": letter.key,
-            "event": letter.origin,
-            "given up (UTC)": letter.buffered_at,
-            "in the log (UTC)": letter.created_at,
-            "redriven (UTC)": letter.redriven_at,
-        }
-    )
+    columns: Columns = {
+        **same("topic"), "offset": "id", "partition": partition_of, **same("key"), "event": "origin",
+        "given up (UTC)": "buffered_at", "in the log (UTC)": "created_at", "redriven (UTC)": "redriven_at",
+    }  # fmt: skip
+    show_fields(picked(letter, columns))
     if letter.metadata:
         write("\n")
         show_fields(letter.metadata)
@@ -201,5 +186,5 @@ def redrive(
     if as_json:
         write_json(asdict(plan))
         return
-    texts = {"letters": "dead letters", "redriven_before": "redriven before", "redrives": "would be published again"}
-    show_fields({text: getattr(plan, name) for name, text in texts.items()})
+    texts = {"dead letters": "letters", "redriven before": "redriven_before", "would be published again": "redrives"}
+    show_fields(picked(plan, texts))

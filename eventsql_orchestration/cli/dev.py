@@ -21,7 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
-from eventsql_orchestration.cli.output import Columns, counted, say, show_items
+from eventsql_orchestration.cli.output import Columns, counted, same, say, show_items
 from eventsql_orchestration.cli.parameters import FILE, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster, free_port, only_one
@@ -57,7 +57,7 @@ def dev(
         metavar="PORT",
     )],
     timeout: Annotated[float, option(
-        "Limit of the round of --once, and of the setup.", default=600.0, type=Number(1.0), metavar="SECONDS"
+        "Limit of the round of --once, and of the setup before it.", default=600.0, type=Number(1.0), metavar="SECONDS"
     )],
     definitions: Annotated[Path, option(
         "The code location to run; it has the jobs `setup`, `simulation` and `verification`.",
@@ -85,23 +85,11 @@ def dev(
     with (
         handling(_interrupt, signal.SIGTERM, signal.SIGHUP),
         only_one(instance_directory(home)),
-        context.whole_system() as system,
+        context.whole_system() as platform,
     ):
         java = ensure_java(home)
         console.print(f"Java {java.version} from {java.source}: {java.home}", highlight=False)
-        platform = system.platform
-        platform.database.ensure_schema()
-        dagster = LocalDagster(
-            definitions,
-            instance_home=write_instance(home, platform.database.dsn),
-            port=free_port(port),
-            environment={
-                "EVENTSQL_DSN": platform.database.dsn,
-                "EVENTSQL_SCHEMA": platform.database.schema,
-                "PYSPARK_PYTHON": sys.executable,
-                SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(_spark_settings(home)),
-            },
-        )
+        dagster = _dagster(platform, definitions, home, port)
         # Do this before the daemon starts: its sensors launch runs for events that already wait.
         started, before = datetime.now(UTC), Counts.take(platform)
         columns = (SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn())
@@ -130,6 +118,17 @@ def dev(
     faults += [f"topic {entry.topic}: {fault}" for entry in topics for fault in entry.faults]
     if faults:
         raise RoundError("; ".join(faults))
+
+
+def _dagster(platform: EventSQL, definitions: Path, home: Path, port: int) -> LocalDagster:
+    database = platform.database
+    database.ensure_schema()
+    environment = {
+        "EVENTSQL_DSN": database.dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable,
+        SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(_spark_settings(home)),
+    }  # fmt: skip
+    instance_home = write_instance(home, database.dsn)
+    return LocalDagster(definitions, instance_home=instance_home, port=free_port(port), environment=environment)
 
 
 def _interrupt(*_: object) -> None:
@@ -234,7 +233,7 @@ def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str
 def _show(topics: list[TopicRound]) -> None:
     """Print the topics that have consumers, events or faults, without empty topics of dead letters."""
     columns: Columns = {
-        **{name: name for name in ("topic", "published", "transferred", "consumed", "consumers", "runs", "lag")},
+        **same("topic", "published", "transferred", "consumed", "consumers", "runs", "lag"),
         "result": lambda entry: "; ".join(entry.faults) or "exact",
     }
     show_items([entry for entry in topics if entry.published or entry.consumers or entry.faults], columns)

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext, open_platform
-from eventsql_orchestration.cli.output import Columns, counted, picked, redact, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import ConsumerState
@@ -54,7 +54,7 @@ ok = partial(Finding, Status.OK)
 warning = partial(Finding, Status.WARNING)
 problem = partial(Finding, Status.PROBLEM)
 
-_JSON: Final[Columns] = {name: name for name in ("check", "status", "message", "remedy")}
+_JSON: Final[Columns] = same("check", "status", "message", "remedy")
 
 
 @command(short_help="Tell what is wrong here, and what mends it.")
@@ -75,7 +75,7 @@ def doctor(
     if as_json:
         write_json({"healthy": healthy, "findings": [picked(finding, _JSON) for finding in findings]})
     else:
-        table = {"status": "status", "check": "check", "found": "message"}
+        table: Columns = {**same("status", "check"), "found": "message"}
         show_items(findings, {**table, "mend it with": lambda finding: finding.remedy or ""})
     if not healthy:
         click.get_current_context().exit(1)

@@ -189,7 +189,7 @@ class _Printer:
                 if shard.name is None:
                     raise
                 # The lag names the shard.
-            if consumed and limit <= _BATCH:
+            if consumed:
                 break
         return consumed
 
@@ -211,8 +211,7 @@ class _Printer:
             say(f"{counted(events, 'event')} not transferred yet: `eventsql transfer --once` moves them")
 
     def _say_once(self, waiting: list[ConsumerLag]) -> None:
-        stopped = [lag for lag in waiting if lag.cause in _STOPPED]
-        explained = [_explain(lag, count=False) for lag in stopped]
+        explained = [_explain(lag, count=False) for lag in waiting if lag.cause in _STOPPED]
         for line in explained:
             if line not in self._said:
                 say(line)

@@ -11,7 +11,15 @@ from rich.live import Live
 from rich.table import Table
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, partition_of, show, stdout_is_terminal, table_of, write_json
+from eventsql_orchestration.cli.output import (
+    Columns,
+    partition_of,
+    same,
+    show,
+    stdout_is_terminal,
+    table_of,
+    write_json,
+)
 from eventsql_orchestration.cli.parameters import AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 
@@ -72,7 +80,7 @@ def _why(lag: ConsumerLag) -> str | None:
 def lag_table(lags: list[ConsumerLag]) -> Table:
     """A table of the lag for people, with a row for each consumer partition."""
     columns: Columns = {
-        "topic": "topic", "consumer": "consumer", "shard": "shard", "partition": partition_of, "events": "events",
-        "seconds": "seconds", "offset": "last_event_id", "end": "end", "buffered": "buffered", "why": _why,
+        **same("topic", "consumer", "shard"), "partition": partition_of, **same("events", "seconds"),
+        "offset": "last_event_id", **same("end", "buffered"), "why": _why,
     }  # fmt: skip
     return table_of(lags, columns)

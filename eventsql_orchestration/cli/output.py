@@ -172,6 +172,11 @@ def progress_bar(*columns: str | ProgressColumn, transient: bool = True) -> Prog
     return Progress(*columns, console=Console(stderr=True), transient=transient, disable=not terminal)
 
 
+def same(*names: str) -> dict[str, Column]:
+    """Columns that have the names of their attributes."""
+    return {name: name for name in names}
+
+
 def picked(item: object, columns: Columns) -> dict[str, Any]:
     """The columns of an object by their names."""
     return {name: getattr(item, each) if isinstance(each, str) else each(item) for name, each in columns.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -64,7 +65,7 @@ def publish(
     ],
     transfer: Annotated[
         bool,
-        option("Also move the events into the topic's log, or leave it.", "--transfer/--no-transfer", default=True),
+        option("Also move the events into the topic's log, at once.", "--transfer/--no-transfer", default=True),
     ],
     as_json: Annotated[bool, option("Print the summary as JSON.", "--json")],
 ) -> None:
@@ -84,7 +85,7 @@ def publish(
         if path is None and stdin_is_terminal():
             say("reading JSON lines from the terminal; Ctrl-D ends it")
         with _progress_bar(source) as update:
-            publishing = _Publishing(source, template, key=key, skip=on_bad_line == "skip", update=update)
+            publishing = _Publishing(source, template, key, skip=on_bad_line == "skip", update=update)
             if path is not None and rate is None and batch is None:
                 publishing.at_once(platform.publisher)
             else:
@@ -93,26 +94,26 @@ def publish(
         publishing.summarise(seconds, as_json=as_json)
 
 
+@dataclass
 class _Publishing:
-    """One run of the command, with the number of skipped and of published events."""
+    """One run of the command, with the number of skipped and of published events.
 
-    def __init__(
-        self, source: Source, template: Publication, *, key: str | None, skip: bool, update: Callable[[int], None]
-    ) -> None:
-        """`update` takes the number of records read."""
-        self._source = source
-        self._template = template
-        self._key = key
-        self._skip = skip
-        self._update = update
-        self._skipped = 0
-        self._published = 0
-        self.began = time.monotonic()
+    `update` takes the number of records read.
+    """
+
+    source: Source
+    template: Publication
+    key: str | None
+    skip: bool
+    update: Callable[[int], None]
+    skipped: int = 0
+    published: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     def at_once(self, publisher: ClusterPublisher) -> None:
         """Publish everything in one commit, or nothing."""
         try:
-            self._published = publisher.publish_all(
+            self.published = publisher.publish_all(
                 publication for publication in self._publications() if publication is not None
             )
         except InputError as error:
@@ -128,10 +129,10 @@ class _Publishing:
 
         def flush() -> None:
             if rate is not None:
-                due = self.began + self._published / rate
+                due = self.began + self.published / rate
                 time.sleep(max(0.0, due - time.monotonic()))
             under_way.append(len(pending))
-            self._published += publisher.publish_all(pending)
+            self.published += publisher.publish_all(pending)
             under_way.clear()
             pending.clear()
 
@@ -159,14 +160,14 @@ class _Publishing:
             raise
 
     def _before(self, when: str) -> str:
-        if not self._published:
+        if not self.published:
             return "nothing was published"
-        return f"{counted(self._published, 'event')} {'was' if self._published == 1 else 'were'} published {when}"
+        return f"{counted(self.published, 'event')} {'was' if self.published == 1 else 'were'} published {when}"
 
     def _publications(self) -> Iterator[Publication | None]:
         """The events, and None after a moment without input."""
         read = 0
-        for record in self._source.records():
+        for record in self.source.records():
             if record is None:
                 yield None
                 continue
@@ -175,35 +176,35 @@ class _Publishing:
             publication = self._publication(record)
             if publication is not None:
                 yield publication
-            self._update(read)
+            self.update(read)
 
     def _publication(self, record: Record | BadRecord) -> Publication | None:
         """The event of a record, or None for a skipped record."""
         try:
-            return _event(record, self._template, self._key)
+            return _event(record, self.template, self.key)
         except (InputError, InvalidPublicationError) as error:
-            line = f"{self._source.name}, {self._source.unit} {record.number}: {error.message}"
-            if not self._skip:
+            line = f"{self.source.name}, {self.source.unit} {record.number}: {error.message}"
+            if not self.skip:
                 raise InputError(line) from error
-            self._skipped += 1
-            if self._skipped <= _SKIPPED_LINES_SHOWN:
+            self.skipped += 1
+            if self.skipped <= _SKIPPED_LINES_SHOWN:
                 say(f"skipped {line}")
-            elif self._skipped == _SKIPPED_LINES_SHOWN + 1:
-                say(f"further skipped {self._source.unit}s are only counted")
+            elif self.skipped == _SKIPPED_LINES_SHOWN + 1:
+                say(f"further skipped {self.source.unit}s are only counted")
             return None
 
     def summarise(self, seconds: float, *, as_json: bool) -> None:
-        rate = self._published / seconds if seconds > 0 else 0.0
+        rate = self.published / seconds if seconds > 0 else 0.0
         if as_json:
             summary = {
-                "topic": self._template.topic, "published": self._published, "skipped": self._skipped,
+                "topic": self.template.topic, "published": self.published, "skipped": self.skipped,
                 "seconds": round(seconds, 3), "events_per_second": round(rate, 1),
             }  # fmt: skip
             write_json(summary, indent=None)
             return
-        skipped = f", skipped {counted(self._skipped, self._source.unit)}" if self._skipped else ""
+        skipped = f", skipped {counted(self.skipped, self.source.unit)}" if self.skipped else ""
         say(
-            f"published {counted(self._published, 'event')} to topic {self._template.topic!r} "
+            f"published {counted(self.published, 'event')} to topic {self.template.topic!r} "
             f"in {seconds:,.2f} s ({rate:,.0f} events/s){skipped}"
         )
 

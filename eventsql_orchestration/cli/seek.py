@@ -9,19 +9,15 @@ from typing import Annotated, Any, Final, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, partition_of, say, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_items, write_json
 from eventsql_orchestration.cli.parameters import AsJson, ConsumerName, Partition, TopicName, command, option
 from eventsql_orchestration.maintenance.seek import Move
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Position, ShiftBy
 
 _POSITIONS: Final[dict[str, Callable[[Any], Position]]] = {
-    "to_earliest": lambda _: Earliest(),
-    "to_latest": lambda _: Latest(),
-    "to_offset": AtOffset,
-    "to_datetime": AtTime,
-    "by_duration": Back,
-    "shift_by": ShiftBy,
-}
+    "to_earliest": lambda _: Earliest(), "to_latest": lambda _: Latest(), "to_offset": AtOffset,
+    "to_datetime": AtTime, "by_duration": Back, "shift_by": ShiftBy,
+}  # fmt: skip
 
 _TIME: Final = "To the first event that entered the log at TIME or later; with its zone, such as 2026-05-01T12:00:00Z."
 _BACK: Final = "To the first event that entered the log within this time before now: 15m, 2h, 7d, PT1H30M."
@@ -37,14 +33,9 @@ class _Places(TypedDict):
 
 
 _JSON: Final[Columns] = {
-    "partition": "partition",
-    "from": "offset",
-    "to": "target",
-    "consumed_again": "again",
-    "skipped": "skipped",
-    "clamped": "clamped",
+    **same("partition"), "from": "offset", "to": "target", "consumed_again": "again", **same("skipped", "clamped"),
     "leased_by": "owner",
-}
+}  # fmt: skip
 
 
 @command(short_help="Move a consumer to another place in its topic's log.")

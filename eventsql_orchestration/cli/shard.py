@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final
@@ -11,7 +10,16 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, counted, keep_secret, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.output import (
+    Columns,
+    counted,
+    keep_secret,
+    same,
+    say,
+    show_fields,
+    show_items,
+    write_json,
+)
 from eventsql_orchestration.cli.parameters import ASK, FILE, AsJson, ask_for_url, command, option, urls_of_file
 from eventsql_orchestration.client.eventsql import EventSQL, ShardStatus
 from eventsql_orchestration.database import Database
@@ -57,16 +65,9 @@ def list_shards(context: CliContext, as_json: AsJson) -> None:
     if as_json:
         write_json([asdict(each) for each in members])
         return
-    show_items(
-        members,
-        {
-            "shard": "shard",
-            "database": "database",
-            "since generation": "generation",
-            "state": "state",
-        },
-    )
-    _say_what_is_left(members)
+    show_items(members, {**same("shard", "database"), "since generation": "generation", **same("state")})
+    for left in filter(None, map(what_is_left, members)):
+        say(left)
 
 
 def what_is_left(shard: ShardStatus) -> str | None:
@@ -81,11 +82,6 @@ def what_is_left(shard: ShardStatus) -> str | None:
     return None
 
 
-def _say_what_is_left(shards: Sequence[ShardStatus]) -> None:
-    for left in filter(None, map(what_is_left, shards)):
-        say(left)
-
-
 @command(shard, short_help="Show what is not finished: additions, consumers held back, publications.")
 def status(context: CliContext, as_json: AsJson) -> None:
     """Show shards that are not added yet, consumers that are held back, and publications that are not finished.
@@ -97,7 +93,7 @@ def status(context: CliContext, as_json: AsJson) -> None:
     """
     with context.platform() as platform:
         sharded = _sharded(platform)
-        shards = [each for each in sharded.status() if what_is_left(each) is not None]
+        shards = {each: left for each in sharded.status() if (left := what_is_left(each)) is not None}
         held, unfinished = sharded.held_back(), sharded.unfinished()
     if as_json:
         write_json(
@@ -108,21 +104,16 @@ def status(context: CliContext, as_json: AsJson) -> None:
             }
         )
         return
-    _say_what_is_left(shards)
+    for left in shards.values():
+        say(left)
     if unfinished:
-        columns: Columns = {
-            "writer": "writer", "batch": "batch", "published": lambda each: _PUBLISHED[each.decided],
-            "not finished, because": "reason",
-        }  # fmt: skip
-        show_items(unfinished, columns)
+        published: Columns = {"published": lambda each: _PUBLISHED[each.decided], "not finished, because": "reason"}
+        show_items(unfinished, {**same("writer", "batch"), **published})
     else:
         say("no publication is unfinished")
     if held:
-        columns = {
-            "topic": "topic", "consumer": "consumer", "held back from": lambda each: each.shard,
-            "consumes first what was before on": lambda each: ", ".join(each.waits_for),
-        }  # fmt: skip
-        show_items(held, columns)
+        first: Columns = {"consumes first what was before on": lambda each: ", ".join(each.waits_for)}
+        show_items(held, {**same("topic", "consumer"), "held back from": "shard", **first})
     else:
         say("no consumer is held back")
 
@@ -175,7 +166,6 @@ def add(
 
 
 def _new_url(given: str | None, file: Path | None) -> str:
-    """The URL of the database to add."""
     if given is not None and file is not None:
         raise click.UsageError("--dsn and --dsn-file both name the database to add: give one of them")
     url = urls_of_file(file) if file is not None else given or os.environ.get(NEW_DSN)
@@ -209,17 +199,12 @@ def _done(plan: Addition) -> str:
 
 def _show(plan: Addition, database: Database) -> None:
     state = "takes events" if plan.active else "prepared" if plan.prepared else "not a shard yet"
-    show_fields(
-        {
-            "new shard": plan.name,
-            "database": database,
-            "state": state,
-            "beside": ", ".join(plan.names),
-            "keys that move": f"1 in {len(plan.names) + 1}",
-            "to be defined there": f"{counted(plan.topics, 'topic')}, {counted(plan.consumers, 'consumer')}",
-            "fenced already": ", ".join(plan.fenced) or None,
-        }
-    )
+    defined = f"{counted(plan.topics, 'topic')}, {counted(plan.consumers, 'consumer')}"
+    show_fields({
+        "new shard": plan.name, "database": database, "state": state, "beside": ", ".join(plan.names),
+        "keys that move": f"1 in {len(plan.names) + 1}", "to be defined there": defined,
+        "fenced already": ", ".join(plan.fenced) or None,
+    })  # fmt: skip
     if database.url.database in _MAINTENANCE:
         say(
             f"note: {database.url.database!r} is the server's database for maintenance: create another one for the "

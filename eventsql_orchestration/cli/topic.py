@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, counted, say, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, counted, same, say, show_items, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Size, TopicName, argument, command, option
 from eventsql_orchestration.cli.topic_output import TOPIC, description, form, kept, size
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -171,9 +171,7 @@ def describe(context: CliContext, topic: TopicName, as_json: AsJson) -> None:
 
 @command(topic)
 def delete(
-    context: CliContext,
-    topic: TopicName,
-    force: Annotated[bool, option("Delete its events and consumers with it.")],
+    context: CliContext, topic: TopicName, force: Annotated[bool, option("Delete its events and consumers with it.")]
 ) -> None:
     """Delete TOPIC; one that has events or consumers only with --force."""
     with context.definitions() as platform:
@@ -203,7 +201,7 @@ def retain(
         show_items(
             dropped,
             {
-                "topic": "topic",
+                **same("topic"),
                 "would drop" if dry_run else "dropped": lambda each: counted(each.segments, "segment"),
                 "events (about)": "events",
                 "size": lambda each: size(each.bytes),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Column, Columns, counted, partition_of, say, show_fields, show_items
+from eventsql_orchestration.cli.output import Column, Columns, counted, partition_of, same, say, show_fields, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.model import Retention, Topic
@@ -54,8 +54,7 @@ def size(number: int) -> str:
 
 TOPIC: Final[Columns] = {
     "topic": "name",
-    "partitions": "partitions",
-    "created_at": "created_at",
+    **same("partitions", "created_at"),
     "retention": lambda topic: None if topic.retention is None else asdict(topic.retention),
 }
 """A topic for JSON."""
@@ -130,40 +129,30 @@ class Description:
                 self.layouts, **_LAYOUT, after=lambda each: each.layout.after,
                 created_at=lambda each: each.layout.created_at,
             ),
-            "unsettled_consumers": objects(self.unsettled, consumer="consumer", until="until", waits_for="waits_for"),
+            "unsettled_consumers": objects(self.unsettled, **same("consumer", "until", "waits_for")),
             "events": sum(log.events for log in self.logs),
-            "log": objects(self.logs, partition="partition", events="events", end="end"),
+            "log": objects(self.logs, **same("partition", "events", "end")),
             "consumers": objects(
-                self.consumers, consumer="consumer", partition="partition", offset="last_event_id", lag_events="events"
+                self.consumers, **same("consumer", "partition"), offset="last_event_id", lag_events="events"
             ),
         }  # fmt: skip
 
     def show(self) -> None:
-        """For people."""
         found = self.topic
-        show_fields(
-            {
-                "topic": found.name,
-                "partitions": found.partitions if found.partitioned else "not partitioned",
-                "created (UTC)": found.created_at,
-                "kept": kept(found),
-                "dead letters": self.dead_letters,
-            }
-        )
-        show_items(self.logs, {"shard": "shard", "partition": partition_of, "events": "events", "newest offset": "end"})
+        partitions = found.partitions if found.partitioned else "not partitioned"
+        fields = {"topic": found.name, "partitions": partitions, "created (UTC)": found.created_at, "kept": kept(found)}
+        show_fields({**fields, "dead letters": self.dead_letters})
+        show_items(self.logs, {**same("shard"), "partition": partition_of, **same("events"), "newest offset": "end"})
         if self.layouts:
             after: Columns = {
                 "after offset": lambda each: each.layout.after, "since (UTC)": lambda each: each.layout.created_at
             }  # fmt: skip
-            show_items(self.layouts, {"shard": "shard", **_LAYOUT, **after})
+            show_items(self.layouts, {**same("shard"), **_LAYOUT, **after})
         for waiting in self.unsettled:
             say(str(waiting))
         if self.consumers:
-            consumers: Columns = {
-                "shard": "shard", "consumer": "consumer", "partition": partition_of, "offset": "last_event_id",
-                "lag": "events",
-            }  # fmt: skip
-            show_items(self.consumers, consumers)
+            offsets: Columns = {"partition": partition_of, "offset": "last_event_id", "lag": "events"}
+            show_items(self.consumers, {**same("shard", "consumer"), **offsets})
 
 
 def description(platform: EventSQL, topic: str) -> Description:

@@ -15,7 +15,17 @@ from rich.text import Text
 from rich.tree import Tree
 
 from eventsql_orchestration.cli.context import CliContext, open_platform
-from eventsql_orchestration.cli.output import counted, on_shard, partition_name, say, show, timestamp, write_json
+from eventsql_orchestration.cli.output import (
+    counted,
+    on_shard,
+    partition_name,
+    picked,
+    same,
+    say,
+    show,
+    timestamp,
+    write_json,
+)
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
 from eventsql_orchestration.dagster.local.webserver import without_credentials
@@ -121,13 +131,8 @@ def _object(origin: TracedEvents, url: str | None) -> dict[str, Any]:
     run = origin.run
     return {
         **on_shard(origin.shard),
-        "topic": origin.topic,
-        "events": origin.events,
-        "first_offset": origin.first,
-        "last_offset": origin.last,
-        "run_id": origin.run_id,
-        "asset": origin.asset,
-        "partition": origin.partition,
+        **picked(origin, {**same("topic", "events"), "first_offset": "first", "last_offset": "last"}),
+        **picked(origin, same("run_id", "asset", "partition")),
         "run": None if run is None else _without(run, "inputs"),
         "url": _link(origin.run_id, url),
         "inputs": [_input_object(each, url) for each in origin.inputs],

@@ -41,7 +41,10 @@ def transfer(
     context: CliContext,
     once: Annotated[bool, option("Move the events that are there now, and end.")],
     interval: Annotated[
-        float, option("Longest wait for new events.", type=Number(0.01, 86_400), default=0.2, metavar="SECONDS")
+        float,
+        option(
+            "Longest wait for new events, between two looks.", type=Number(0.01, 86_400), default=0.2, metavar="SECONDS"
+        ),
     ],
     retain: Annotated[
         bool, option("Drop events beyond their retention, once a minute.", "--retain/--no-retain", default=True)
