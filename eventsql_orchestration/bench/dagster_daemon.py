@@ -209,17 +209,10 @@ def cold_starts(running: Daemon, runs: int, *, within: float = SENSOR_LOOP) -> l
 
 def drained(running: Daemon, events: int, every: float) -> list[float]:
     """Seconds from publish to handler, for events that a run finds while it drains: one every `every` seconds."""
-    running.publish(0)
-    running.await_(lambda: len(running.handled()) == 1, "the run that drains")
-    for number in range(events):
-        time.sleep(every)
-        running.publish(0)
-        running.session.report("draining", number + 1, events)
-
-    running.await_(lambda: len(running.handled()) == events + 1, "every event")
+    handled = _publish_while_draining(running, events, every, "draining")
     if len(running.runs()) > 1:
         raise BenchmarkError("the run that drains ended too early: measure fewer events")
-    return [event.delay for event in running.handled()[1:]]
+    return [event.delay for event in handled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,23 +261,27 @@ def steady_traffic(running: Daemon, seconds: float, every: float) -> Traffic:
 
     Raises `BenchmarkError` if an event is lost, comes twice or comes before an event that was published earlier.
     """
+    return Traffic(_publish_while_draining(running, round(seconds / every), every, "steady traffic"))
+
+
+def _publish_while_draining(running: Daemon, events: int, every: float, step: str) -> list[Handled]:
+    """Publish events from the first draining run on. Gives them as they were handled."""
     running.publish(0)
     running.await_(lambda: len(running.handled()) == 1, "the run that drains")
 
     published = []
     started = time.monotonic()
-    events = round(seconds / every)
     for number in range(events):
         # Each event has its fixed time; a slow event does not delay the next.
         time.sleep(max(0.0, started + number * every - time.monotonic()))
         published.append(running.publish(0))
-        running.session.report("steady traffic", number + 1, events)
+        running.session.report(step, number + 1, events)
 
     running.await_(lambda: len(running.handled()) > events, "every event")
     handled = running.handled()[1:]
     if [event.published for event in handled] != published:
-        raise BenchmarkError(f"{events} events were published, and {len(handled)} others or in another order handled")
-    return Traffic(handled)
+        raise BenchmarkError(f"{events} events were published, but others, or in another order, were handled")
+    return handled
 
 
 def ticks_per_minute(running: Daemon, seconds: float) -> float:

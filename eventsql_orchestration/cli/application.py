@@ -226,11 +226,11 @@ def _program(
     debug: Annotated[bool, option("Show the traceback of an error, and the log of the library.")],
 ) -> None:
     """Events over the SQL database that you already run."""
+    if dsn and dsn_file is not None:
+        raise click.UsageError("--dsn and --dsn-file both name the database: give one of them")
     if dsn:
         context.dsn = " ".join(ask_for_url() if value == ASK else value for value in dsn)
-    if dsn_file is not None:
-        if dsn:
-            raise click.UsageError("--dsn and --dsn-file both name the database: give one of them")
+    elif dsn_file is not None:
         context.dsn, context.dsn_option = urls_of_file(dsn_file), "--dsn-file"
     context.schema, context.home, context.shard = schema, home, shard
     click.get_current_context().with_resource(_shown_log(debug=debug))
