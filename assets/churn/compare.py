@@ -2,7 +2,8 @@
 
     python -m assets.churn.compare file_changes.jsonl [more.jsonl.gz …]
 
-The database is the one that `eventsql` uses here. Only the repositories that the files name are compared.
+Only the repositories that the files name are compared. The database is the one of EVENTSQL_DSN, as for the code
+location; for the embedded server of this directory, set EVENTSQL_DSN=$(eventsql server url).
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from typing import Any
 import click
 
 from assets.churn.counting import count, differing, stored
-from eventsql_orchestration.cli.context import resolve_dsn
-from eventsql_orchestration.database import Database
-from eventsql_orchestration.settings import Settings
+from eventsql_orchestration import Database
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -30,14 +29,11 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 @click.command(help=__doc__)
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(files: tuple[Path, ...]) -> None:
+@click.option("--dsn", envvar="EVENTSQL_DSN", required=True, metavar="URL", help="The database, or EVENTSQL_DSN.")
+def main(files: tuple[Path, ...], dsn: str) -> None:
     """Compare and say what differs; ends with 1 when anything does."""
     expected = count(change for path in files for change in read(path))
-    settings = Settings.load()
-    with (
-        Database(resolve_dsn(settings), schema=settings.db_schema) as database,
-        database.transaction() as connection,
-    ):
+    with Database(dsn) as database, database.transaction() as connection:
         found = stored(connection, {repo for repo, _, _ in expected})
     wrong = differing(expected, found)
     for key in wrong[:10]:

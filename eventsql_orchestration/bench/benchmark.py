@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import Field, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -17,7 +18,6 @@ from eventsql_orchestration.model import MAX_PARTITIONS
 
 OPTION: Final = "option"
 """The key of an `Option` in the metadata of a field."""
-
 
 UNBOUNDED: Final = 1e9
 """Larger than any number that a benchmark could take."""
@@ -34,41 +34,25 @@ class Option:
 
     help: str
     kind: type
-    least: float
-    most: float
-    metavar: str
-    flag: str | None
-    scale: float
-    choices: tuple[str, ...]
-    quick: Any
+    least: float = 1
+    most: float = UNBOUNDED
+    metavar: str = "N"
+    flag: str | None = None
+    scale: float = 1
+    choices: tuple[str, ...] = ()
+    quick: Any = None
 
 
-def option(
-    default: Any,
-    help: str = "",  # noqa: A002 - click's name for it
-    *,
-    kind: type | None = None,
-    least: float = 1,
-    most: float = UNBOUNDED,
-    metavar: str = "N",
-    flag: str | None = None,
-    scale: float = 1,
-    choices: tuple[str, ...] = (),
-    quick: Any = None,
-) -> Any:
-    """A field of a benchmark. A field without `help` is no option on the command line."""
-    shown = Option(help, kind or type(default), least, most, metavar, flag, scale, choices, quick)
-    return field(default=default, metadata={OPTION: shown})
+def option(default: Any, help: str = "", *, kind: type | None = None, **shown: Any) -> Any:  # noqa: A002 - click's name
+    """A field of a benchmark, shown as the fields of `Option` say. A field without `help` is no option."""
+    return field(default=default, metadata={OPTION: Option(help, kind or type(default), **shown)})
 
 
-def duration(default: float | None, help: str, *, quick: float | None = None) -> Any:  # noqa: A002 - click's name for it
-    """A field for a duration in seconds: a tenth of a second to a day."""
-    return option(default, help, kind=float, least=0.1, most=86_400, metavar="SECONDS", quick=quick)
+duration = partial(option, kind=float, least=0.1, most=86_400, metavar="SECONDS")
+"""A field for a duration in seconds: a tenth of a second to a day."""
 
-
-def workers(default: int, help: str, *, quick: int | None = None) -> Any:  # noqa: A002 - click's name for it
-    """A field for a number of processes, threads or connections."""
-    return option(default, help, most=64, quick=quick)
+workers = partial(option, most=64)
+"""A field for a number of processes, threads or connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +110,6 @@ class Benchmark(ABC):
                 raise BenchmarkError(
                     "a benchmark measures one database: choose it with --shard NAME on the command line"
                 )
-
             with site.session(platform, self.raw_events) as session:
                 figures = [*self.measure(session), *session.raw_copy()]
                 return figures, {**session.describe(), "benchmark": asdict(self)}

@@ -81,11 +81,7 @@ def _delays(name: str, delays: Sequence[float], **more: float) -> Figure:
     """The median of delays in seconds, as milliseconds."""
     ordered = sorted(1_000 * delay for delay in delays)
     details = {
-        "least": ordered[0],
-        "p90": percentile(ordered, 0.9),
-        "p99": percentile(ordered, 0.99),
-        "most": ordered[-1],
-        "measured": len(ordered),
-        **more,
-    }
+        "least": ordered[0], "p90": percentile(ordered, 0.9), "p99": percentile(ordered, 0.99), "most": ordered[-1],
+        "measured": len(ordered), **more,
+    }  # fmt: skip
     return Figure(name, percentile(ordered, 0.5), "ms", details=details)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, LiteralString
+from unittest.mock import patch
 
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
@@ -151,7 +152,7 @@ def daemon(
 
         (home / CONFIG_FILE).write_text(yaml.safe_dump(instance_config()), encoding="utf-8")
         url = storage_url(database.dsn).replace(f"search_path%3D{STORAGE_SCHEMA}", f"search_path%3D{storage}")
-        cleaning.enter_context(_variable(STORAGE_VARIABLE, url))
+        cleaning.enter_context(patch.dict(os.environ, {STORAGE_VARIABLE: url}))
         instance = cleaning.enter_context(dg.DagsterInstance.from_config(str(home)))
         instance.get_runs_count()
 
@@ -173,20 +174,6 @@ def daemon(
         running = Daemon(session, instance, storage, topic, record)
         running.await_(lambda: running.ticks() > 0, "the first tick of a sensor", limit=STARTING)
         yield running
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable for the block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -222,17 +209,10 @@ def cold_starts(running: Daemon, runs: int, *, within: float = SENSOR_LOOP) -> l
 
 def drained(running: Daemon, events: int, every: float) -> list[float]:
     """Seconds from publish to handler, for events that a run finds while it drains: one every `every` seconds."""
-    running.publish(0)
-    running.await_(lambda: len(running.handled()) == 1, "the run that drains")
-    for number in range(events):
-        time.sleep(every)
-        running.publish(0)
-        running.session.report("draining", number + 1, events)
-
-    running.await_(lambda: len(running.handled()) == events + 1, "every event")
+    handled = _publish_while_draining(running, events, every, "draining")
     if len(running.runs()) > 1:
         raise BenchmarkError("the run that drains ended too early: measure fewer events")
-    return [event.delay for event in running.handled()[1:]]
+    return [event.delay for event in handled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,23 +261,27 @@ def steady_traffic(running: Daemon, seconds: float, every: float) -> Traffic:
 
     Raises `BenchmarkError` if an event is lost, comes twice or comes before an event that was published earlier.
     """
+    return Traffic(_publish_while_draining(running, round(seconds / every), every, "steady traffic"))
+
+
+def _publish_while_draining(running: Daemon, events: int, every: float, step: str) -> list[Handled]:
+    """Publish events from the first draining run on. Gives them as they were handled."""
     running.publish(0)
     running.await_(lambda: len(running.handled()) == 1, "the run that drains")
 
     published = []
     started = time.monotonic()
-    events = round(seconds / every)
     for number in range(events):
         # Each event has its fixed time; a slow event does not delay the next.
         time.sleep(max(0.0, started + number * every - time.monotonic()))
         published.append(running.publish(0))
-        running.session.report("steady traffic", number + 1, events)
+        running.session.report(step, number + 1, events)
 
     running.await_(lambda: len(running.handled()) > events, "every event")
     handled = running.handled()[1:]
     if [event.published for event in handled] != published:
-        raise BenchmarkError(f"{events} events were published, and {len(handled)} others or in another order handled")
-    return Traffic(handled)
+        raise BenchmarkError(f"{events} events were published, but others, or in another order, were handled")
+    return handled
 
 
 def ticks_per_minute(running: Daemon, seconds: float) -> float:

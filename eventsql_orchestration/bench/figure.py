@@ -25,6 +25,11 @@ class Figure:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
+def rate(name: str, events_per_second: float, **details: object) -> Figure:
+    """A figure in events per second."""
+    return Figure(name, events_per_second, EVENTS_PER_SECOND, details=details)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The number of events that were done at a time of `time.monotonic`."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
 from eventsql_orchestration.bench import roles
 from eventsql_orchestration.bench.benchmark import Benchmark, duration, option, workers
-from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample, quarter_rates
+from eventsql_orchestration.bench.figure import Figure, Sample, quarter_rates, rate
 from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Session, limit_of, start_publishers
 from eventsql_orchestration.errors import BenchmarkError, ValidationError
 
@@ -45,11 +46,15 @@ class Publish(Benchmark):
             crew.go()
             outcomes = session.await_outcomes(crew, publishers, events=self.events, step="publishing")
 
-        elapsed = max(each["ended"] for each in outcomes) - min(each["started"] for each in outcomes)
+        started, ended = span(outcomes)
         several = "" if self.publishers == 1 else f"_{self.publishers}_publishers"
         buffered = "" if self.straight else "_through_buffer"
-        name = f"publish{several}{buffered}_batches_of_{self.batch}"
-        return Figure(name, self.events / elapsed, EVENTS_PER_SECOND)
+        return rate(f"publish{several}{buffered}_batches_of_{self.batch}", self.events / (ended - started))
+
+
+def span(outcomes: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The start of the first and the end of the last of several processes."""
+    return min(each["started"] for each in outcomes), max(each["ended"] for each in outcomes)
 
 
 def check_publishers(events: int, publishers: int) -> None:
@@ -97,7 +102,7 @@ class Latency(Benchmark):
         details = {"events": taken["events"], "wanted_rate": self.rate}
         return [
             *(Figure(f"publish_to_handler_{part}", taken[part], "ms") for part in ("p50", "p90", "p99", "max")),
-            Figure("publish_to_handler_rate", published["rate"], EVENTS_PER_SECOND, details=details),
+            rate("publish_to_handler_rate", published["rate"], **details),
         ]
 
 
@@ -142,8 +147,8 @@ class Transfer(Benchmark):
         if outcome["events"] != events:
             raise BenchmarkError(f"the transfer moved {outcome['events']} events of {events}: does another one run?")
         started, ended = outcome["started"], outcome["ended"]
-        details = {"events": events, "quarters": quarter_rates(started, [*samples, Sample(ended, events)], events)}
-        return Figure(name, events / (ended - started), EVENTS_PER_SECOND, details=details)
+        quarters = quarter_rates(started, [*samples, Sample(ended, events)], events)
+        return rate(name, events / (ended - started), events=events, quarters=quarters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,18 +171,16 @@ class Consume(Benchmark):
         return [whole, partitions, Figure("consume_partitions_ratio", ratio, "of the one consumer's")]
 
     def _rounds(self, session: Session, topic: str) -> list[Figure]:
-        whole: list[float] = []
-        partitions: list[float] = []
+        whole, partitions = [], []
         # Both take turns, so that caches and the load of the machine are the same for both.
         for number in range(self.rounds):
             whole.append(self._consume(session, topic, f"whole_{number}", partitioned=False))
             partitions.append(self._consume(session, topic, f"partitioned_{number}", partitioned=True))
 
-        rounds = {"rounds": self.rounds}
         name = f"consume_{self.partitions}_partitions"
         return [
-            Figure("consume_whole_topic", mean(whole), EVENTS_PER_SECOND, details=rounds),
-            Figure(name, mean(partitions), EVENTS_PER_SECOND, details={**rounds, "processes": self.processes}),
+            rate("consume_whole_topic", mean(whole), rounds=self.rounds),
+            rate(name, mean(partitions), rounds=self.rounds, processes=self.processes),
         ]
 
     def _consume(self, session: Session, topic: str, consumer: str, *, partitioned: bool) -> float:
@@ -257,8 +260,8 @@ class Buffered(Benchmark):
         best = max(kept, key=lambda each: each["rate"]) if kept else min(tried, key=lambda each: each["p99"])
         chosen = {"in_flight": best["in_flight"], "most": self.most_p99, "kept": bool(kept)}
         return [
-            Figure(f"one_row_commits_{self.connections}_connections", rows, EVENTS_PER_SECOND),
-            Figure("buffered_publish", best["rate"], EVENTS_PER_SECOND, details={"tried": tried}),
+            rate(f"one_row_commits_{self.connections}_connections", rows),
+            rate("buffered_publish", best["rate"], tried=tried),
             Figure("buffered_publish_p99", best["p99"], "ms", details=chosen),
             Figure("buffered_publish_ratio", best["rate"] / rows, "times the one-row commits"),
         ]

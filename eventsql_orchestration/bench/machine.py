@@ -24,18 +24,13 @@ def describe(connection: Connection, queries: Queries) -> dict[str, object]:
         str(name): str(value) for name, value in connection.execute(queries("server_settings"), {"names": [*_SETTINGS]})
     }
     return {
-        "package": version("eventsql-orchestration"),
-        "python": platform.python_version(),
+        "package": version("eventsql-orchestration"), "python": platform.python_version(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpus": os.cpu_count(),
-        "cpu_model": _cpu_model(),
-        "memory_bytes": _memory_bytes(),
+        "cpus": os.cpu_count(), "cpu_model": _cpu_model(), "memory_bytes": _memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
         "postgresql": connection.info.parameter_status("server_version"),
-        "durable": not undurable(settings),
-        "undurable_because": undurable(settings),
-        "server_settings": settings,
-    }
+        "durable": not undurable(settings), "undurable_because": undurable(settings), "server_settings": settings,
+    }  # fmt: skip
 
 
 def undurable(settings: dict[str, str]) -> list[str]:

@@ -23,6 +23,9 @@ from eventsql_orchestration.errors import BenchmarkError
 Report: TypeAlias = Callable[[str, int, int], None]
 """Takes the name of a step, the number of its events that are done, and the number of all its events."""
 
+Messages: TypeAlias = "queue.Queue[tuple[WorkerProcess, dict[str, Any] | None]]"
+"""Each message of a process with the process; None at its end."""
+
 START_SECONDS: Final = 60.0
 """Seconds that processes may take to be ready, on a busy machine."""
 
@@ -32,7 +35,7 @@ _END_SECONDS: Final = 2.0
 class WorkerProcess:
     """One process: the number of events that it has reported, and its outcome once it is done."""
 
-    def __init__(self, label: str, messages: queue.Queue[tuple[WorkerProcess, dict[str, Any] | None]]) -> None:
+    def __init__(self, label: str, messages: Messages) -> None:
         self.label = label
         self.ready = False
         self.events = 0
@@ -40,25 +43,23 @@ class WorkerProcess:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
         self.process = subprocess.Popen(
             [sys.executable, "-m", "eventsql_orchestration.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,
-        )
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True,
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._input, self._output = self.process.stdin, self.process.stdout
         self._reader = threading.Thread(target=self._read, args=(messages,), daemon=True)
         self._reader.start()
 
-    def _read(self, messages: queue.Queue[tuple[WorkerProcess, dict[str, Any] | None]]) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+    def _read(self, messages: Messages) -> None:
+        for line in self._output:
             messages.put((self, json.loads(line)))
         messages.put((self, None))
 
     def tell(self, **message: object) -> None:
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
+            self._input.write(json.dumps(message).encode() + b"\n")
+            self._input.flush()
 
     def last_words(self) -> str:
         """The last line that the process wrote to its standard error, or nothing."""
@@ -68,9 +69,8 @@ class WorkerProcess:
 
     def close_input(self) -> None:
         """Let the process end itself."""
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self._input.close()
 
     def end(self, deadline: float) -> None:
         """Wait for the end until `deadline` (`time.monotonic`), and kill the process then."""
@@ -81,8 +81,7 @@ class WorkerProcess:
             self.process.wait()
 
         self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._output.close()
         self._errors.close()
 
 
@@ -96,7 +95,7 @@ class Crew:
         self._database = {"dsns": dsns, "schema": schema}
         self._report = report
         self._workers: list[WorkerProcess] = []
-        self._messages: queue.Queue[tuple[WorkerProcess, dict[str, Any] | None]] = queue.Queue()
+        self._messages: Messages = queue.Queue()
 
     def __enter__(self) -> Crew:
         return self
@@ -142,9 +141,7 @@ class Crew:
             case None if worker.outcome is None:
                 code, said = worker.process.wait(), worker.last_words()
                 ending = f"of signal {-code}" if code < 0 else f"with exit code {code}"
-                raise BenchmarkError(
-                    f"{worker.label} died {ending}, and the figure with it{f': {said}' if said else ''}"
-                )
+                raise BenchmarkError(f"{worker.label} died {ending}, and the figure with it{said and f': {said}'}")
             case {"ready": True}:
                 worker.ready = True
             case {"events": int(events)}:

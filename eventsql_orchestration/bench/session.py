@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
 import psycopg
@@ -29,6 +30,7 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.model import Topic
+from eventsql_orchestration.signals import handling
 
 PREFIX: Final = "eventsql_bench_"
 
@@ -41,6 +43,9 @@ _LOCK: Final = 0x6576_656E_7462_6E63
 
 _DELETE_ATTEMPTS: Final = 6
 
+_uninterrupted: Final = partial(handling, signal.SIG_IGN, signal.SIGINT)
+"""Protects the cleaning up after a first Ctrl-C from a second."""
+
 
 class Session:
     """Benchmarks on the database of `platform`, or on its shards.
@@ -49,12 +54,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        platform: EventSQL,
-        *,
-        raw_events: int,
-        report: Report = lambda _step, _done, _all: None,
-        home: Path = Path(),
+        self, platform: EventSQL, *, raw_events: int, report: Report = lambda *_: None, home: Path = Path()
     ) -> None:
         self.platform = platform
         self.report = report
@@ -75,7 +75,7 @@ class Session:
                 connection = opening.enter_context(closing(database.dedicated()))
                 self.connections.append(connection)
                 if connection.execute(self.queries("take_database"), {"lock": _LOCK}).fetchone() != (True,):
-                    raise BenchmarkError(f"another benchmark runs on {database}, and each would slow the other: wait")
+                    raise BenchmarkError(f"another benchmark runs on {database}: wait for its end")
 
             self._sweep()
             self._closing = opening.pop_all()
@@ -91,7 +91,6 @@ class Session:
         return self.connections[0]
 
     def describe(self) -> dict[str, object]:
-        """The machine and the server."""
         return machine.describe(self.connection, self.queries)
 
     def numbers(
@@ -138,10 +137,9 @@ class Session:
 
     def crew(self) -> Crew:
         """Processes on this database, or on these shards."""
-        urls = [database.url.update_query_dict({"application_name": self._application}) for database in self.databases]
-        dsns = [
-            url.set(drivername="postgresql").render_as_string(hide_password=False).replace(" ", "%20") for url in urls
-        ]
+        named = {"application_name": self._application}
+        urls = [each.url.update_query_dict(named).set(drivername="postgresql") for each in self.databases]
+        dsns = [url.render_as_string(hide_password=False).replace(" ", "%20") for url in urls]
         return Crew(dsns, self.databases[0].schema, self.report)
 
     @contextmanager
@@ -156,15 +154,13 @@ class Session:
                 # If the server had ended the transaction, the figure would be wrong.
                 connection.execute("SELECT 1")
             except psycopg.OperationalError as error:
-                raise BenchmarkError(f"the transaction that was to stay open did not: {error}") from error
+                raise BenchmarkError(f"the transaction did not stay open: {error}") from error
 
     def settle(self) -> None:
         """Give every figure the same start: remove earlier figures' dead rows from the buffer, and flush writes."""
         self._vacuum_buffer()
-        for connection in self.connections:
-            # Only some roles may request a checkpoint. The figures hold without it.
-            with suppress(psycopg.Error):
-                connection.execute("CHECKPOINT")
+        # Only some roles may request a checkpoint. The figures hold without it.
+        self._try(sql.SQL("CHECKPOINT"))
 
     # Measuring
 
@@ -179,9 +175,9 @@ class Session:
         after = self._raw_rate()
 
         self._raw_rates += [before, after]
-        mean, raw = (before + after) / 2, {"raw_copy_before": before, "raw_copy_after": after}
+        raw, details = mean((before, after)), {"raw_copy_before": before, "raw_copy_after": after}
         return [
-            replace(each, ratio_to_raw_copy=each.value / mean, details={**each.details, **raw})
+            replace(each, ratio_to_raw_copy=each.value / raw, details={**each.details, **details})
             if each.unit == EVENTS_PER_SECOND
             else each
             for each in figures
@@ -193,7 +189,7 @@ class Session:
         if not rates:
             return []
         details = {"least": min(rates), "most": max(rates), "measured": len(rates)}
-        return [Figure("raw_copy", sum(rates) / len(rates), EVENTS_PER_SECOND, 1.0, details)]
+        return [Figure("raw_copy", mean(rates), EVENTS_PER_SECOND, 1.0, details)]
 
     def _raw_rate(self) -> float:
         """Events per second that COPY writes into tables like the buffer, on all shards at once.
@@ -240,7 +236,9 @@ class Session:
         self.connection.execute(self.queries("vacuum_log", topic=topic))
         stored = self.platform.reader.count(topic)
         if stored != events:
-            raise BenchmarkError(f"topic {topic!r} was to hold {events} events, and holds {stored}")
+            raise BenchmarkError(
+                f"topic {topic!r} holds {stored} events instead of {events}: does another program write?"
+            )
 
     def await_outcomes(
         self, crew: Crew, workers: Sequence[WorkerProcess], *, events: int, step: str
@@ -282,13 +280,16 @@ class Session:
     # Cleaning up
 
     def _vacuum_buffer(self) -> None:
+        # Only the owner may do this.
+        self._try(self.queries("vacuum_buffer"))
+
+    def _try(self, statement: sql.SQL, parameters: dict[str, object] | None = None) -> None:
+        """Execute a statement on every shard, and go on if it fails. If a server is gone, another statement tells."""
         for connection in self.connections:
-            # Only the owner may do this. If the server is gone, an earlier statement has reported it.
             with suppress(psycopg.Error):
-                connection.execute(self.queries("vacuum_buffer"))
+                connection.execute(statement, parameters)
 
     def _sweep(self) -> None:
-        """Delete the leftovers of killed runs."""
         for topic in self.platform.registry.topics():
             if topic.name.startswith(PREFIX):
                 self._delete(topic.name)
@@ -314,10 +315,7 @@ class Session:
 
     def _end_sessions(self) -> None:
         """End the sessions of this run's dead processes: they may lock the topics that are to be deleted."""
-        for connection in self.connections:
-            # A server that is gone has no statement under way. The next statement reports any other error.
-            with suppress(psycopg.Error):
-                connection.execute(self.queries("end_sessions"), {"application": self._application})
+        self._try(self.queries("end_sessions"), {"application": self._application})
 
 
 def start_publishers(
@@ -345,17 +343,3 @@ def start_publishers(
 def limit_of(events: int) -> float:
     """Seconds after which a run over `events` is given up: a rate below 2,000 events/s is not worth measuring."""
     return 60.0 + events / 2_000
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Protect the cleaning up after a first Ctrl-C from a second."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from eventsql_orchestration.bench.benchmark import Benchmark, option, workers
-from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure
+from eventsql_orchestration.bench.figure import Figure, rate
 from eventsql_orchestration.bench.session import Session, limit_of
 from eventsql_orchestration.bench.spark_process import read_and_write
 from eventsql_orchestration.database.queries import event_table
@@ -38,8 +38,8 @@ class Spark(Benchmark):
         """Raises `ConfigurationError` without a JDBC driver, and `BenchmarkError`."""
         if not Path(self.jdbc_jar).is_file():
             raise ConfigurationError(
-                f"there is no JDBC driver for PostgreSQL at {self.jdbc_jar}, which Spark is compared with: install the "
-                "package libpostgresql-jdbc-java (Debian, Ubuntu), or name the driver's jar with --jdbc-jar"
+                f"PostgreSQL's JDBC driver is needed, and {self.jdbc_jar} does not exist: install the package "
+                "libpostgresql-jdbc-java (Debian, Ubuntu), or name the driver's jar with --jdbc-jar"
             )
         return session.beside_raw_copy(lambda: self._compare(session))
 
@@ -76,23 +76,17 @@ class Spark(Benchmark):
         elapsed = time.monotonic() - started
         found = session.platform.reader.count(target)
         if not moved == found == expected:
-            raise BenchmarkError(
-                f"of {expected} events that Spark wrote, the transfer moved {moved}, and {found} arrived"
-            )
+            raise BenchmarkError(f"Spark wrote {expected} events, the transfer moved {moved}, and {found} arrived")
         return expected / elapsed
 
     def _figures(self, rates: dict[str, list[float]], transfer: float) -> list[Figure]:
         # The rate of the mean time of the rounds.
-        means = {name: len(each) / sum(1 / rate for rate in each) for name, each in rates.items()}
+        means = {name: len(each) / sum(1 / each_rate for each_rate in each) for name, each in rates.items()}
         common = {"events": self.events, "tasks": self.tasks}
-        ways = [
-            Figure(f"spark_{name}", mean, EVENTS_PER_SECOND, details={**common, "rounds": rates[name]})
-            for name, mean in means.items()
-        ]
+        ways = [rate(f"spark_{name}", mean, **common, rounds=rates[name]) for name, mean in means.items()]
         both = 1 / (1 / means["write"] + 1 / transfer)
         ratios = [
             Figure(f"spark_{name}_ratio", means[name] / means[f"{name}_jdbc"], "of the JDBC source's")
             for name in ("read", "read_two_columns", "write")
         ]
-        details = {**common, "transfer": transfer}
-        return [*ways, Figure("spark_write_and_transfer", both, EVENTS_PER_SECOND, details=details), *ratios]
+        return [*ways, rate("spark_write_and_transfer", both, **common, transfer=transfer), *ratios]

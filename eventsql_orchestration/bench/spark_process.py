@@ -42,7 +42,7 @@ _VALUE: Final = (
 def read_and_write(worker: Worker, *, jar: str, home: str, **order: Any) -> dict[str, list[float]]:
     """Start a session of Spark and measure. Gives the events per second of each way in each round.
 
-    `jar` is PostgreSQL's JDBC driver, `home` the directory for the files of Java, and `order` the order of `_Ways`.
+    `jar` is PostgreSQL's JDBC driver, `home` the directory for the files of Java, and `order` the fields of `_Ways`.
     """
     worker.ready()
     worker.say(step="starting Spark", done=0, all=1)
@@ -72,13 +72,17 @@ def _spark(jar: str) -> Iterator[SparkSession]:
         spark.stop()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """The task: `source` is a topic with `events` events at the offsets 1 to `events`, `target` a topic to write to.
+@dataclass(frozen=True)
+class _Ways:
+    """The ways to read and to write. Each takes the part (0 to 1) of the events that it is to handle.
 
-    `table` is an empty table with the columns key, value, topic and partition.
+    `source` is a topic with `events` events at the offsets 1 to `events`, `target` a topic to write to, and `table` an
+    empty table with the columns key, value, topic and partition.
     """
 
+    _spark: SparkSession
+    _database: Database
+    _worker: Worker
     source: str
     target: str
     table: str
@@ -86,18 +90,14 @@ class _Order:
     tasks: int
     rounds: int
 
+    @property
+    def _options(self) -> dict[str, str]:
+        return {"dsn": self._database.dsn, "schema": self._database.schema}
 
-class _Ways:
-    """The ways to read and to write. Each takes the part (0 to 1) of the events that it is to handle."""
-
-    def __init__(self, spark: SparkSession, database: Database, worker: Worker, **order: Any) -> None:
-        self._spark = spark
-        self._database = database
-        self._worker = worker
-        self._order = _Order(**order)
-        self._options = {"dsn": database.dsn, "schema": database.schema}
-        url = database.url
-        self._jdbc = {
+    @property
+    def _jdbc(self) -> dict[str, str]:
+        url = self._database.url
+        return {
             "url": f"jdbc:postgresql://{url.host}:{url.port or 5432}/{url.database}",
             "driver": "org.postgresql.Driver",
             **({"user": url.username} if url.username else {}),
@@ -116,7 +116,7 @@ class _Ways:
         }
         rates: dict[str, list[float]] = {}
         for name, (own, jdbc) in ways.items():
-            for part in (_WARM_UP, *[1.0] * self._order.rounds):
+            for part in (_WARM_UP, *[1.0] * self.rounds):
                 for way, run in ((name, own), (f"{name}_jdbc", jdbc)):
                     rate = self._timed(way, run, part)
                     if part == 1.0:
@@ -124,7 +124,7 @@ class _Ways:
         return rates
 
     def _timed(self, way: str, run: Callable[[float], None], part: float) -> float:
-        events, step = max(1, int(self._order.events * part)), way.replace("_", " ")
+        events, step = max(1, int(self.events * part)), way.replace("_", " ")
         self._worker.say(step=step, done=0, all=events)
         self._settle()
 
@@ -137,15 +137,15 @@ class _Ways:
     def _settle(self) -> None:
         # Only some roles may request a checkpoint. Without it, one way's writes are flushed during the next way.
         with suppress(psycopg.Error), psycopg.connect(self._database.dsn, autocommit=True) as connection:
-            connection.execute(sql.SQL("TRUNCATE {}").format(sql.Identifier(self._database.schema, self._order.table)))
+            connection.execute(sql.SQL("TRUNCATE {}").format(sql.Identifier(self._database.schema, self.table)))
             connection.execute("CHECKPOINT")
 
     def _read(self, columns: str, part: float) -> None:
         options = {
             **self._options,
-            "subscribe": self._order.source,
-            "numPartitions": str(self._order.tasks),
-            "endingOffsets": str(int(self._order.events * part) + 1),
+            "subscribe": self.source,
+            "numPartitions": str(self.tasks),
+            "endingOffsets": str(int(self.events * part) + 1),
         }
         _discard(self._spark.read.format(FORMAT).schema(columns).options(**options).load())
 
@@ -153,21 +153,21 @@ class _Ways:
         expressions = {
             "key": "eql_key AS key",
             "value": "eql_value AS value",
-            "topic": f"'{self._order.source}' AS topic",
+            "topic": f"'{self.source}' AS topic",
             "partition": "eql_partition::int AS partition",
             "offset": 'eql_id AS "offset"',
             "timestamp": 'eql_buffered_at AS "timestamp"',
         }
-        end = int(self._order.events * part)
+        end = int(self.events * part)
         selected = ", ".join(expressions[column.split()[0]] for column in columns.split(", "))
-        log = f'"{self._database.schema}"."{self._order.source}_event"'
+        log = f'"{self._database.schema}"."{self.source}_event"'
         options = {
             **self._jdbc,
             "dbtable": f"(SELECT {selected} FROM {log} WHERE eql_id <= {end}) events",  # noqa: S608 - own names
             "partitionColumn": "offset",
             "lowerBound": "1",
             "upperBound": str(end + 1),
-            "numPartitions": str(self._order.tasks),
+            "numPartitions": str(self.tasks),
             "fetchsize": str(_FETCH),
         }
         _discard(self._spark.read.format("jdbc").options(**options).load())
@@ -175,12 +175,12 @@ class _Ways:
     def _rows(self, part: float) -> DataFrame:
         """The rows that both ways write."""
         return (
-            self._spark.range(0, int(self._order.events * part), 1, self._order.tasks)
+            self._spark.range(0, int(self.events * part), 1, self.tasks)
             .selectExpr("id", "concat('00000000-0000-4000-8000-', lpad(cast(id AS string), 12, '0')) AS key")
             .selectExpr(
                 "key",
                 f"cast({_VALUE} AS binary) AS value",
-                f"'{self._order.target}' AS topic",
+                f"'{self.target}' AS topic",
                 "cast(id % 10 AS int) AS partition",
             )
         )
@@ -189,7 +189,7 @@ class _Ways:
         self._rows(part).write.format(FORMAT).options(**self._options).mode("append").save()
 
     def _write_jdbc(self, part: float) -> None:
-        table = f'"{self._database.schema}"."{self._order.table}"'
+        table = f'"{self._database.schema}"."{self.table}"'
         self._rows(part).write.format("jdbc").options(**self._jdbc, dbtable=table).mode("append").save()
 
 

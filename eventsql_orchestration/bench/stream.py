@@ -11,8 +11,8 @@ from typing import Any, Final, Self
 
 from eventsql_orchestration.bench import roles
 from eventsql_orchestration.bench.benchmark import Benchmark, Site, duration, option, workers
-from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample, quarter_rates
-from eventsql_orchestration.bench.figures import check_publishers
+from eventsql_orchestration.bench.figure import Figure, Sample, quarter_rates, rate
+from eventsql_orchestration.bench.figures import check_publishers, span
 from eventsql_orchestration.bench.processor import Meter
 from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Session, limit_of, start_publishers
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -51,15 +51,11 @@ class Run:
         """Events published and consumed per second. `behind` events were not consumed when the last was published."""
         quarters = quarter_rates(self.started, self.samples, self.events)
         behind = self.events - max((each.events for each in self.samples if each.at <= self.published), default=0)
-        details = {
-            "seconds": self.seconds,
-            "published_per_second": self.published_per_second,
-            "quarters": quarters,
-            "last_quarter_to_first": quarters[3] / quarters[0],
-            "behind": behind,
-            "processor_seconds": self.processor,
-        }
-        return Figure(name, self.events / self.seconds, EVENTS_PER_SECOND, details=details)
+        return rate(
+            name, self.events / self.seconds, seconds=self.seconds, published_per_second=self.published_per_second,
+            quarters=quarters, last_quarter_to_first=quarters[3] / quarters[0], behind=behind,
+            processor_seconds=self.processor,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,22 +118,16 @@ class Stream(Benchmark):
 
     @property
     def figure_name(self) -> str:
-        parts = ["publish_and_consume"]
-        if self.publishers > 1:
-            parts.append(f"{self.publishers}_publishers")
-        if not self.straight:
-            parts.append("through_buffer")
-        if self.rate is not None:
-            parts.append(f"at_{self.rate:.0f}")
-        return "_".join(parts)
+        several = f"_{self.publishers}_publishers" if self.publishers > 1 else ""
+        buffered = "" if self.straight else "_through_buffer"
+        return f"publish_and_consume{several}{buffered}{'' if self.rate is None else f'_at_{self.rate:.0f}'}"
 
     def measure(self, session: Session) -> list[Figure]:
         name = self.figure_name
         if self.rate is not None:
             session.settle()
             run = self._run(session)
-            published = Figure(f"{name}_published", run.published_per_second, EVENTS_PER_SECOND)
-            return [published, run.figure(f"{name}_consumed")]
+            return [rate(f"{name}_published", run.published_per_second), run.figure(f"{name}_consumed")]
 
         figures = session.beside_raw_copy(lambda: [self._run(session).figure(name)])
         if self.hold_xmin:
@@ -182,25 +172,22 @@ class Stream(Benchmark):
             of_shards = session.numbers("consumed", {"topic": topic, "consumer": consumer})
             outcomes = [crew.outcome(publisher, limit=60.0) for publisher in processes["publishers"]]
 
-        started, published = min(each["started"] for each in outcomes), max(each["ended"] for each in outcomes)
-        return Run(events, started, published, samples, of_shards, processor)
+        return Run(events, *span(outcomes), samples, of_shards, processor)
 
     # On servers of its own
 
     @property
     def remark(self) -> str:
-        if self.shards is None:
-            return ""
-        return (
-            "all servers and processes share this machine's CPUs: the figures show the cost of shards, not their gain"
+        shared = (
+            "all servers and processes share this machine's CPUs: the figures show the cost of shards, not the gain"
         )
+        return "" if self.shards is None else shared
 
     def run(self, site: Site) -> tuple[list[Figure], dict[str, Any]]:
         if self.shards is None:
             return super().run(site)
 
-        measured: list[list[Figure]] = []
-        environment: dict[str, Any] = {}
+        measured, environment = [], {}
         with _servers(site.home / "bench-shards", self.shards) as servers:
             for number in range(1, self.shards + 1):
                 dsns = [server.create_database(f"of_{number}") for server in list(servers)[:number]]
@@ -225,9 +212,9 @@ class Stream(Benchmark):
 
         def measure() -> list[Figure]:
             run = self._run(session, servers=pids)
-            rate = run.figure(name)
+            figure = run.figure(name)
             of_shards = {"of_shards": [events / run.seconds for events in run.of_shards]}
-            figures = [replace(rate, details={**rate.details, **of_shards})]
+            figures = [replace(figure, details={**figure.details, **of_shards})]
             if run.processor:
                 costs = {kind: seconds / run.events * 1e6 for kind, seconds in run.processor.items()}
                 figures.append(Figure(f"{name}_processor", sum(costs.values()), _PROCESSOR_UNIT, details=costs))

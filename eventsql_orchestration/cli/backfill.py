@@ -8,26 +8,29 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypedDict, Unpack
 
 import click
 
-from eventsql_orchestration.cli.backfill_output import conclude, drive, progress_of, show_backfill, summary_of
-from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
-from eventsql_orchestration.cli.output import say, show_table, write_json
+from eventsql_orchestration.cli.backfill_output import UNFINISHED, conclude, drive, show_backfill, summary_of
+from eventsql_orchestration.cli.context import CliContext, open_platform
+from eventsql_orchestration.cli.output import picked, say, show_items, write_json
 from eventsql_orchestration.cli.parameters import (
+    CONSUMER,
+    FILE,
+    POSITIVE,
+    AsJson,
     ConsumerName,
-    Duration,
-    LogPlace,
-    consumer_argument,
-    json_option,
-    optional_topic_argument,
-    partition_option,
-    topic_argument,
+    OptionalTopicName,
+    Partition,
+    TopicName,
+    argument,
+    command,
+    option,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.backfills.driver import BackfillDriver
-from eventsql_orchestration.dagster.backfills.launcher import Launcher
+from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Launcher
 from eventsql_orchestration.dagster.backfills.local_launcher import CodeLocation, LocalRuns
 from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
@@ -47,8 +50,6 @@ from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedErro
 from eventsql_orchestration.topics.offsets import Latest, Place
 
 DEFINITIONS: Final = Path("definitions.py")
-
-_NOT_RUN: Final = {False: "a plan, nothing runs", True: "the rest of it, nothing runs"}
 
 
 class _RunByDefault(click.Group):
@@ -73,77 +74,48 @@ def backfill() -> None:
     """
 
 
-@backfill.command()
-@topic_argument
-@consumer_argument
-@click.option(
-    "--from",
-    "start",
-    type=LogPlace(),
-    metavar="PLACE",
-    help="Beginning of the range: earliest, the offset of its first event, the earliest time at which it entered the "
-    "log, with its zone (2026-05-01T12:00:00Z), or its age (15m, 2h, 7d).",
+_FROM: Final = (
+    "Beginning of the range: earliest, the offset of its first event, the earliest time at which it entered the log, "
+    "with its zone (2026-05-01T12:00:00Z), or its age (15m, 2h, 7d)."
 )
-@click.option(
-    "--to",
-    "end",
-    type=LogPlace(),
-    metavar="PLACE",
-    help="End of the range: latest, the offset of its last event, or the time before which it entered the log  "
-    "[default: latest].",
+_TO: Final = (
+    "End of the range: latest, the offset of its last event, or the time before which it entered the log  [default: "
+    "latest]."
 )
-@click.option(
-    "--window-events", type=click.IntRange(min=1), metavar="N", help="Cut the range into windows of N events."
-)
-@click.option("--window", type=Duration(), metavar="DURATION", help="Cut the range into windows of time: 1h, 1d.")
-@partition_option
-@click.option(
-    "--parallel", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="At most N runs at once."
-)
-@click.option(
-    "--into", type=ConsumerName(), metavar="NAME", help="Leave a new consumer NAME at the end of the range, when done."
-)
-@click.option(
-    "--take-over",
-    is_flag=True,
-    help="Move CONSUMER's own offset to the end of the range first. Without this, the offset stays.",
-)
-@click.option(
-    "--max-failures", type=click.IntRange(min=1), metavar="N",
-    help=f"Stop after N dead letters and failed runs together  [default: {DEFAULT_MAX_FAILURES}].",
-)  # fmt: skip
-@click.option("--id", "backfill_id", metavar="ID", help="Id of the backfill; by default it gets one.")
-@click.option("--resume", metavar="ID", help="Run the rest of backfill ID, instead of a range.")
-@click.option("--execute", is_flag=True, help="Run it. Without this, only the plan is shown.")
-@click.option("--dagster-url", metavar="URL", help="Webserver of the Dagster to run it in: http://127.0.0.1:3000.")
-@click.option(
-    "-f", "--file", "file", type=click.Path(dir_okay=False, path_type=Path),
-    help="Run it in processes, without a running Dagster, with the definitions of this file.",
-)  # fmt: skip
-@click.option("-m", "--module", metavar="NAME", help="The same, with the definitions of this module.")
-@json_option
-@pass_context
+
+
+_FAILURES: Final = f"Stop after N dead letters and failed runs together  [default: {DEFAULT_MAX_FAILURES}]."
+
+
+class _Options(TypedDict):
+    start: Annotated[Place | None, option(_FROM, "--from")]
+    end: Annotated[Place | None, option(_TO, "--to")]
+    window_events: Annotated[int | None, option("Cut the range into windows of N events.", type=POSITIVE)]
+    window: Annotated[timedelta | None, option("Cut the range into windows of time: 1h, 1d.")]
+    partition: Partition
+    parallel: Annotated[int, option("At most N runs at once.", type=click.IntRange(1, 64), default=2)]
+    into: Annotated[
+        str | None, option("Leave a new consumer NAME at its end, when done.", type=CONSUMER, metavar="NAME")
+    ]
+    take_over: Annotated[bool, option("First move CONSUMER's own offset to the end of the range. By default it stays.")]
+    max_failures: Annotated[int | None, option(_FAILURES, type=POSITIVE)]
+    backfill_id: Annotated[str | None, option("Id of the backfill; by default it gets one.", "--id", metavar="ID")]
+    resume: Annotated[str | None, option("Run the rest of backfill ID, instead of a range.", metavar="ID")]
+    execute: Annotated[bool, option("Run it. Without this, only the plan is shown.")]
+    dagster_url: Annotated[
+        str | None, option("Webserver of the Dagster to run it in: http://127.0.0.1:3000.", metavar="URL")
+    ]
+    file: Annotated[
+        Path | None, option("Run it in processes, with the definitions of this file.", "-f", "--file", type=FILE)
+    ]
+    module: Annotated[
+        str | None, option("The same, with the definitions of this module.", "-m", "--module", metavar="NAME")
+    ]
+
+
+@command(backfill)
 def run(
-    context: CliContext,
-    *,
-    topic: str,
-    consumer: str,
-    start: Place | None,
-    end: Place | None,
-    window_events: int | None,
-    window: timedelta | None,
-    partition: int | None,
-    parallel: int,
-    into: str | None,
-    take_over: bool,
-    max_failures: int | None,
-    backfill_id: str | None,
-    resume: str | None,
-    execute: bool,
-    dagster_url: str | None,
-    file: Path | None,
-    module: str | None,
-    as_json: bool,
+    context: CliContext, topic: TopicName, consumer: ConsumerName, as_json: AsJson, **options: Unpack[_Options]
 ) -> None:
     """Replay a range of TOPIC through CONSUMER: a plan and, with --execute, Dagster runs.
 
@@ -153,55 +125,81 @@ def run(
     It runs in the Dagster of --dagster-url, with the definitions of -f or -m, in the `eventsql dev` of this directory,
     or with definitions.py, whichever comes first.
     """
-    if (start is None) == (resume is None):
-        raise click.UsageError("give the beginning of the range by --from, or a backfill to go on with by --resume ID")
-    _check_resume(resume, given={"--to": end, "--id": backfill_id, "--into": into, "--window-events": window_events,
-                                 "--window": window, "--partition": partition})  # fmt: skip
-    if backfill_id is not None:
-        check_id(backfill_id)
-    if into == consumer:
-        raise click.UsageError("--into must name another consumer than CONSUMER")
-    wanted = None if start is None else ReplayRange(start, end or Latest(), window_events, window, partition)
+    wanted = _range(consumer, options)
     with (
         _platform(context) as platform,
-        _launcher(context, platform, dagster_url, file, module) as launcher,
+        _launcher(context, platform, options["dagster_url"], options["file"], options["module"]) as launcher,
     ):
         backfills = _backfills(context, platform)
         work: Plan | Backfill
         if wanted is None:
-            work = backfills.get(topic, str(resume), consumer)
+            work = backfills.get(topic, str(options["resume"]), consumer)
             runs = backfills.runs_of(work)
         else:
-            backfills.check_into(into)
+            backfills.check_into(options["into"])
             work = backfills.plan(topic, consumer, wanted)
             runs = work.runs
+
         job = launcher.job(topic, consumer)
-        summary = summary_of(work, runs, job, into)
-        if not execute or not runs:
+        summary = summary_of(work, runs, job, options["into"])
+        if not options["execute"] or not runs:
             show_backfill(summary, runs, executed=False, as_json=as_json)
-            say(f"{_NOT_RUN[wanted is None]}: run it again with --execute" if runs else "there is nothing to replay")
+            planned = "a plan, nothing runs" if wanted is not None else "the rest of it, nothing runs"
+            say(f"{planned}: run it again with --execute" if runs else "there is nothing to replay")
             return
 
-        if isinstance(work, Backfill):
-            found = work
-            backfills.renew(found)
-        else:
-            backfill_id = backfill_id or new_id()
-            launcher.require_running()
-            if launcher.was_run(job, backfill_id) and backfills.find(topic, backfill_id, consumer) is None:
-                raise RegistryError(f"backfill {backfill_id} has run before: give another --id, or none")
-            found = backfills.register(work, backfill_id, into=into)
-        if take_over:
-            _take_over(backfills, found, new=resume is None)
+        found = _begin(backfills, work, launcher, job, options)
         if not as_json:
             show_backfill(summary, runs, executed=True, as_json=False)
-        outcome = drive(BackfillDriver(
-            backfills, found, runs, launcher=launcher, job=job, parallel=parallel, max_failures=max_failures
-        ), found, outlives=launcher.outlives)  # fmt: skip
+        driver = BackfillDriver(
+            backfills, found, runs,
+            launcher=launcher, job=job, parallel=options["parallel"], max_failures=options["max_failures"],
+        )  # fmt: skip
+        outcome = drive(driver, found, outlives=launcher.outlives)
         outcome = replace(outcome, given_up=_given_up(platform, found))
         if as_json:
             show_backfill({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
         conclude(found, runs, outcome)
+
+
+def _range(consumer: str, options: _Options) -> ReplayRange | None:
+    """The range to replay, None for the rest of a backfill. Raises `click.UsageError` for contradicting options."""
+    start, resume = options["start"], options["resume"]
+    if (start is None) == (resume is None):
+        raise click.UsageError("give the beginning of the range by --from, or a backfill to go on with by --resume ID")
+    if options["backfill_id"] is not None:
+        check_id(options["backfill_id"])
+    if options["into"] == consumer:
+        raise click.UsageError("--into must name another consumer than CONSUMER")
+
+    events, window, partition = options["window_events"], options["window"], options["partition"]
+    if start is not None:
+        return ReplayRange(start, options["end"] or Latest(), events, window, partition)
+    given = {
+        "--to": options["end"], "--id": options["backfill_id"], "--into": options["into"], "--window-events": events,
+        "--window": window, "--partition": partition,
+    }  # fmt: skip
+    if named := ", ".join(name for name, value in given.items() if value is not None):
+        raise click.UsageError(f"a backfill that is resumed has its windows already: leave {named} out")
+    return None
+
+
+def _begin(
+    backfills: Backfills, work: Plan | Backfill, launcher: Launcher, job: BackfillJob, options: _Options
+) -> Backfill:
+    """Register a plan, or renew the backfill that is resumed, and move the consumer's own offset if that is wanted."""
+    if isinstance(work, Backfill):
+        backfills.renew(work)
+        found = work
+    else:
+        backfill_id = options["backfill_id"] or new_id()
+        launcher.require_running()
+        if launcher.was_run(job, backfill_id) and backfills.find(work.topic, backfill_id, work.consumer) is None:
+            raise RegistryError(f"backfill {backfill_id} has run before: give another --id, or none")
+        found = backfills.register(work, backfill_id, into=options["into"])
+    if options["take_over"]:
+        _take_over(backfills, found, new=work is not found)
+    return found
 
 
 def _given_up(platform: EventSQL, found: Backfill) -> int:
@@ -215,7 +213,7 @@ def _given_up(platform: EventSQL, found: Backfill) -> int:
 
 
 def _platform(context: CliContext) -> EventSQL:
-    """The platform with all shards: runs find their shard by its name, and a single database does not know the name."""
+    """The platform with all shards, also with --shard: runs find their shard by its name."""
     return open_platform(context.settings)
 
 
@@ -227,12 +225,6 @@ def _backfills(context: CliContext, platform: EventSQL) -> Backfills:
         names = ", ".join(sorted(shard.name for shard in shards if shard.name is not None))
         raise ShardSetError(f"there is no shard {context.shard!r}" + (f", but {names}" if names else ""))
     return Backfills(named)
-
-
-def _check_resume(resume: str | None, *, given: dict[str, object]) -> None:
-    named = [name for name, value in given.items() if value is not None]
-    if resume is not None and named:
-        raise click.UsageError(f"a backfill that is resumed has its windows already: leave {', '.join(named)} out")
 
 
 @contextmanager
@@ -279,36 +271,26 @@ def _take_over(backfills: Backfills, found: Backfill, *, new: bool) -> None:
             backfills.delete(found)
         elif moved:
             resume = resume_command(found.topic, found.consumer, found.id)
-            say(f"the events of the shards that moved are left to it: `{resume}`")
+            say(f"the offsets of some shards have moved: `{resume}` replays their events")
         raise
 
 
-@backfill.command("list")
-@optional_topic_argument
-@json_option
-@pass_context
-def list_backfills(context: CliContext, *, topic: str | None, as_json: bool) -> None:
+@command(backfill, "list")
+def list_backfills(context: CliContext, topic: OptionalTopicName, as_json: AsJson) -> None:
     """List the backfills that are not done, of TOPIC or of all topics."""
     with _platform(context) as platform:
         found = _backfills(context, platform).registered(topic)
     if as_json:
-        write_json([progress_of(each) for each in found])
-        return
-    show_table(
-        [
-            "topic", "consumer", "id", "from", "to", "replayed", "windows", "done", "under way", "failing", "given up",
-            "since",
-        ],
-        [tuple(value for name, value in progress_of(each).items() if name != "into") for each in found],
-    )  # fmt: skip
+        write_json([picked(each, UNFINISHED) for each in found])
+    else:
+        table = {name.replace("_", " "): column for name, column in UNFINISHED.items() if name != "into"}
+        show_items(found, table)
 
 
-@backfill.command()
-@topic_argument
-@consumer_argument
-@click.argument("backfill_id", metavar="ID")
-@pass_context
-def delete(context: CliContext, *, topic: str, consumer: str, backfill_id: str) -> None:
+@command(backfill)
+def delete(
+    context: CliContext, topic: TopicName, consumer: ConsumerName, backfill_id: Annotated[str, argument(metavar="ID")]
+) -> None:
     """Give up backfill ID: its effects stay, the rest is not replayed. Its runs commit nothing more."""
     with _platform(context) as platform:
         backfills = _backfills(context, platform)

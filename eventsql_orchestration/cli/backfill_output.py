@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from operator import itemgetter
 from typing import Any, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.output import (
+    Columns,
     counted,
     on_shard,
     partition_name,
+    picked,
+    progress_bar,
+    same,
     say,
     show_fields,
-    show_table,
-    stderr_is_terminal,
+    show_items,
     write_json,
 )
 from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
@@ -33,10 +36,8 @@ def drive(driver: BackfillDriver, found: Backfill, *, outlives: bool) -> Outcome
     """Drive a backfill to its end with a progress bar, or a line every 10 s where there is no terminal."""
     resume = f"`{resume_command(found.topic, found.consumer, found.id)}`"
     say(f"backfill {found.id} runs; should it be interrupted, {resume} goes on with it")
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("events"), TimeElapsedColumn(),
-        console=Console(stderr=True), disable=not stderr_is_terminal(),
-    )  # fmt: skip
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "events", TimeElapsedColumn())
+    progress = progress_bar(*columns, transient=False)
     told, told_at = "", time.monotonic()
     try:
         with progress:
@@ -88,8 +89,7 @@ def summary_of(
     """A plan, or the rest of a backfill. Over several shards, only the runs have offsets."""
     plan = work if isinstance(work, Plan) else None
     return {
-        "topic": work.topic,
-        "consumer": work.consumer,
+        **picked(work, same("topic", "consumer")),
         "id": work.id if isinstance(work, Backfill) else None,
         **_ends(work.range),
         "events": sum(run.events for run in runs),
@@ -125,15 +125,11 @@ def show_backfill(
     for remark in summary["remarks"]:
         say(f"note: {remark}")
     if runs:
-        several = any(run.window.shard is not None for run in runs)
         rows = [
-            (number, run.window.shard, partition_name(run.partition), run.window.after + 1, run.window.upto, run.events)
+            {"run": number, **_object(run, None, None), "partition": partition_name(run.partition)}
             for number, run in enumerate(runs[:RUNS_SHOWN], start=1)
         ]
-        show_table(
-            ["run", *(["shard"] if several else []), "partition", "from", "to", "events"],
-            rows if several else [(row[0], *row[2:]) for row in rows],
-        )
+        show_items(rows, {name: itemgetter(name) for name in rows[0]})
     if len(runs) > RUNS_SHOWN:
         say(f"and {counted(len(runs) - RUNS_SHOWN, 'run')} more; --json lists them all")
 
@@ -153,19 +149,17 @@ def _object(run: PlannedRun, backfill_id: str | None, outcome: Outcome | None) -
     return {**planned, "key": key, "state": state, "failure": outcome.failures.get(key)}
 
 
-def progress_of(each: Backfill) -> dict[str, Any]:
-    """A backfill that is not done, and how far it is."""
-    return {
-        "topic": each.topic,
-        "consumer": each.consumer,
-        "id": each.id,
-        **_ends(each.range),
-        "replayed": sum(part.consumed for part in each.parts),
-        "windows": len(each.parts),
-        "done": sum(part.done for part in each.parts),
-        "under_way": sum(part.owner is not None and not part.done for part in each.parts),
-        "failing": sum(part.failed_event is not None and not part.done for part in each.parts),
-        "given_up": sum(part.given_up for part in each.parts),
-        "since": each.created_at,
-        "into": each.into,
-    }
+UNFINISHED: Final[Columns] = {
+    **same("topic", "consumer", "id"),
+    "from": lambda each: _ends(each.range)["from"],
+    "to": lambda each: _ends(each.range)["to"],
+    "replayed": lambda each: sum(part.consumed for part in each.parts),
+    "windows": lambda each: len(each.parts),
+    "done": lambda each: sum(part.done for part in each.parts),
+    "under_way": lambda each: sum(part.owner is not None and not part.done for part in each.parts),
+    "failing": lambda each: sum(part.failed_event is not None and not part.done for part in each.parts),
+    **same("given_up"),
+    "since": "created_at",
+    **same("into"),
+}
+"""A backfill that is not done, and how far it is."""

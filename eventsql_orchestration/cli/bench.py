@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict
-from types import FrameType
 from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
 from eventsql_orchestration.bench.benchmark import UNBOUNDED, Benchmark, Option, Site
 from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.processes import Report
 from eventsql_orchestration.bench.table import BENCHMARKS
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import say, show_fields, show_table, stderr_is_terminal, write_json
+from eventsql_orchestration.cli.output import Columns, progress_bar, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import Number
+from eventsql_orchestration.signals import handling
 
 _TERMINATED: Final = 143
 """128 + SIGTERM, as shells have it."""
@@ -44,8 +42,6 @@ def bench() -> None:
 
 
 def _command(benchmark: type[Benchmark]) -> click.Command:
-    """The command of a benchmark."""
-
     @pass_context
     def measure(context: CliContext, /, *, quick: bool, as_json: bool, **given: Any) -> None:
         scales = {field.name: option.scale for field, option in benchmark.options()}
@@ -70,11 +66,9 @@ def _command(benchmark: type[Benchmark]) -> click.Command:
 
 
 def _option(field: Field[Any], option: Option) -> click.Option:
-    flag = option.flag or f"--{field.name.replace('_', '-')}"
+    names = [option.flag or f"--{field.name.replace('_', '-')}", field.name]
     if option.kind is bool:
-        return click.Option(
-            [flag, field.name], flag_value=not field.default, type=bool, default=None, help=f"{option.help}."
-        )
+        return click.Option(names, flag_value=not field.default, type=bool, default=None, help=f"{option.help}.")
 
     kind: click.ParamType[Any] = click.STRING
     if option.choices:
@@ -85,12 +79,9 @@ def _option(field: Field[Any], option: Option) -> click.Option:
         kind = click.IntRange(int(option.least), None if option.most == UNBOUNDED else int(option.most))
 
     return click.Option(
-        [flag, field.name],
-        type=kind,
-        multiple=option.kind is tuple,
-        metavar=None if option.choices else option.metavar,
+        names, type=kind, multiple=option.kind is tuple, metavar=None if option.choices else option.metavar,
         help=f"{option.help}{_defaults(field.default, option)}.",
-    )
+    )  # fmt: skip
 
 
 def _defaults(default: Any, option: Option) -> str:
@@ -111,12 +102,12 @@ for _benchmark in BENCHMARKS.values():
 
 
 def _measure(context: CliContext, benchmark: Benchmark, *, as_json: bool) -> None:
-    """Run a benchmark, and write its figures."""
     if benchmark.stored_events >= _LARGE:
         gigabytes = benchmark.stored_events * _BYTES_PER_EVENT / 1e9
         say(f"this stores {benchmark.stored_events:,} events for a while: some {gigabytes:.0f} GB")
 
-    with _ended_by_sigterm(), _progress() as report:
+    # The benchmark deletes its topics, as after Ctrl-C.
+    with handling(lambda *_: sys.exit(_TERMINATED), signal.SIGTERM), _progress() as report:
         figures, environment = benchmark.run(Site(context.platform, context.settings.home, report))
 
     if as_json:
@@ -130,22 +121,16 @@ def _measure(context: CliContext, benchmark: Benchmark, *, as_json: bool) -> Non
 
 
 def _show(figures: Sequence[Figure], environment: Mapping[str, Any]) -> None:
-    several = any("of_shards" in figure.details for figure in figures)
-    show_table(
-        ["figure", "value", "of raw COPY", "unit", "in quarters", *(["on each server"] if several else [])],
-        [
-            (
-                figure.name,
-                _number(figure.value),
-                None if figure.ratio_to_raw_copy is None else f"{figure.ratio_to_raw_copy:.2f}",
-                figure.unit,
-                _rates(figure, "quarters"),
-                *([_rates(figure, "of_shards")] if several else []),
-            )
-            for figure in figures
-        ],
-        right=["value", "of raw COPY"],
-    )
+    columns: Columns = {
+        "figure": "name",
+        "value": lambda figure: _number(figure.value),
+        "of raw COPY": lambda each: None if each.ratio_to_raw_copy is None else f"{each.ratio_to_raw_copy:.2f}",
+        "unit": "unit",
+        "in quarters": lambda figure: _rates(figure, "quarters"),
+    }
+    if any("of_shards" in figure.details for figure in figures):
+        columns = {**columns, "on each server": lambda figure: _rates(figure, "of_shards")}
+    show_items(figures, columns, right=["value", "of raw COPY"])
     memory = environment["memory_bytes"]
     settings = ", ".join(f"{name} {environment['server_settings'].get(name)}" for name in _SHOWN_SETTINGS)
     show_fields(
@@ -170,9 +155,7 @@ def _number(value: float) -> str:
 @contextmanager
 def _progress() -> Iterator[Report]:
     """Show the progress of the measurement on standard error, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not stderr_is_terminal())
-    with progress:
+    with progress_bar("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task("starting", total=None)
         current = ""
 
@@ -184,20 +167,3 @@ def _progress() -> Iterator[Report]:
             progress.update(task, completed=done)
 
         yield report
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a benchmark as Ctrl-C does: the benchmark deletes its topics."""
-
-    def end(_signal: int, _frame: FrameType | None) -> None:
-        sys.exit(_TERMINATED)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

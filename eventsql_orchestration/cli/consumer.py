@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Final
+from typing import Annotated, Final
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import Column, partition_of, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import (
-    LogPlace,
-    NameValue,
-    consumer_argument,
-    json_option,
-    optional_topic_argument,
-    topic_argument,
+    POSITIVE,
+    AsJson,
+    ConsumerName,
+    OptionalTopicName,
+    TopicName,
+    command,
+    option,
 )
 from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.topics.offsets import Earliest, Place
+
+_START: Final = (
+    "Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a "
+    "duration before now (15m, 2h, 7d)  [default: earliest]."
+)
 
 
 @click.group()
@@ -27,50 +33,25 @@ def consumer() -> None:
     """Create, list, describe, pause, resume and delete consumers."""
 
 
-@consumer.command()
-@topic_argument
-@consumer_argument
-@click.option(
-    "--partitioned", is_flag=True, help="Consume the topic's partitions side by side, each with its own offset."
-)
-@click.option(
-    "--max-attempts",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Attempts before an event is given up  [default: 5, or as before].",
-)
-@click.option(
-    "--start",
-    "--from",
-    "start",
-    type=LogPlace(),
-    metavar="PLACE",
-    help="Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or "
-    "a duration before now (15m, 2h, 7d)  [default: earliest].",
-)
-@click.option("--key", "keys", multiple=True, metavar="K", help="Only events with this key; if repeated, any of them.")
-@click.option("--key-prefix", metavar="P", help="Only events whose key begins with P.")
-@click.option(
-    "--metadata",
-    type=NameValue(),
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Only events with this metadata; if repeated, only events with all of it.",
-)
-@click.option("--no-filter", is_flag=True, help="Remove the filter.")
-@pass_context
+@command(consumer)
 def create(
     context: CliContext,
     *,
-    topic: str,
-    consumer: str,
-    partitioned: bool,
-    max_attempts: int | None,
-    start: Place | None,
-    keys: tuple[str, ...],
-    key_prefix: str | None,
-    metadata: tuple[tuple[str, str], ...],
-    no_filter: bool,
+    topic: TopicName,
+    consumer: ConsumerName,
+    partitioned: Annotated[bool, option("Consume the partitions side by side, each with its own offset.")],
+    max_attempts: Annotated[
+        int | None, option("Attempts before an event is given up  [default: 5, or unchanged].", type=POSITIVE)
+    ],
+    start: Annotated[Place | None, option(_START, "--start", "--from")],
+    keys: Annotated[
+        tuple[str, ...], option("Only events with this key; repeat it for several keys.", "--key", metavar="K")
+    ],
+    key_prefix: Annotated[str | None, option("Only events whose key begins with P.", metavar="P")],
+    metadata: Annotated[
+        tuple[tuple[str, str], ...], option("Only events with this metadata; repeat it: all must match.")
+    ],
+    no_filter: Annotated[bool, option("Remove the filter.")],
 ) -> None:
     """Create CONSUMER of TOPIC, or change it. The offsets of a consumer that exists stay: `eventsql seek` moves them.
 
@@ -89,9 +70,10 @@ def create(
             filter=EVERY_EVENT if no_filter else conditions,
         )
         conditions = platform.registry.consumer(topic, consumer)[0].filter
-    say(f"{registered}{_filtered(conditions)}")
+
+    say(f"{registered}{'' if conditions is None else f'; only events with {conditions}'}")
     if start is not None and not registered.created:
-        say(f"its offsets stay where they are, whatever --start says: `eventsql seek {topic} {consumer}` moves them")
+        say(f"--start does not move a consumer that exists: `eventsql seek {topic} {consumer}` moves its offsets")
 
 
 def _filter(keys: tuple[str, ...], key_prefix: str | None, metadata: tuple[tuple[str, str], ...]) -> EventFilter | None:
@@ -99,26 +81,17 @@ def _filter(keys: tuple[str, ...], key_prefix: str | None, metadata: tuple[tuple
         return None
     texts = dict(metadata)
     if len(texts) < len(set(metadata)):
-        raise click.UsageError("no event can match: --metadata names one name with two values")
+        raise click.UsageError("no event can match: --metadata gives one name two values")
     return EventFilter(frozenset(keys) or None, key_prefix, texts)
 
 
-def _filtered(conditions: EventFilter | None) -> str:
-    return "" if conditions is None else f"; only events with {conditions}"
-
-
-@consumer.command("list")
-@optional_topic_argument
-@json_option
-@pass_context
-def list_consumers(context: CliContext, *, topic: str | None, as_json: bool) -> None:
+@command(consumer, "list")
+def list_consumers(context: CliContext, topic: OptionalTopicName, as_json: AsJson) -> None:
     """List the consumer partitions, of TOPIC or of all topics."""
     with context.platform() as platform:
         states = platform.registry.consumers(topic)
-    if as_json:
-        write_json([context.on_its_shard(state, _JSON) for state in states])
-        return
-    show_items(states, {"topic": "topic", "consumer": "name", "shard": "shard", **_PROGRESS, "filter": "filter"})
+    table = {**same("topic"), "consumer": "name", **same("shard"), **_PROGRESS, **same("filter")}
+    context.show_items(states, as_json=as_json, json=_JSON, table=table)
 
 
 def condition(state: ConsumerState) -> str:
@@ -134,46 +107,23 @@ def condition(state: ConsumerState) -> str:
     return "active"
 
 
-_PROGRESS: Final[dict[str, Column]] = {
-    "partition": partition_of,
-    "offset": "last_event_id",
-    "consumed": "consumed_events",
-    "last consumed (UTC)": "last_consumption_at",
-    "state": condition,
-}
+_PROGRESS: Final[Columns] = {
+    "partition": partition_of, "offset": "last_event_id", "consumed": "consumed_events",
+    "last consumed (UTC)": "last_consumption_at", "state": condition,
+}  # fmt: skip
 
-_FAILURES: Final[dict[str, Column]] = {
-    "leased by": "lease_owner",
-    "failing event": "failed_event_id",
-    "failure": "failure",
-}
+_FAILURES: Final[Columns] = {"leased by": "lease_owner", "failing event": "failed_event_id", "failure": "failure"}
 
-_JSON: Final[dict[str, Column]] = {
-    "topic": "topic",
-    "consumer": "name",
-    "partition": "partition",
-    "offset": "last_event_id",
-    "consumed_events": "consumed_events",
-    "last_consumption_at": "last_consumption_at",
-    "state": condition,
-    "paused": "paused",
-    "max_attempts": "max_attempts",
-    "lease_owner": "lease_owner",
-    "lease_expires_at": "lease_expires_at",
-    "failed_event_id": "failed_event_id",
-    "attempts": "attempts",
-    "failure": "failure",
-    "retry_at": "retry_at",
-    "filter": lambda state: None if state.filter is None else state.filter.as_json(),
-}
+_JSON: Final[Columns] = {
+    **same("topic"), "consumer": "name", **same("partition"), "offset": "last_event_id",
+    **same("consumed_events", "last_consumption_at"), "state": condition,
+    **same("paused", "max_attempts", "lease_owner", "lease_expires_at", "failed_event_id", "attempts", "failure"),
+    **same("retry_at"), "filter": lambda state: None if state.filter is None else state.filter.as_json(),
+}  # fmt: skip
 
 
-@consumer.command()
-@topic_argument
-@consumer_argument
-@json_option
-@pass_context
-def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -> None:
+@command(consumer)
+def describe(context: CliContext, topic: TopicName, consumer: ConsumerName, as_json: AsJson) -> None:
     """Show CONSUMER of TOPIC: offsets, leases and failures of its partitions."""
     with context.platform() as platform:
         states = platform.registry.consumer(topic, consumer)
@@ -193,33 +143,24 @@ def describe(context: CliContext, *, topic: str, consumer: str, as_json: bool) -
     show_items(states, {"shard": "shard", **_PROGRESS, **_FAILURES})
 
 
-@consumer.command()
-@topic_argument
-@consumer_argument
-@pass_context
-def delete(context: CliContext, *, topic: str, consumer: str) -> None:
+@command(consumer)
+def delete(context: CliContext, topic: TopicName, consumer: ConsumerName) -> None:
     """Delete CONSUMER of TOPIC with its offsets; the events stay."""
     with context.definitions() as platform:
         platform.registry.unregister_consumer(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} deleted")
 
 
-@consumer.command()
-@topic_argument
-@consumer_argument
-@pass_context
-def pause(context: CliContext, *, topic: str, consumer: str) -> None:
+@command(consumer)
+def pause(context: CliContext, topic: TopicName, consumer: ConsumerName) -> None:
     """Pause CONSUMER until it is resumed. A batch that is under way is finished."""
     with context.platform() as platform:
         platform.registry.pause(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} paused")
 
 
-@consumer.command()
-@topic_argument
-@consumer_argument
-@pass_context
-def resume(context: CliContext, *, topic: str, consumer: str) -> None:
+@command(consumer)
+def resume(context: CliContext, topic: TopicName, consumer: ConsumerName) -> None:
     """Resume CONSUMER, and retry an event that blocks it."""
     with context.platform() as platform:
         platform.registry.resume(topic, consumer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import click
 
-from eventsql_orchestration.cli.output import Column, keep_secret, picked, say
+from eventsql_orchestration.cli.output import Columns, keep_secret, picked, say, show_items, write_json
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError
@@ -36,7 +36,7 @@ def resolve_dsn(settings: Settings) -> str:
     """
     if len(settings.dsns) > 1:
         raise ConfigurationError(
-            f"this is done on one database, and {len(settings.dsns)} are named: choose a shard with --shard NAME"
+            f"this command needs one database, and {len(settings.dsns)} are named: choose a shard with --shard NAME"
         )
     if settings.dsns:
         return settings.dsns[0]
@@ -79,45 +79,30 @@ def _dsn_of(shard: str, dsns: tuple[str, ...], settings: Settings) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class System:
-    """The platform, and its embedded server, if it is on an embedded server."""
-
-    platform: EventSQL
-    embedded: EmbeddedPostgres | None
-
-
+@dataclass(kw_only=True)
 class CliContext:
-    """The options before the command. Each setting is read, and each connection made, at its first use."""
+    """The options before the command. Each setting is read, and each connection made, at its first use.
 
-    def __init__(
-        self,
-        *,
-        dsn: str | None = None,
-        dsn_option: str = "--dsn",
-        schema: str | None = None,
-        home: Path | None = None,
-        shard: str | None = None,
-    ) -> None:
-        """`dsn` may be several URLs with spaces between them. `dsn_option` is the option that gave it."""
-        self._dsn = dsn
-        self._dsn_option = dsn_option
-        self.shard = shard
-        self._schema = schema
-        self._home = home
+    `dsn` may be several URLs with spaces between them. `dsn_option` is the option that gave it.
+    """
+
+    dsn: str | None = None
+    dsn_option: str = "--dsn"
+    schema: str | None = None
+    home: Path | None = None
+    shard: str | None = None
 
     @cached_property
     def settings(self) -> Settings:
         """Raises `ConfigurationError`."""
-        settings = Settings.load(dsn=self._dsn, db_schema=self._schema, home=self._home)
+        settings = Settings.load(dsn=self.dsn, db_schema=self.schema, home=self.home)
         keep_secret(*settings.dsns)
         return settings
 
     def source(self, setting: Setting) -> str:
         """The source of a setting's value: an option, a variable, the settings file, or the default."""
-        options = {"dsn": self._dsn, "schema": self._schema, "home": self._home}
-        if options[setting] is not None:
-            return self._dsn_option if setting == "dsn" else f"--{setting}"
+        if getattr(self, setting) is not None:
+            return self.dsn_option if setting == "dsn" else f"--{setting}"
         variable = f"EVENTSQL_{setting.upper()}"
         if variable in os.environ:
             return variable
@@ -133,31 +118,35 @@ class CliContext:
         shard = name or self.shard
         return {} if shard is None else {"shard": shard}
 
-    def on_its_shard(self, item: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
+    def on_its_shard(self, item: Any, columns: Columns) -> dict[str, Any]:
         """An object for JSON: its shard, if there are several, and these columns."""
-        return {**self.on_shard(item.shard), **picked(item, columns)}
+        return {**self.on_shard(getattr(item, "shard", None)), **picked(item, columns)}
+
+    def show_items(self, items: Sequence[Any], *, as_json: bool, json: Columns, table: Columns) -> None:
+        """Write objects as a JSON list with the fields of `json`, or as a table with the columns of `table`."""
+        if as_json:
+            write_json([self.on_its_shard(item, json) for item in items])
+        else:
+            show_items(items, table)
 
     def definitions(self) -> EventSQL:
         """The platform to define topics and consumers on. Raises `ConfigurationError` if one shard was chosen."""
         if self.shard is not None:
-            raise ConfigurationError(
-                "topics and consumers are the same on all shards, and nothing is published where they are not: leave "
-                "out --shard"
-            )
+            raise ConfigurationError("topics and consumers have to be the same on all shards: leave out --shard")
         return self.platform()
 
     @contextmanager
-    def whole_system(self) -> Iterator[System]:
+    def whole_system(self) -> Iterator[EventSQL]:
         """The platform, its tables up to date. An embedded server is stopped when the block ends; its data stays."""
         embedded = embedded_server(self.settings) if self.settings.dsn is None else None
         if self.shard is None:
             resolve_dsn(self.settings)
         try:
             with open_platform(self.settings, migrate=True, shard=self.shard) as platform:
-                yield System(platform, embedded)
+                yield platform
         finally:
             if embedded is not None:
                 embedded.stop()
 
 
-pass_context = click.make_pass_decorator(CliContext)
+pass_context = click.make_pass_decorator(CliContext, ensure=True)

@@ -4,60 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final
+from datetime import datetime
+from typing import Annotated, Any, Final, TypedDict, Unpack
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
+    Columns,
     counted,
     event_object,
     partition_name,
+    partition_of,
+    picked,
+    same,
     say,
     show_fields,
     show_items,
     write,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import ConsumerName, NameValue, Time, json_option, options, topic_argument
+from eventsql_orchestration.cli.parameters import CONSUMER, POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
 
-_OFFSET: Final = click.IntRange(min=1)
+_OFFSET: Final[dict[str, Any]] = {"type": POSITIVE, "metavar": "OFFSET"}
 
-_filter_options: Final = options(
-    click.option("--consumer", type=ConsumerName(), metavar="NAME", help="Dead letters of this consumer."),
-    click.option(
-        "--backfill",
-        metavar="ID",
-        help="Dead letters of this backfill; without it or --id, they are left out.",
-    ),
-    click.option("--exception", metavar="TYPE", help="Dead letters with this type of exception, such as ValueError."),
-    click.option("--key", metavar="KEY", help="Dead letters with this key."),
-    click.option(
-        "--metadata", type=NameValue(), multiple=True, metavar="NAME=VALUE", help="With this metadata; repeat it."
-    ),
-    click.option("--id", "ids", type=_OFFSET, multiple=True, metavar="OFFSET", help="At this offset; repeat it."),
-    click.option("--from", "first", type=_OFFSET, metavar="OFFSET", help="At this offset and after it."),
-    click.option("--to", "last", type=_OFFSET, metavar="OFFSET", help="Up to this offset."),
-    click.option("--since", type=Time(), metavar="TIME", help="Given up at 2026-05-01T12:00:00Z or later."),
-    click.option("--until", type=Time(), metavar="TIME", help="Given up before this time."),
-)
-"""The options that choose dead letters, as `_letters` takes them."""
+
+class _Filter(TypedDict):
+    """The options that choose dead letters."""
+
+    consumer: Annotated[str | None, option("Dead letters of this consumer.", type=CONSUMER, metavar="NAME")]
+    backfill: Annotated[
+        str | None, option("Dead letters of this backfill; without it or --id, they are left out.", metavar="ID")
+    ]
+    exception: Annotated[str | None, option("With this type of exception, such as ValueError.", metavar="TYPE")]
+    key: Annotated[str | None, option("With this key.", metavar="KEY")]
+    metadata: Annotated[tuple[tuple[str, str], ...], option("With this metadata; repeat it.")]
+    ids: Annotated[tuple[int, ...], option("At this offset; repeat it.", "--id", **_OFFSET)]
+    first: Annotated[int | None, option("At this offset and after it.", "--from", **_OFFSET)]
+    last: Annotated[int | None, option("Up to this offset.", "--to", **_OFFSET)]
+    since: Annotated[datetime | None, option("Given up at 2026-05-01T12:00:00Z or later.")]
+    until: Annotated[datetime | None, option("Given up before this time.")]
 
 
 def _letters(
-    *,
-    metadata: tuple[tuple[str, str], ...],
-    ids: tuple[int, ...],
-    first: int | None,
-    last: int | None,
-    **conditions: Any,
+    *, metadata: tuple[tuple[str, str], ...], ids: tuple[int, ...], first: int | None, last: int | None, **others: Any
 ) -> LetterFilter:
-    return LetterFilter(
-        metadata=dict(metadata), ids=ids or None, after=0 if first is None else first - 1, upto=last, **conditions
-    )
+    after = 0 if first is None else first - 1
+    return LetterFilter(metadata=dict(metadata), ids=ids or None, after=after, upto=last, **others)
 
 
 @click.group()
@@ -68,22 +64,17 @@ def dlt() -> None:
     """
 
 
-@dlt.command("list")
-@topic_argument
-@_filter_options
-@click.option("--redriven/--not-redriven", default=None, help="Only redriven ones, or only others  [default: both].")
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=100,
-    show_default=True,
-    metavar="N",
-    help="List the oldest N.",
-)
-@json_option
-@pass_context
+@command(dlt, "list")
 def list_dead_letters(
-    context: CliContext, /, *, topic: str, redriven: bool | None, limit: int, as_json: bool, **conditions: Any
+    context: CliContext,
+    topic: TopicName,
+    redriven: Annotated[
+        bool | None,
+        option("Only redriven ones, or only others  [default: both].", "--redriven/--not-redriven", default=None),
+    ],
+    limit: Annotated[int, option("List the oldest N.", type=POSITIVE, default=100)],
+    as_json: AsJson,
+    **conditions: Unpack[_Filter],
 ) -> None:
     """List the dead letters of TOPIC. --backfill lists the dead letters of a backfill instead."""
     wanted = _letters(**conditions)
@@ -93,22 +84,14 @@ def list_dead_letters(
     if as_json:
         write_json([_object(context, letter) for letter in letters])
         return
-    show_items(
-        letters,
-        {
-            "shard": "shard",
-            "offset": "id",
-            "event": _metadata(dead_letter_values.SOURCE_OFFSET),
-            "partition": _source_partition,
-            "key": "key",
-            "consumer": "consumer",
-            "attempts": _metadata(dead_letter_values.ATTEMPTS),
-            "exception": _metadata(dead_letter_values.EXCEPTION),
-            "message": _metadata(dead_letter_values.MESSAGE),
-            "given up (UTC)": "buffered_at",
-            "redriven (UTC)": "redriven_at",
-        },
-    )
+    columns: Columns = {
+        **same("shard"), "offset": "id", "event": _metadata(dead_letter_values.SOURCE_OFFSET),
+        "partition": _source_partition, **same("key", "consumer"),
+        "attempts": _metadata(dead_letter_values.ATTEMPTS), "exception": _metadata(dead_letter_values.EXCEPTION),
+        "message": _metadata(dead_letter_values.MESSAGE), "given up (UTC)": "buffered_at",
+        "redriven (UTC)": "redriven_at",
+    }  # fmt: skip
+    show_items(letters, columns)
 
 
 def _metadata(name: str) -> Callable[[DeadLetter], object]:
@@ -116,14 +99,11 @@ def _metadata(name: str) -> Callable[[DeadLetter], object]:
 
 
 def _tell_of_backfills(platform: EventSQL, topic: str, wanted: LetterFilter) -> None:
-    """Say which letters are left out because they belong to backfills."""
     if wanted.backfill is not None or wanted.ids is not None:
         return
     for backfill, letters in platform.dead_letters.of_backfills(topic).items():
-        say(
-            f"{counted(letters, 'dead letter')} of backfill {backfill} left out: `eventsql dlt list {topic} --backfill "
-            f"{backfill}` lists them"
-        )
+        left_out = f"{counted(letters, 'dead letter')} of backfill {backfill} left out"
+        say(f"{left_out}: `eventsql dlt list {topic} --backfill {backfill}` lists them")
 
 
 def _source_partition(letter: DeadLetter) -> str:
@@ -144,12 +124,10 @@ def _object(context: CliContext, letter: DeadLetter) -> dict[str, Any]:
     }
 
 
-@dlt.command()
-@topic_argument
-@click.argument("offset", type=_OFFSET)
-@json_option
-@pass_context
-def show(context: CliContext, *, topic: str, offset: int, as_json: bool) -> None:
+@command(dlt)
+def show(
+    context: CliContext, topic: TopicName, offset: Annotated[int, argument(type=POSITIVE)], as_json: AsJson
+) -> None:
     """Show the dead letter of TOPIC at OFFSET with its value: hexadecimal digits if it is not UTF-8 text."""
     with context.platform() as platform:
         letter = platform.dead_letters.show(topic, offset)
@@ -160,42 +138,27 @@ def show(context: CliContext, *, topic: str, offset: int, as_json: bool) -> None
         value, form = letter.value.decode(), "as text"
     except UnicodeDecodeError:
         value, form = letter.value.hex(), "in hexadecimal"
-    show_fields(
-        {
-            "topic": letter.topic,
-            "offset": letter.id,
-            "partition": partition_name(letter.partition),
-            "key": letter.key,
-            "event": letter.origin,
-            "given up (UTC)": letter.buffered_at,
-            "in the log (UTC)": letter.created_at,
-            "redriven (UTC)": letter.redriven_at,
-        }
-    )
+    columns: Columns = {
+        **same("topic"), "offset": "id", "partition": partition_of, **same("key"), "event": "origin",
+        "given up (UTC)": "buffered_at", "in the log (UTC)": "created_at", "redriven (UTC)": "redriven_at",
+    }  # fmt: skip
+    show_fields(picked(letter, columns))
     if letter.metadata:
         write("\n")
         show_fields(letter.metadata)
     write(f"\n{counted(len(letter.value), 'byte')} {form}:\n\n{value}\n")
 
 
-@dlt.command()
-@topic_argument
-@_filter_options
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="The oldest N that were not redriven yet.")
-@click.option("--again", is_flag=True, help="Also dead letters that were redriven before.")
-@click.option("--dry-run", is_flag=True, help="Only say how many it would be.")
-@json_option
-@pass_context
+@command(dlt)
 def redrive(
     context: CliContext,
-    /,
     *,
-    topic: str,
-    limit: int | None,
-    again: bool,
-    dry_run: bool,
-    as_json: bool,
-    **conditions: Any,
+    topic: TopicName,
+    limit: Annotated[int | None, option("The oldest N that were not redriven yet.", type=POSITIVE)],
+    again: Annotated[bool, option("Also dead letters that were redriven before.")],
+    dry_run: Annotated[bool, option("Only say how many it would be.")],
+    as_json: AsJson,
+    **conditions: Unpack[_Filter],
 ) -> None:
     """Publish the dead letters of TOPIC to it again, each once and in order.
 
@@ -212,20 +175,16 @@ def redrive(
             # A letter that was given up a moment ago may still wait in the buffer.
             platform.transfer.run_once([source])
         _tell_of_backfills(platform, topic, wanted)
-        if dry_run:
-            plan = platform.dead_letters.plan_redrive(topic, wanted, limit=limit, again=again)
+        if not dry_run:
+            redriven = platform.dead_letters.redrive(topic, wanted, limit=limit, again=again)
             if as_json:
-                write_json(asdict(plan))
-            else:
-                show_fields(
-                    {
-                        "dead letters": plan.letters,
-                        "redriven before": plan.redriven_before,
-                        "would be published again": plan.redrives,
-                    }
-                )
+                write_json({"redriven": redriven})
+            say(f"{counted(redriven, 'dead letter')} of topic {topic!r} published again")
             return
-        redriven = platform.dead_letters.redrive(topic, wanted, limit=limit, again=again)
+
+        plan = platform.dead_letters.plan_redrive(topic, wanted, limit=limit, again=again)
     if as_json:
-        write_json({"redriven": redriven})
-    say(f"{counted(redriven, 'dead letter')} of topic {topic!r} published again")
+        write_json(asdict(plan))
+        return
+    texts = {"dead letters": "letters", "redriven before": "redriven_before", "would be published again": "redrives"}
+    show_fields(picked(plan, texts))

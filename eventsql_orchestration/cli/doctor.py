@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
+from functools import partial
+from typing import Annotated, Final
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
-from eventsql_orchestration.cli.output import counted, redact, show_table, write_json
-from eventsql_orchestration.cli.parameters import Number, json_option
+from eventsql_orchestration.cli.context import CliContext, open_platform
+from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, write_json
+from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused
@@ -42,37 +44,28 @@ class Status(StrEnum):
 class Finding:
     """One check: its name, its result, and the command that mends it."""
 
-    check: str
     status: Status
+    check: str
     message: str
     remedy: str | None = None
 
 
-def ok(check: str, message: str) -> Finding:
-    return Finding(check, Status.OK, message)
+ok = partial(Finding, Status.OK)
+warning = partial(Finding, Status.WARNING)
+problem = partial(Finding, Status.PROBLEM)
+
+_JSON: Final[Columns] = same("check", "status", "message", "remedy")
 
 
-def warning(check: str, message: str, remedy: str | None = None) -> Finding:
-    return Finding(check, Status.WARNING, message, remedy)
-
-
-def problem(check: str, message: str, remedy: str | None = None) -> Finding:
-    return Finding(check, Status.PROBLEM, message, remedy)
-
-
-@click.command(short_help="Tell what is wrong here, and what mends it.")
-@click.option(
-    "--stalled-after",
-    type=Number(0, 86_400),
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long an event may wait for its transfer.",
-)
-@json_option
-@pass_context
-@click.pass_context
-def doctor(ctx: click.Context, context: CliContext, *, stalled_after: float, as_json: bool) -> None:
+@command(short_help="Tell what is wrong here, and what mends it.")
+def doctor(
+    context: CliContext,
+    stalled_after: Annotated[
+        float,
+        option("How long an event may wait for its transfer.", type=Number(0, 86_400), default=10.0, metavar="SECONDS"),
+    ],
+    as_json: AsJson,
+) -> None:
     """Show the problems of this installation, and the command that mends each.
 
     The exit code is 1 if there is a problem. A warning is not a problem.
@@ -80,14 +73,12 @@ def doctor(ctx: click.Context, context: CliContext, *, stalled_after: float, as_
     findings = list(_examine(context, stalled_after))
     healthy = all(finding.status is not Status.PROBLEM for finding in findings)
     if as_json:
-        write_json({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
+        write_json({"healthy": healthy, "findings": [picked(finding, _JSON) for finding in findings]})
     else:
-        show_table(
-            ["status", "check", "found", "mend it with"],
-            [(each.status.value, each.check, each.message, each.remedy or "") for each in findings],
-        )
+        table: Columns = {**same("status", "check"), "found": "message"}
+        show_items(findings, {**table, "mend it with": lambda finding: finding.remedy or ""})
     if not healthy:
-        ctx.exit(1)
+        click.get_current_context().exit(1)
 
 
 def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
@@ -122,7 +113,7 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
         yield warning(
             "shards",
             f"{waiting.consumer} of topic {waiting.topic} is held back from shard {waiting.shard}, until it has "
-            f"consumed what was before on {', '.join(waiting.waits_for)}",
+            f"consumed the older events of {', '.join(waiting.waits_for)}",
         )
     if not held and all(each.state == "takes events" for each in standing):
         yield ok("shards", f"{counted(len(standing), 'shard')}, all take events")
@@ -140,31 +131,24 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
 def _database(context: CliContext, platform: Shard, stalled_after: float) -> Iterator[Finding]:
     database = platform.database
     embedded = context.settings.dsn is None
-    version = _server_version(database)
+    server = _server(database)
     named = "the embedded server" if embedded else f"named by {context.source('dsn')}"
     yield ok("database", f"{database}, {named}")
-    if version < _OLDEST_SERVER * 10_000:
-        yield problem("server", f"PostgreSQL {_dotted(version)}", f"upgrade it to {_OLDEST_SERVER} or newer")
-    else:
-        yield ok("server", f"PostgreSQL {_dotted(version)}")
+    yield server
     schema = _schema(database, embedded=embedded)
     yield schema
     if schema.status is Status.OK and database.revision() is not None:
         yield from _transfer(platform, stalled_after)
-        yield from _sequences(platform)
-        yield from _stranded(platform)
-        yield from _order(platform)
-        yield from _leftovers(platform)
-        yield from _consumers(platform)
+        for check in (_sequences, _stranded, _order, _leftovers, _consumers):
+            yield from check(platform)
 
 
-def _server_version(database: Database) -> int:
+def _server(database: Database) -> Finding:
     with database.errors(), database.engine.connect() as connection:
-        return int(connection.exec_driver_sql("SHOW server_version_num").scalar_one())
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 10_000}.{version % 10_000}"
+        major, minor = divmod(int(connection.exec_driver_sql("SHOW server_version_num").scalar_one()), 10_000)
+    if major < _OLDEST_SERVER:
+        return problem("server", f"PostgreSQL {major}.{minor}", f"upgrade it to {_OLDEST_SERVER} or newer")
+    return ok("server", f"PostgreSQL {major}.{minor}")
 
 
 def _schema(database: Database, *, embedded: bool) -> Finding:
@@ -187,20 +171,22 @@ def _transfer(platform: Shard, stalled_after: float) -> Iterator[Finding]:
     topics = [topic.name for topic in platform.registry.topics()]
     with platform.database.connection() as connection:
         rows = connection.execute(Queries("log", platform.database.schema)("buffered"), {"topics": topics}).fetchall()
-    waiting: dict[str, tuple[int, float]] = {}
+    waiting: Counter[str] = Counter()
+    oldest: dict[str, float] = {}
     for topic, _partition, events, seconds in rows:
-        held, oldest = waiting.get(topic, (0, 0.0))
-        waiting[topic] = (held + events, max(oldest, seconds))
-    stalled = {topic: entry for topic, entry in waiting.items() if entry[1] > stalled_after}
-    for topic, (events, seconds) in sorted(stalled.items()):
+        waiting[topic] += events
+        oldest[topic] = max(oldest.get(topic, 0.0), seconds)
+
+    stalled = sorted(topic for topic in waiting if oldest[topic] > stalled_after)
+    for topic in stalled:
         yield problem(
             "transfer",
-            f"{counted(events, 'event')} of topic {topic} not transferred, the oldest for {seconds:,.0f} s",
+            f"{counted(waiting[topic], 'event')} of topic {topic} not transferred, the oldest for "
+            f"{oldest[topic]:,.0f} s",
             "eventsql transfer",
         )
     if not stalled:
-        events = sum(held for held, _ in waiting.values())
-        yield ok("transfer", f"{counted(events, 'event')} in the buffer, none older than {stalled_after:g} s")
+        yield ok("transfer", f"{counted(waiting.total(), 'event')} in the buffer, none older than {stalled_after:g} s")
 
 
 def _sequences(platform: Shard) -> Iterator[Finding]:
@@ -220,9 +206,9 @@ def _stranded(platform: Shard) -> Iterator[Finding]:
             yield warning(
                 "logs",
                 f"{counted(lying.events, 'event')} of topic {topic.name} {where} came into partition "
-                f"{lying.partition} after the topic had lost it: nobody consumes what lies there",
-                f"look at what is to be published again: eventsql tail {topic.name} --partition {lying.partition} "
-                f"--from {lying.first}",
+                f"{lying.partition} after the topic had lost it: nobody consumes them",
+                "look at them, and publish them again if they are needed: eventsql tail "
+                f"{topic.name} --partition {lying.partition} --from {lying.first}",
             )
 
 
@@ -233,15 +219,15 @@ def _order(platform: Shard) -> Iterator[Finding]:
         if found.behind and (found.java or found.connected):
             yield warning(
                 "order",
-                f"{counted(found.behind, 'event')} of topic {topic.name} stand behind a later one of their key, as the "
-                "transfer of EventSQL's Java library leaves them (or transactions that published at once)",
+                f"{counted(found.behind, 'event')} of topic {topic.name} stand behind a later event of their key: the "
+                "transfer of EventSQL's Java library does this, and so do transactions that publish at once",
                 "set that library's flush delay to a year and run `eventsql transfer` (docs/java.md)",
             )
         elif found.java:
             yield ok(
                 "order",
-                f"EventSQL's Java library publishes to topic {topic.name}: its transfer breaks a key's order, unless "
-                "its flush delay keeps it from moving events (docs/java.md)",
+                f"EventSQL's Java library publishes to topic {topic.name}: its transfer breaks the order of a key, "
+                "unless a long flush delay prevents that (docs/java.md)",
             )
 
 
@@ -253,17 +239,17 @@ def _leftovers(platform: Shard) -> Iterator[Finding]:
     for name in leftovers.unregistered():
         yield warning(
             "leftovers",
-            f"events for topic {name}, which does not exist, lie in the buffer: they are moved when it is registered",
+            f"the buffer has events for topic {name}, which does not exist: they are moved when it is registered",
             f"eventsql topic create {shlex.quote(name)}, or delete them from event_buffer",
         )
     for topic in platform.registry.topics():
         for each in leftovers.lacking(topic.name):
             yield problem(
                 "consumers",
-                f"{each.consumer} of topic {topic.name} has {each.partitions} of {each.needed} partitions: the events "
-                "of the others are handed to nobody",
-                f"eventsql consumer create {topic.name} {shlex.quote(each.consumer)} --partitioned, which adds them "
-                "from their earliest events on",
+                f"{each.consumer} of topic {topic.name} has {each.partitions} of {each.needed} partitions, and gets no "
+                "events of the others",
+                f"eventsql consumer create {topic.name} {shlex.quote(each.consumer)} --partitioned, which adds the "
+                "others from their earliest events on",
             )
 
 
@@ -286,7 +272,7 @@ def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
         if refused(state):
             return problem(
                 "consumers",
-                f"{name} is blocked, no dead letter is made of it: {failed}",
+                f"{name} is blocked, and the event cannot become a dead letter: {failed}",
                 f"mend the handler and {resume}",
             )
         if state.spent and dead_letters not in topics:

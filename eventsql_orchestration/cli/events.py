@@ -7,20 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Annotated, Final
 
-import click
-
-from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import counted, say, write_events
-from eventsql_orchestration.cli.parameters import (
-    LogPlace,
-    consumer_argument,
-    follow_option,
-    max_option,
-    partition_option,
-    topic_argument,
-)
+from eventsql_orchestration.cli.parameters import ConsumerName, Follow, MaxEvents, Partition, TopicName, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.database import Connection
@@ -44,23 +35,22 @@ _STOPPED: Final = frozenset(
 )
 
 
-@click.command(short_help="Print events as JSON lines, without committing anything.")
-@topic_argument
-@click.option(
-    "--from",
-    "start",
-    type=LogPlace(),
-    metavar="PLACE",
-    help="Where to begin: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a duration "
-    "before now (15m, 2h, 7d). From a time, it begins with the first event that entered the log then or later  "
-    "[default: earliest, with --follow latest].",
+_START: Final = (
+    "Where to begin: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a duration before "
+    "now (15m, 2h, 7d). From a time, it begins with the first event that entered the log then or later  [default: "
+    "earliest, with --follow latest]."
 )
-@max_option
-@follow_option
-@partition_option
-@pass_context
+
+
+@command(short_help="Print events as JSON lines, without committing anything.")
 def tail(
-    context: CliContext, *, topic: str, start: Place | None, max_events: int | None, follow: bool, partition: int | None
+    context: CliContext,
+    *,
+    topic: TopicName,
+    start: Annotated[Place | None, option(_START, "--from")],
+    max_events: MaxEvents,
+    follow: Follow,
+    partition: Partition,
 ) -> None:
     """Print the events of TOPIC as JSON lines. Nothing is committed.
 
@@ -73,7 +63,7 @@ def tail(
         if start is None:
             start = Latest() if follow else Earliest()
         if len(platform.shards) > 1 and isinstance(start, AtOffset):
-            raise ValidationError("an offset means another event on each shard: name one (--shard NAME)")
+            raise ValidationError("each shard has its own offsets: choose a shard with --shard NAME")
         after = {shard: _before(shard, topic, start) for shard in platform.shards}
         left = max_events
         wake = _woken_by(platform, topic, follow=follow)
@@ -116,15 +106,15 @@ def _before(platform: Shard, topic: str, start: Place) -> int:
         return resolve(connection, database.schema, topic, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
 
 
-@click.command(short_help="Print the events that a consumer has left, and commit its offsets.")
-@topic_argument
-@consumer_argument
-@max_option
-@follow_option
-@partition_option
-@pass_context
+@command(short_help="Print the events that a consumer has left, and commit its offsets.")
 def consume(
-    context: CliContext, *, topic: str, consumer: str, max_events: int | None, follow: bool, partition: int | None
+    context: CliContext,
+    *,
+    topic: TopicName,
+    consumer: ConsumerName,
+    max_events: MaxEvents,
+    follow: Follow,
+    partition: Partition,
 ) -> None:
     """Print the events of TOPIC that CONSUMER has not consumed yet, as JSON lines, and commit its offsets.
 
@@ -199,7 +189,7 @@ class _Printer:
                 if shard.name is None:
                     raise
                 # The lag names the shard.
-            if consumed and limit <= _BATCH:
+            if consumed:
                 break
         return consumed
 
@@ -221,8 +211,7 @@ class _Printer:
             say(f"{counted(events, 'event')} not transferred yet: `eventsql transfer --once` moves them")
 
     def _say_once(self, waiting: list[ConsumerLag]) -> None:
-        stopped = [lag for lag in waiting if lag.cause in _STOPPED]
-        explained = [_explain(lag, count=False) for lag in stopped]
+        explained = [_explain(lag, count=False) for lag in waiting if lag.cause in _STOPPED]
         for line in explained:
             if line not in self._said:
                 say(line)

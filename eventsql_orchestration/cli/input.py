@@ -11,9 +11,11 @@ import csv
 import gzip
 import json
 import os
+import re
 import select
 import sys
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, Protocol, cast
+from typing import Any, BinaryIO, Final, Literal, cast
 
 from eventsql_orchestration.errors import InputError, MissingExtraError, ValidationError
 from eventsql_orchestration.validation import MAX_VALUE_BYTES
@@ -33,10 +35,11 @@ _PAUSE: Final = 0.2
 
 _BOM: Final = b"\xef\xbb\xbf"
 
+_NOT_UTF8: Final = re.compile("[\ud800-\udfff]")
+"""The characters that stand for bytes that are not UTF-8."""
+
 _UNREADABLE: Final = (OSError, EOFError, zlib.error)
 """Errors of a bad disk, and of a gzip file that is bad or cut off."""
-
-Unit = Literal["line", "row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +59,21 @@ class BadRecord:
     reason: str
 
 
-class Source(Protocol):
+class Source(ABC):
     """A source of records. `total` and `position()` have the same unit, bytes or rows, for a progress bar."""
 
-    name: str
-    unit: Unit
-    total: int | None
+    unit: Literal["line", "row"] = "line"
+    total: int | None = None
 
-    def position(self) -> int: ...
+    def __init__(self, name: str) -> None:
+        self.name = name
 
+    def position(self) -> int:
+        return 0
+
+    @abstractmethod
     def records(self) -> Iterator[Record | BadRecord | None]:
         """The records, and None after a moment without input. Raises `InputError`."""
-        ...
 
 
 # JSON
@@ -140,15 +146,8 @@ def _json_records(chunks: Iterable[bytes | None]) -> Iterator[Record | BadRecord
             yield BadRecord(number, str(error))
 
 
-class StandardInput:
+class StandardInput(Source):
     """JSON lines from a pipe, a terminal or a redirected file, as they come."""
-
-    name = "standard input"
-    unit: Unit = "line"
-    total: int | None = None
-
-    def position(self) -> int:
-        return 0
 
     def records(self) -> Iterator[Record | BadRecord | None]:
         try:
@@ -175,16 +174,14 @@ class StandardInput:
                 return
 
 
-class _File:
+class _File(Source):
     """A file that is read as bytes, through gzip if its name ends in `.gz`."""
 
-    unit: Unit = "line"
-
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        self.name = str(path)
+        super().__init__(str(path))
         try:
             self._raw = stack.enter_context(path.open("rb"))
-            self.total: int | None = os.fstat(self._raw.fileno()).st_size or None
+            self.total = os.fstat(self._raw.fileno()).st_size or None
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
         self._content: BinaryIO = self._raw
@@ -245,7 +242,7 @@ class CsvFile(_File):
                 raise InputError(f"{self.name}, line {number}: the header has a column without a name")
             if row.count(name) > 1:
                 raise InputError(f"{self.name}, line {number}: the header names {name!r} twice")
-            if not _is_text(name):
+            if _NOT_UTF8.search(name):
                 raise InputError(f"{self.name}, line {number}: the header is not UTF-8")
         return row or None
 
@@ -255,23 +252,15 @@ def _csv_record(number: int, header: list[str], row: list[str]) -> Record | BadR
         return BadRecord(number, f"{len(row)} fields, the header has {len(header)}")
     content = dict(zip(header, row, strict=True))
     for name, text in content.items():
-        if not _is_text(text):
+        if _NOT_UTF8.search(text):
             return BadRecord(number, f"field {name!r} is not UTF-8")
     return Record(number, json.dumps(content, ensure_ascii=False).encode(), content)
 
 
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-class ParquetFile:
+class ParquetFile(Source):
     """A Parquet file. Each row becomes a JSON object. Times are ISO 8601, decimals text, bytes base64."""
 
-    unit: Unit = "row"
+    unit = "row"
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         try:
@@ -279,13 +268,13 @@ class ParquetFile:
             import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
         except ModuleNotFoundError as error:
             raise MissingExtraError("spark", "reading Parquet") from error
-        self.name = str(path)
+        super().__init__(str(path))
         self._unreadable: tuple[type[Exception], ...] = (OSError, pyarrow.ArrowException)
         try:
             self._file: Any = stack.enter_context(pyarrow.parquet.ParquetFile(path))
         except self._unreadable as error:
             raise InputError(f"{path} cannot be read: {error}") from error
-        self.total: int | None = self._file.metadata.num_rows
+        self.total = self._file.metadata.num_rows
         self._read = 0
 
     def position(self) -> int:
@@ -323,17 +312,12 @@ def _as_json(value: object) -> object:
             return str(value)
         case bytes():
             return base64.b64encode(value).decode()
-        case _:
-            raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 _FORMATS: Final[dict[str, type[JsonLinesFile | CsvFile | ParquetFile]]] = {
-    ".jsonl": JsonLinesFile,
-    ".ndjson": JsonLinesFile,
-    ".json": JsonLinesFile,
-    ".csv": CsvFile,
-    ".parquet": ParquetFile,
-}
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonLinesFile), ".csv": CsvFile, ".parquet": ParquetFile
+}  # fmt: skip
 
 
 @contextmanager
@@ -343,7 +327,7 @@ def open_source(path: Path | None) -> Iterator[Source]:
     Raises `ValidationError` for an unknown ending, `MissingExtraError`, `InputError`.
     """
     if path is None:
-        yield StandardInput()
+        yield StandardInput("standard input")
         return
     name = path.name.lower()
     ending = Path(name.removesuffix(".gz")).suffix

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from typing import Annotated
 
-import click
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import partition_of, show, stdout_is_terminal, table_of, write_json
-from eventsql_orchestration.cli.parameters import Number, json_option, optional_topic_argument
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import (
+    Columns,
+    partition_of,
+    same,
+    show,
+    stdout_is_terminal,
+    table_of,
+    write_json,
+)
+from eventsql_orchestration.cli.parameters import AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 
 
-@click.command(short_help="Show how far consumers are behind, and why.")
-@optional_topic_argument
-@click.option("--watch", is_flag=True, help="Refresh it until Ctrl-C.")
-@click.option(
-    "--interval",
-    type=Number(0.1, 86_400),
-    default=2.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How often --watch refreshes.",
-)
-@json_option
-@pass_context
-def lag(context: CliContext, *, topic: str | None, watch: bool, interval: float, as_json: bool) -> None:
+@command(short_help="Show how far consumers are behind, and why.")
+def lag(
+    context: CliContext,
+    topic: OptionalTopicName,
+    watch: Annotated[bool, option("Refresh it until Ctrl-C.")],
+    interval: Annotated[
+        float, option("How often --watch refreshes.", type=Number(0.1, 86_400), default=2.0, metavar="SECONDS")
+    ],
+    as_json: AsJson,
+) -> None:
     """Show how far the consumers of TOPIC, or of all topics, are behind.
 
     Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
@@ -75,18 +79,8 @@ def _why(lag: ConsumerLag) -> str | None:
 
 def lag_table(lags: list[ConsumerLag]) -> Table:
     """A table of the lag for people, with a row for each consumer partition."""
-    return table_of(
-        lags,
-        {
-            "topic": "topic",
-            "consumer": "consumer",
-            "shard": "shard",
-            "partition": partition_of,
-            "events": "events",
-            "seconds": "seconds",
-            "offset": "last_event_id",
-            "end": "end",
-            "buffered": "buffered",
-            "why": _why,
-        },
-    )
+    columns: Columns = {
+        **same("topic", "consumer", "shard"), "partition": partition_of, **same("events", "seconds"),
+        "offset": "last_event_id", **same("end", "buffered"), "why": _why,
+    }  # fmt: skip
+    return table_of(lags, columns)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import click
 
-from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
+from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.output import say
+from eventsql_orchestration.cli.parameters import command, option
 from eventsql_orchestration.database import Database, migrations
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.shards.shard import Shard
 
-
-@click.command()
-@click.option(
-    "--times-in",
-    metavar="ZONE",
-    help="If EventSQL's Java library made the tables: the time zone of its machines, such as Europe/Warsaw. The "
-    "default is UTC. Any other zone rewrites the tables, and nobody else can use them meanwhile.",
+_TIMES_IN = (
+    "If EventSQL's Java library made the tables: the time zone of its machines, such as Europe/Warsaw. The default is "
+    "UTC. Any other zone rewrites the tables, and nobody else can use them meanwhile."
 )
-@pass_context
-def migrate(context: CliContext, times_in: str | None) -> None:
+
+
+@command()
+def migrate(context: CliContext, times_in: Annotated[str | None, option(_TIMES_IN, metavar="ZONE")]) -> None:
     """Create the platform's tables, or bring them up to date.
 
     Safe to run at any time, and by several processes at once. Several databases without topics become the shards of one
@@ -27,9 +28,7 @@ def migrate(context: CliContext, times_in: str | None) -> None:
     """
     several = len(context.settings.dsns) > 1
     if several and times_in is not None:
-        raise click.UsageError(
-            "--times-in is for one database: name each alone with --dsn, and all of them afterwards."
-        )
+        raise click.UsageError("--times-in is for one database: run it with each --dsn alone, then with all of them")
     with open_platform(context.settings, migrate=several) as platform:
         before = [_revision(shard.database) for shard in platform.shards]
         if several:
@@ -37,8 +36,8 @@ def migrate(context: CliContext, times_in: str | None) -> None:
         for shard, revision in zip(platform.shards, before, strict=True):
             if times_in is not None and revision is not None:
                 raise DatabaseError(
-                    f"--times-in comes too late: the times in {shard.database} were adopted when it was migrated "
-                    "first; run `eventsql migrate` without it"
+                    f"--times-in comes too late: the first migration of {shard.database} adopted its times; run "
+                    "`eventsql migrate` without it"
                 )
             _migrate(shard, revision, times_in or "UTC")
 
@@ -54,12 +53,11 @@ def _revision(database: Database) -> str | None:
 
 
 def _migrate(shard: Shard, before: str | None, times_in: str) -> None:
-    database = shard.database
+    database, after = shard.database, migrations.head()
     database.migrate(times_in=times_in)
-    after = migrations.head()
     named = "" if shard.name is None else f"shard {shard.name!r}: "
-    where = f"{named}schema {database.schema!r} of {database}"
+    at = f"{named}schema {database.schema!r} of {database}"
     if before == after:
-        say(f"{where} was at revision {after} already")
+        say(f"{at} was at revision {after} already")
     else:
-        say(f"{where} is at revision {after} now{'' if before is None else f', it was at {before}'}")
+        say(f"{at} is at revision {after} now{'' if before is None else f', it was at {before}'}")

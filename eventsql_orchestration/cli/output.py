@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import click
 from rich.console import Console, RenderableType
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +25,9 @@ from eventsql_orchestration.redaction import hide_passwords
 
 Column: TypeAlias = str | Callable[[Any], object]
 """The name of an attribute, or a function of the object."""
+
+Columns: TypeAlias = Mapping[str, Column]
+"""The columns of a table, or the fields of a JSON object, by their names."""
 
 _UNBOUNDED: Final = 100_000
 """Width of a pipe or a file: a row there is one line of any length."""
@@ -149,9 +153,8 @@ def on_shard(shard: str | None) -> dict[str, Any]:
 
 def write_events(events: Iterable[Event], *, shard: str | None = None) -> None:
     """Write events as JSON lines."""
-    lines = [_json(event_object(event, shard=shard)) for event in events]
-    if lines:
-        write("\n".join(lines) + "\n")
+    if lines := [f"{_json(event_object(event, shard=shard))}\n" for event in events]:
+        write("".join(lines))
 
 
 def timestamp(value: datetime) -> str:
@@ -163,24 +166,39 @@ def stdout_is_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
 
 
-def stderr_is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+def progress_bar(*columns: str | ProgressColumn, transient: bool = True) -> Progress:
+    """A progress bar on standard error. It is disabled if that is no terminal."""
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    return Progress(*columns, console=Console(stderr=True), transient=transient, disable=not terminal)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> Table:
-    """Rows for people. Numbers and the columns of `right` are right-aligned, with groups of digits. None is a dash."""
-    listed = [list(row) for row in rows]
+def same(*names: str) -> dict[str, Column]:
+    """Columns that have the names of their attributes."""
+    return {name: name for name in names}
+
+
+def picked(item: object, columns: Columns) -> dict[str, Any]:
+    """The columns of an object by their names."""
+    return {name: getattr(item, each) if isinstance(each, str) else each(item) for name, each in columns.items()}
+
+
+def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] = ()) -> Table:
+    """A table for people with a row for each object. A column `shard` without values is left out.
+
+    Numbers and the columns of `right` are right-aligned, with groups of digits. None is a dash.
+    """
+    rows = [picked(item, columns) for item in items]
+    shown = [name for name in columns if name != "shard" or any(row[name] is not None for row in rows)]
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for position, column in enumerate(columns):
-        cells = [row[position] for row in listed]
+    for name in shown:
+        cells = [row[name] for row in rows]
         numeric = bool(cells) and all(isinstance(cell, int | float | None) for cell in cells)
         # A narrow terminal folds texts. Numbers stay whole: a number that is cut short is another number.
         whole = not any(isinstance(cell, str) for cell in cells)
-        drawn.add_column(
-            column, justify="right" if numeric or column in right else "left", no_wrap=whole, overflow="fold"
-        )
-    for row in listed:
-        drawn.add_row(*(Text(_cell(value)) for value in row))
+        justify: Literal["right", "left"] = "right" if numeric or name in right else "left"
+        drawn.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(_cell(row[name])) for name in shown))
     return drawn
 
 
@@ -212,24 +230,8 @@ def show(renderable: RenderableType) -> None:
     write("".join(f"{line if terminal else line.rstrip()}\n" for line in lines))
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> None:
-    show(table(columns, rows, right=right))
-
-
-def picked(item: object, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """The columns of an object by their names."""
-    return {name: getattr(item, each) if isinstance(each, str) else each(item) for name, each in columns.items()}
-
-
-def table_of(items: Sequence[Any], columns: Mapping[str, Column]) -> Table:
-    """A table with a row for each object. The column `shard` is left out if no object has a shard."""
-    several = any(getattr(item, "shard", None) is not None for item in items)
-    shown = {name: column for name, column in columns.items() if name != "shard" or several}
-    return table(list(shown), [list(picked(item, shown).values()) for item in items])
-
-
-def show_items(items: Sequence[Any], columns: Mapping[str, Column]) -> None:
-    show(table_of(items, columns))
+def show_items(items: Sequence[Any], columns: Columns, *, right: Collection[str] = ()) -> None:
+    show(table_of(items, columns, right=right))
 
 
 def show_fields(fields: Mapping[str, object]) -> None:

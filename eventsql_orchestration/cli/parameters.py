@@ -1,17 +1,19 @@
-"""Arguments and options that several commands take."""
+"""Commands made of functions, and the arguments and options that several commands take."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from decimal import Decimal
-from functools import reduce
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from types import NoneType
+from typing import Annotated, Any, Final, TypeAlias, Unpack, get_args, get_origin, get_type_hints
 
 import click
 
+from eventsql_orchestration.cli.context import pass_context
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import check_topic_name
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Place
@@ -21,6 +23,42 @@ ASK: Final = "-"
 """Stands for a URL that the program asks for."""
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
+POSITIVE: Final = click.IntRange(min=1)
+
+Parameter: TypeAlias = Callable[[str, Any], click.Parameter]
+"""Makes an argument or option of the name and the type of a function's parameter."""
+
+
+def command(
+    group: click.Group | None = None, name: str | None = None, **settings: Any
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command of a function that takes the context first, and add the command to `group`.
+
+    Each other parameter is annotated as `Annotated[type, option(…)]` or `Annotated[type, argument(…)]`. With
+    `Unpack[options]`, the fields of the TypedDict `options` are further parameters. `settings` are click's.
+    """
+
+    def make(function: Callable[..., None]) -> click.Command:
+        params = list(_parameters(function))
+        return (click if group is None else group).command(name, params=params, **settings)(pass_context(function))
+
+    return make
+
+
+def _parameters(annotated: object) -> Iterator[click.Parameter]:
+    hints = get_type_hints(annotated, include_extras=True)
+    # The help shows the fields of a TypedDict first.
+    for name, hint in sorted(hints.items(), key=lambda item: get_origin(item[1]) is not Unpack):
+        if get_origin(hint) is Unpack:
+            yield from _parameters(get_args(hint)[0])
+        elif get_origin(hint) is Annotated:
+            kind, parameter = get_args(hint)
+            yield parameter(name, kind)
+
+
+def argument(**settings: Any) -> Parameter:
+    """An argument, which may be left out if its type allows None. `settings` are click's."""
+    return lambda name, kind: click.Argument([name], **{"required": NoneType not in get_args(kind), **settings})
 
 
 def ask_for_url(what: str = "URL of the database") -> str:
@@ -41,22 +79,15 @@ def urls_of_file(file: Path) -> str:
     return text
 
 
-class TopicName(click.ParamType[str]):
-    """A topic's name. A name that no topic can have is refused before any connection."""
+class Name(click.ParamType[str]):
+    """A name that `check` accepts. Any other name is refused before a connection is made."""
 
-    name = "topic"
-
-    def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
-        return check_topic_name(value)
-
-
-class ConsumerName(click.ParamType[str]):
-    """A consumer's name, checked before any connection."""
-
-    name = "consumer"
+    def __init__(self, name: str, check: Callable[[str], str]) -> None:
+        self.name = name
+        self._check = check
 
     def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
-        return check_name("consumer name", value)
+        return self._check(value)
 
 
 class Number(click.FloatRange):
@@ -157,18 +188,44 @@ class Size(click.ParamType[int]):
         return int(Decimal(match[1]) * self._UNITS[match[2]])
 
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+_USUAL: Final[dict[Any, dict[str, Any]]] = {
+    int: {"type": int, "metavar": "N"},
+    datetime: {"type": Time()},
+    timedelta: {"type": Duration()},
+    AtOffset: {"type": LogPlace()},
+    tuple[str, str]: {"type": NameValue()},
+}
+"""Settings of options by the type of the value, or a part of it."""
 
 
-def options(*decorators: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    """Several options as one decorator. The help shows them in this order."""
-    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(decorators), command)
+def option(help: str, *flags: str, **settings: Any) -> Parameter:  # noqa: A002 - click's name for it
+    """An option. Without `flags`, its flag is the parameter's name; `settings` are click's.
+
+    A bool is a flag without a value, a tuple an option that may be repeated. Numbers, times, durations, places and
+    pairs of texts are read as such. The help shows a default.
+    """
+
+    def make(name: str, kind: Any) -> click.Option:
+        chosen: dict[str, Any] = {"show_default": settings.get("default") is not None}
+        if get_origin(kind) is tuple:
+            chosen["multiple"], kind = True, get_args(kind)[0]
+        if kind is bool:
+            chosen["is_flag"] = True
+        for read, usual in _USUAL.items():
+            if kind == read or read in get_args(kind):
+                chosen |= usual
+        return click.Option([*(flags or [f"--{name.replace('_', '-')}"]), name], help=help, **{**chosen, **settings})
+
+    return make
 
 
-topic_argument = click.argument("topic", type=TopicName())
-optional_topic_argument = click.argument("topic", type=TopicName(), required=False)
-consumer_argument = click.argument("consumer", type=ConsumerName())
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-max_option = click.option("--max", "max_events", type=click.IntRange(min=1), metavar="N", help="End after N events.")
-follow_option = click.option("--follow", is_flag=True, help="Go on with new events, until Ctrl-C.")
-partition_option = click.option("--partition", type=int, metavar="N", help="Only this partition.")
+CONSUMER: Final = Name("consumer", partial(check_name, "consumer name"))
+
+_topic: Final = argument(type=Name("topic", check_topic_name))
+TopicName: TypeAlias = Annotated[str, _topic]
+OptionalTopicName: TypeAlias = Annotated[str | None, _topic]
+ConsumerName: TypeAlias = Annotated[str, argument(type=CONSUMER)]
+AsJson: TypeAlias = Annotated[bool, option("Print JSON.", "--json")]
+MaxEvents: TypeAlias = Annotated[int | None, option("End after N events.", "--max", type=POSITIVE)]
+Follow: TypeAlias = Annotated[bool, option("Go on with new events, until Ctrl-C.")]
+Partition: TypeAlias = Annotated[int | None, option("Only this partition.")]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.input import BadRecord, Record, Source, open_source, stdin_is_terminal
-from eventsql_orchestration.cli.output import counted, say, stderr_is_terminal, write_json
-from eventsql_orchestration.cli.parameters import NameValue, Number, topic_argument
+from eventsql_orchestration.cli.output import counted, progress_bar, say, write_json
+from eventsql_orchestration.cli.parameters import POSITIVE, Number, TopicName, command, option
 from eventsql_orchestration.client.publisher import ClusterPublisher
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.model import Publication, check_partition
@@ -34,55 +34,40 @@ _SKIPPED_LINES_SHOWN: Final = 20
 _RECORDS_PER_UPDATE: Final = 200
 """Records between two updates of the progress bar."""
 
+_FILE: Final = (
+    ".jsonl, .json, .ndjson (JSON lines) or .csv (with a header), also with .gz, or .parquet. Without it, or with -, "
+    "JSON lines are read from standard input."
+)
 
-@click.command()
-@topic_argument
-@click.option(
-    "--file",
-    "path",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
-    help=".jsonl, .json, .ndjson (JSON lines) or .csv (with a header), also with .gz, or .parquet. "
-    "Without it, or with -, JSON lines are read from standard input.",
+_COMMITS: Final = (
+    f"Commit every N events. Without it a stream (standard input, or --rate) commits every {_BATCH:,}, and a file is "
+    "one commit."
 )
-@click.option("--key", metavar="FIELD", help="The field whose value, as text, is the event's key.")
-@click.option("--metadata", type=NameValue(), multiple=True, metavar="NAME=VALUE", help="For every event; repeat it.")
-@click.option("--partition", type=int, metavar="N", help="Every event goes to this partition.")
-@click.option("--rate", type=Number(0, min_open=True), metavar="N", help="At most N events per second.")
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help=f"Commit every N events. Without it a stream (standard input, or --rate) commits every {_BATCH:,}, and a file "
-    "is one commit.",
-)
-@click.option(
-    "--on-bad-line",
-    type=click.Choice(["stop", "skip"]),
-    default="stop",
-    show_default=True,
-    help="A bad line ends the command, or is reported and left out.",
-)
-@click.option(
-    "--transfer/--no-transfer",
-    default=True,
-    show_default=True,
-    help="Also move the events into the topic's log, or leave that to another transfer.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-@pass_context
+
+
+@command()
 def publish(
     context: CliContext,
     *,
-    topic: str,
-    path: Path | None,
-    key: str | None,
-    metadata: tuple[tuple[str, str], ...],
-    partition: int | None,
-    rate: float | None,
-    batch: int | None,
-    on_bad_line: Literal["stop", "skip"],
-    transfer: bool,
-    as_json: bool,
+    topic: TopicName,
+    path: Annotated[
+        Path | None,
+        option(_FILE, "--file", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True)),
+    ],
+    key: Annotated[str | None, option("The field whose value, as text, is the event's key.", metavar="FIELD")],
+    metadata: Annotated[tuple[tuple[str, str], ...], option("For every event; repeat it.")],
+    partition: Annotated[int | None, option("Every event goes to this partition.")],
+    rate: Annotated[float | None, option("At most N events per second.", type=Number(0, min_open=True), metavar="N")],
+    batch: Annotated[int | None, option(_COMMITS, type=POSITIVE)],
+    on_bad_line: Annotated[
+        Literal["stop", "skip"],
+        option("End at a bad line, or report it and go on.", type=click.Choice(["stop", "skip"]), default="stop"),
+    ],
+    transfer: Annotated[
+        bool,
+        option("Also move the events into the topic's log, at once.", "--transfer/--no-transfer", default=True),
+    ],
+    as_json: Annotated[bool, option("Print the summary as JSON.", "--json")],
 ) -> None:
     """Publish JSON lines, CSV or Parquet to TOPIC.
 
@@ -100,7 +85,7 @@ def publish(
         if path is None and stdin_is_terminal():
             say("reading JSON lines from the terminal; Ctrl-D ends it")
         with _progress_bar(source) as update:
-            publishing = _Publishing(source, template, key=key, skip=on_bad_line == "skip", update=update)
+            publishing = _Publishing(source, template, key, skip=on_bad_line == "skip", update=update)
             if path is not None and rate is None and batch is None:
                 publishing.at_once(platform.publisher)
             else:
@@ -109,26 +94,26 @@ def publish(
         publishing.summarise(seconds, as_json=as_json)
 
 
+@dataclass
 class _Publishing:
-    """One run of the command, with the number of skipped and of published events."""
+    """One run of the command, with the number of skipped and of published events.
 
-    def __init__(
-        self, source: Source, template: Publication, *, key: str | None, skip: bool, update: Callable[[int], None]
-    ) -> None:
-        """`update` takes the number of records read."""
-        self._source = source
-        self._template = template
-        self._key = key
-        self._skip = skip
-        self._update = update
-        self._skipped = 0
-        self._published = 0
-        self.began = time.monotonic()
+    `update` takes the number of records read.
+    """
+
+    source: Source
+    template: Publication
+    key: str | None
+    skip: bool
+    update: Callable[[int], None]
+    skipped: int = 0
+    published: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     def at_once(self, publisher: ClusterPublisher) -> None:
         """Publish everything in one commit, or nothing."""
         try:
-            self._published = publisher.publish_all(
+            self.published = publisher.publish_all(
                 publication for publication in self._publications() if publication is not None
             )
         except InputError as error:
@@ -144,10 +129,10 @@ class _Publishing:
 
         def flush() -> None:
             if rate is not None:
-                due = self.began + self._published / rate
+                due = self.began + self.published / rate
                 time.sleep(max(0.0, due - time.monotonic()))
             under_way.append(len(pending))
-            self._published += publisher.publish_all(pending)
+            self.published += publisher.publish_all(pending)
             under_way.clear()
             pending.clear()
 
@@ -175,14 +160,14 @@ class _Publishing:
             raise
 
     def _before(self, when: str) -> str:
-        if not self._published:
+        if not self.published:
             return "nothing was published"
-        return f"{counted(self._published, 'event')} {'was' if self._published == 1 else 'were'} published {when}"
+        return f"{counted(self.published, 'event')} {'was' if self.published == 1 else 'were'} published {when}"
 
     def _publications(self) -> Iterator[Publication | None]:
         """The events, and None after a moment without input."""
         read = 0
-        for record in self._source.records():
+        for record in self.source.records():
             if record is None:
                 yield None
                 continue
@@ -191,40 +176,35 @@ class _Publishing:
             publication = self._publication(record)
             if publication is not None:
                 yield publication
-            self._update(read)
+            self.update(read)
 
     def _publication(self, record: Record | BadRecord) -> Publication | None:
         """The event of a record, or None for a skipped record."""
         try:
-            return _event(record, self._template, self._key)
+            return _event(record, self.template, self.key)
         except (InputError, InvalidPublicationError) as error:
-            line = f"{self._source.name}, {self._source.unit} {record.number}: {error.message}"
-            if not self._skip:
+            line = f"{self.source.name}, {self.source.unit} {record.number}: {error.message}"
+            if not self.skip:
                 raise InputError(line) from error
-            self._skipped += 1
-            if self._skipped <= _SKIPPED_LINES_SHOWN:
+            self.skipped += 1
+            if self.skipped <= _SKIPPED_LINES_SHOWN:
                 say(f"skipped {line}")
-            elif self._skipped == _SKIPPED_LINES_SHOWN + 1:
-                say(f"further {self._source.unit}s that are skipped are counted only")
+            elif self.skipped == _SKIPPED_LINES_SHOWN + 1:
+                say(f"further skipped {self.source.unit}s are only counted")
             return None
 
     def summarise(self, seconds: float, *, as_json: bool) -> None:
-        rate = self._published / seconds if seconds > 0 else 0.0
+        rate = self.published / seconds if seconds > 0 else 0.0
         if as_json:
-            write_json(
-                {
-                    "topic": self._template.topic,
-                    "published": self._published,
-                    "skipped": self._skipped,
-                    "seconds": round(seconds, 3),
-                    "events_per_second": round(rate, 1),
-                },
-                indent=None,
-            )
+            summary = {
+                "topic": self.template.topic, "published": self.published, "skipped": self.skipped,
+                "seconds": round(seconds, 3), "events_per_second": round(rate, 1),
+            }  # fmt: skip
+            write_json(summary, indent=None)
             return
-        skipped = f", skipped {counted(self._skipped, self._source.unit)}" if self._skipped else ""
+        skipped = f", skipped {counted(self.skipped, self.source.unit)}" if self.skipped else ""
         say(
-            f"published {counted(self._published, 'event')} to topic {self._template.topic!r} "
+            f"published {counted(self.published, 'event')} to topic {self.template.topic!r} "
             f"in {seconds:,.2f} s ({rate:,.0f} events/s){skipped}"
         )
 
@@ -257,17 +237,10 @@ def _key(content: object, field: str) -> str:
 @contextmanager
 def _progress_bar(source: Source) -> Iterator[Callable[[int], None]]:
     """Show the progress of the reading on a terminal. The yielded function takes the number of records."""
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[events]:,} events"),
-        TimeElapsedColumn(),
+    progress = progress_bar(
+        SpinnerColumn(), "{task.description}", BarColumn(), "{task.fields[events]:,} events", TimeElapsedColumn(),
         *([TimeRemainingColumn()] if source.total is not None else []),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not stderr_is_terminal(),
-    )
+    )  # fmt: skip
     task = progress.add_task(Path(source.name).name, total=source.total, events=0)
 
     def update(events: int) -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from operator import itemgetter
+from typing import Annotated, Any, TypeAlias
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import say, show_table, write_json
-from eventsql_orchestration.cli.parameters import json_option
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import Columns, say, show_items, write_json
+from eventsql_orchestration.cli.parameters import AsJson, command, option
 from eventsql_orchestration.database.grants import DEFAULT_PREFIX
 from eventsql_orchestration.database.roles import Roles
 
-_prefix_option = click.option(
-    "--prefix",
-    default=DEFAULT_PREFIX,
-    show_default=True,
-    help="Prefix of the names: roles belong to a server.",
-)
-_topic_option = click.option(
-    "--topic", "topics", multiple=True, metavar="TOPIC", help="Roles of this topic; repeat it."
-)
+_Prefix: TypeAlias = Annotated[
+    str, option("Prefix of the names: all databases of a server share its roles.", default=DEFAULT_PREFIX)
+]
+_Topics: TypeAlias = Annotated[tuple[str, ...], option("Roles of this topic; repeat it.", "--topic", metavar="TOPIC")]
 
 
 @click.group()
@@ -28,12 +24,13 @@ def roles() -> None:
     """Create, list and drop roles with the least rights for each work."""
 
 
-@roles.command(short_help="Create the roles, or give existing roles the rights that they lack.")
-@_prefix_option
-@_topic_option
-@click.option("--print", "printed", is_flag=True, help="Print the SQL and change nothing.")
-@pass_context
-def create(context: CliContext, *, prefix: str, topics: tuple[str, ...], printed: bool) -> None:
+@command(roles, short_help="Create the roles, or give existing roles the rights that they lack.")
+def create(
+    context: CliContext,
+    prefix: _Prefix,
+    topics: _Topics,
+    printed: Annotated[bool, option("Print the SQL and change nothing.", "--print")],
+) -> None:
     """Create the roles, or give existing roles the rights that they lack.
 
     The roles are PREFIX_admin, PREFIX_transfer, PREFIX_publisher, PREFIX_stager, PREFIX_consumer and PREFIX_reader.
@@ -51,11 +48,8 @@ def create(context: CliContext, *, prefix: str, topics: tuple[str, ...], printed
     say(f"    CREATE ROLE my_service LOGIN PASSWORD '…'; GRANT {prefix}_publisher TO my_service;")
 
 
-@roles.command(short_help="Print the SQL of `create`, to apply it by hand.")
-@_prefix_option
-@_topic_option
-@pass_context
-def sql(context: CliContext, *, prefix: str, topics: tuple[str, ...]) -> None:
+@command(roles, short_help="Print the SQL of `create`, to apply it by hand.")
+def sql(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
     """Print the SQL of `eventsql roles create`, to apply it by hand."""
     _print(context, prefix, topics)
 
@@ -66,41 +60,38 @@ def _print(context: CliContext, prefix: str, topics: tuple[str, ...]) -> None:
             click.echo(Roles(shard.database).sql(prefix=prefix, topics=topics), nl=False)
 
 
-@roles.command("list", short_help="List the roles and their members.")
-@json_option
-@pass_context
-def list_roles(context: CliContext, *, as_json: bool) -> None:
+@command(roles, "list", short_help="List the roles and their members.")
+def list_roles(context: CliContext, as_json: AsJson) -> None:
     """List the roles of this installation and their members."""
     with context.platform() as platform:
-        states = [state for shard in platform.shards for state in Roles(shard.database).states()]
-    rows: dict[str, dict[str, Any]] = {
-        state.role.name: {
-            "role": state.role.name,
-            "kind": state.role.kind,
-            "topic": state.role.topic,
-            "members": list(state.members),
-        }
-        for state in states
-    }
+        states = {state.role.name: state for shard in platform.shards for state in Roles(shard.database).states()}
+    rows: list[dict[str, Any]] = [
+        {"role": name, "kind": state.role.kind, "topic": state.role.topic, "members": list(state.members)}
+        for name, state in states.items()
+    ]
     if as_json:
-        write_json(list(rows.values()))
+        write_json(rows)
     elif rows:
-        show_table(
-            ["role", "does", "topic", "members"],
-            [(row["role"], row["kind"], row["topic"] or "all", ", ".join(row["members"])) for row in rows.values()],
-        )
+        columns: Columns = {
+            "role": itemgetter("role"),
+            "does": itemgetter("kind"),
+            "topic": lambda row: row["topic"] or "all",
+            "members": lambda row: ", ".join(row["members"]),
+        }
+        show_items(rows, columns)
     else:
         say("there are no roles: `eventsql roles create` makes them")
 
 
-@roles.command(short_help="Drop the roles of some topics, or all roles of this installation.")
-@_topic_option
-@click.option("--all", "everything", is_flag=True, help="All roles. The current role gets the platform's tables.")
-@pass_context
-def drop(context: CliContext, *, topics: tuple[str, ...], everything: bool) -> None:
+@command(roles, short_help="Drop the roles of some topics, or all roles of this installation.")
+def drop(
+    context: CliContext,
+    topics: _Topics,
+    everything: Annotated[bool, option("All roles. The current role gets the platform's tables.", "--all")],
+) -> None:
     """Drop the roles of topics, or all roles of this installation. Events and logins stay."""
     if everything == bool(topics):
-        raise click.UsageError("name the topics whose roles are to go, with --topic, or --all")
+        raise click.UsageError("name the topics whose roles to drop with --topic, or give --all")
     with context.platform() as platform:
         dropped = [role.name for shard in platform.shards for role in Roles(shard.database).drop(topics=topics)]
     say(f"dropped {', '.join(dict.fromkeys(dropped))}" if dropped else "there are no such roles")

@@ -3,80 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Final, TypedDict, Unpack
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import Column, partition_of, say, show_items, write_json
-from eventsql_orchestration.cli.parameters import (
-    Duration,
-    Time,
-    consumer_argument,
-    json_option,
-    partition_option,
-    topic_argument,
-)
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_items, write_json
+from eventsql_orchestration.cli.parameters import AsJson, ConsumerName, Partition, TopicName, command, option
 from eventsql_orchestration.maintenance.seek import Move
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Position, ShiftBy
 
 _POSITIONS: Final[dict[str, Callable[[Any], Position]]] = {
-    "to_earliest": lambda _: Earliest(),
-    "to_latest": lambda _: Latest(),
-    "to_offset": AtOffset,
-    "to_datetime": AtTime,
-    "by_duration": Back,
-    "shift_by": ShiftBy,
-}
+    "to_earliest": lambda _: Earliest(), "to_latest": lambda _: Latest(), "to_offset": AtOffset,
+    "to_datetime": AtTime, "by_duration": Back, "shift_by": ShiftBy,
+}  # fmt: skip
 
-_JSON: Final[dict[str, Column]] = {
-    "partition": "partition",
-    "from": "offset",
-    "to": "target",
-    "consumed_again": "again",
-    "skipped": "skipped",
-    "clamped": "clamped",
+_TIME: Final = "To the first event that entered the log at TIME or later; with its zone, such as 2026-05-01T12:00:00Z."
+_BACK: Final = "To the first event that entered the log within this time before now: 15m, 2h, 7d, PT1H30M."
+
+
+class _Places(TypedDict):
+    to_earliest: Annotated[bool, option("To the oldest event.")]
+    to_latest: Annotated[bool, option("Past the newest event.")]
+    to_offset: Annotated[int | None, option("To the first event from offset N on.", type=click.IntRange(min=0))]
+    to_datetime: Annotated[datetime | None, option(_TIME)]
+    by_duration: Annotated[timedelta | None, option(_BACK)]
+    shift_by: Annotated[int | None, option("Over N events of each partition; backwards if N is negative: -100.")]
+
+
+_JSON: Final[Columns] = {
+    **same("partition"), "from": "offset", "to": "target", "consumed_again": "again", **same("skipped", "clamped"),
     "leased_by": "owner",
-}
+}  # fmt: skip
 
 
-@click.command(short_help="Move a consumer to another place in its topic's log.")
-@topic_argument
-@consumer_argument
-@click.option("--to-earliest", is_flag=True, help="To the oldest event.")
-@click.option("--to-latest", is_flag=True, help="Past the newest event.")
-@click.option("--to-offset", type=click.IntRange(min=0), metavar="N", help="To the first event from offset N on.")
-@click.option(
-    "--to-datetime",
-    type=Time(),
-    metavar="TIME",
-    help="To the first event that entered the log at TIME or later; with its zone, such as 2026-05-01T12:00:00Z.",
-)
-@click.option(
-    "--by-duration",
-    type=Duration(),
-    metavar="DURATION",
-    help="The same, a duration before now: 15m, 2h, 7d, PT1H30M.",
-)
-@click.option(
-    "--shift-by", type=int, metavar="N", help="Over N events of each partition, backwards if N is negative: -100."
-)
-@partition_option
-@click.option("--execute", is_flag=True, help="Move it; without this, the plan is shown and nothing is changed.")
-@click.option("--force", is_flag=True, help="Move it even while it is leased. Its owner's batch is not committed.")
-@json_option
-@pass_context
+@command(short_help="Move a consumer to another place in its topic's log.")
 def seek(
     context: CliContext,
-    /,
     *,
-    topic: str,
-    consumer: str,
-    partition: int | None,
-    execute: bool,
-    force: bool,
-    as_json: bool,
-    **given: Any,
+    topic: TopicName,
+    consumer: ConsumerName,
+    partition: Partition,
+    execute: Annotated[bool, option("Move it; without this, the plan is shown and nothing is changed.")],
+    force: Annotated[bool, option("Move it even while it is leased. Its owner's batch is not committed.")],
+    as_json: AsJson,
+    **places: Unpack[_Places],
 ) -> None:
     """Move CONSUMER of TOPIC to another place in its log: a plan and, with --execute, the move.
 
@@ -84,54 +56,36 @@ def seek(
     be skipped. All partitions move at once, and consuming continues there. A consumer with a leased partition moves
     with --force only.
     """
-    position = _position(given)
+    position = _position(**places)
     with context.platform() as platform:
         if execute:
             moves = platform.seeker.execute(topic, consumer, position, partition=partition, force=force)
         else:
             moves = platform.seeker.plan(topic, consumer, position, partition=partition)
     if as_json:
-        write_json(
-            {
-                "topic": topic,
-                "consumer": consumer,
-                "executed": execute,
-                "moves": [context.on_its_shard(move, _JSON) for move in moves],
-            }
-        )
+        planned = [context.on_its_shard(move, _JSON) for move in moves]
+        write_json({"topic": topic, "consumer": consumer, "executed": execute, "moves": planned})
     else:
-        show_items(
-            moves,
-            {
-                "shard": "shard",
-                "partition": partition_of,
-                "from": "offset",
-                "to": "target",
-                "consumed again": "again",
-                "skipped": "skipped",
-                "remark": _remark,
-            },
-        )
+        columns: Columns = {
+            "shard": "shard", "partition": partition_of, "from": "offset", "to": "target",
+            "consumed again": "again", "skipped": "skipped", "remark": _remark,
+        }  # fmt: skip
+        show_items(moves, columns)
     if execute:
         say(f"consumer {consumer!r} of topic {topic!r} moved")
     else:
         say("a plan, nothing has moved: run it again with --execute")
 
 
-def _position(given: dict[str, Any]) -> Position:
-    positions = [_POSITIONS[name](value) for name, value in given.items() if value is not None and value is not False]
-    if len(positions) != 1:
-        raise click.UsageError(
-            "say where to with exactly one of --to-earliest, --to-latest, --to-offset, --to-datetime, --by-duration "
-            "and --shift-by"
-        )
-    return positions[0]
+def _position(**places: Any) -> Position:
+    given = [_POSITIONS[name](value) for name, value in places.items() if value is not None and value is not False]
+    if len(given) != 1:
+        options = [f"--{name.replace('_', '-')}" for name in _POSITIONS]
+        raise click.UsageError(f"name the place by exactly one of {', '.join(options[:-1])} and {options[-1]}")
+    return given[0]
 
 
 def _remark(move: Move) -> str | None:
-    remarks = []
-    if move.clamped:
-        remarks.append("the log ends there")
-    if move.owner is not None:
-        remarks.append(f"leased by {move.owner}")
-    return "; ".join(remarks) or None
+    clamped = ["the log ends there"] if move.clamped else []
+    leased = [f"leased by {move.owner}"] if move.owner is not None else []
+    return "; ".join(clamped + leased) or None

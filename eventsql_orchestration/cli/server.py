@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, embedded_server, pass_context
+from eventsql_orchestration.cli.context import CliContext, embedded_server
 from eventsql_orchestration.cli.output import say, show_fields, write, write_json
-from eventsql_orchestration.cli.parameters import json_option
+from eventsql_orchestration.cli.parameters import AsJson, command
 
 
 @click.group()
@@ -18,10 +18,8 @@ def server() -> None:
     """
 
 
-@server.command()
-@json_option
-@pass_context
-def status(context: CliContext, *, as_json: bool) -> None:
+@command(server)
+def status(context: CliContext, as_json: AsJson) -> None:
     """Show whether it runs, its directory, process and port, and PostgreSQL's version. Starts nothing."""
     embedded = embedded_server(context.settings)
     running = embedded.status()
@@ -32,13 +30,10 @@ def status(context: CliContext, *, as_json: bool) -> None:
         write_json(shown)
     else:
         # These numbers are names: show them without separators.
-        show_fields(
-            {name: value if value is None or isinstance(value, bool) else str(value) for name, value in shown.items()}
-        )
+        show_fields({name: value if isinstance(value, bool | None) else str(value) for name, value in shown.items()})
 
 
-@server.command()
-@pass_context
+@command(server)
 def url(context: CliContext) -> None:
     """Print its URL, password included. Start it if it does not run.
 
@@ -52,12 +47,9 @@ def url(context: CliContext) -> None:
     write(f"{running.dsn}\n")
 
 
-@server.command()
-@pass_context
+@command(server)
 def stop(context: CliContext) -> None:
     """Stop it. Sessions end and uncommitted work is rolled back. The next command that needs it starts it again."""
     embedded = embedded_server(context.settings)
-    if embedded.stop():
-        say(f"the embedded server of {embedded.directory} has stopped; its data stays")
-    else:
-        say(f"the embedded server of {embedded.directory} does not run")
+    done = "has stopped; its data stays" if embedded.stop() else "does not run"
+    say(f"the embedded server of {embedded.directory} {done}")

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import counted, keep_secret, say, show_fields, show_table, write_json
-from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, json_option, urls_of_file
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import (
+    Columns,
+    counted,
+    keep_secret,
+    same,
+    say,
+    show_fields,
+    show_items,
+    write_json,
+)
+from eventsql_orchestration.cli.parameters import ASK, FILE, AsJson, ask_for_url, command, option, urls_of_file
 from eventsql_orchestration.client.eventsql import EventSQL, ShardStatus
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ConfigurationError
@@ -31,13 +39,13 @@ def shard() -> None:
 def _sharded(platform: EventSQL) -> EventSQL:
     if len(platform.shards) == 1:
         raise ConfigurationError(
-            "this is about several databases, and one is named: name all shards before the command, --dsn URL for each"
+            "this command needs several databases, and one is named: name all shards before it, with --dsn URL for each"
         )
     platform.open()
     return platform
 
 
-ADD: Final = "`eventsql shard add --dsn URL --execute`, its URL there and those of the other shards before the command"
+ADD: Final = "`eventsql --dsn URL … shard add --dsn URL --execute`, the URLs of the other shards first"
 
 NEW_DSN: Final = "EVENTSQL_NEW_DSN"
 
@@ -46,10 +54,8 @@ _MAINTENANCE: Final = frozenset({"postgres", "template1"})
 _PUBLISHED: Final = {True: "yes", False: "not yet", None: "not known"}
 
 
-@shard.command("list")
-@json_option
-@pass_context
-def list_shards(context: CliContext, *, as_json: bool) -> None:
+@command(shard, "list")
+def list_shards(context: CliContext, as_json: AsJson) -> None:
     """List the shards and their states.
 
     To list a shard that is prepared or being added, name its URL with the others.
@@ -59,11 +65,9 @@ def list_shards(context: CliContext, *, as_json: bool) -> None:
     if as_json:
         write_json([asdict(each) for each in members])
         return
-    show_table(
-        ["shard", "database", "since generation", "state"],
-        [(each.shard, each.database, each.generation, each.state) for each in members],
-    )
-    _say_what_is_left(members)
+    show_items(members, {**same("shard", "database"), "since generation": "generation", **same("state")})
+    for left in filter(None, map(what_is_left, members)):
+        say(left)
 
 
 def what_is_left(shard: ShardStatus) -> str | None:
@@ -78,15 +82,8 @@ def what_is_left(shard: ShardStatus) -> str | None:
     return None
 
 
-def _say_what_is_left(shards: Sequence[ShardStatus]) -> None:
-    for left in filter(None, map(what_is_left, shards)):
-        say(left)
-
-
-@shard.command(short_help="Show what is not finished: additions, consumers held back, publications.")
-@json_option
-@pass_context
-def status(context: CliContext, *, as_json: bool) -> None:
+@command(shard, short_help="Show what is not finished: additions, consumers held back, publications.")
+def status(context: CliContext, as_json: AsJson) -> None:
     """Show shards that are not added yet, consumers that are held back, and publications that are not finished.
 
     A consumer gets the events of an added shard after it has consumed the older events of the other shards. This
@@ -96,58 +93,47 @@ def status(context: CliContext, *, as_json: bool) -> None:
     """
     with context.platform() as platform:
         sharded = _sharded(platform)
-        shards = [each for each in sharded.status() if what_is_left(each) is not None]
+        shards = {each: left for each in sharded.status() if (left := what_is_left(each)) is not None}
         held, unfinished = sharded.held_back(), sharded.unfinished()
     if as_json:
-        publications = [{**asdict(each), "id": str(each.id)} for each in unfinished]
         write_json(
             {
                 "not_added": [asdict(each) for each in shards],
                 "held_back": [asdict(each) for each in held],
-                "unfinished": publications,
+                "unfinished": [{**asdict(each), "id": str(each.id)} for each in unfinished],
             }
         )
         return
-    _say_what_is_left(shards)
+    for left in shards.values():
+        say(left)
     if unfinished:
-        show_table(
-            ["writer", "batch", "published", "not finished, because"],
-            [(each.writer, each.batch, _PUBLISHED[each.decided], each.reason) for each in unfinished],
-        )
+        published: Columns = {"published": lambda each: _PUBLISHED[each.decided], "not finished, because": "reason"}
+        show_items(unfinished, {**same("writer", "batch"), **published})
     else:
         say("no publication is unfinished")
     if held:
-        show_table(
-            ["topic", "consumer", "held back from", "consumes first what was before on"],
-            [(each.topic, each.consumer, each.shard, ", ".join(each.waits_for)) for each in held],
-        )
+        first: Columns = {"consumes first what was before on": lambda each: ", ".join(each.waits_for)}
+        show_items(held, {**same("topic", "consumer"), "held back from": "shard", **first})
     else:
         say("no consumer is held back")
 
 
-@shard.command()
-@click.option(
-    "--dsn",
-    "new",
-    metavar="URL",
-    help="The database to add; it may have no topics of its own. Who lists processes sees it, with its password: `-` "
-    "asks for it, and EVENTSQL_NEW_DSN or --dsn-file name it too.",
+_DSN: Final = (
+    "The database to add; it may have no topics of its own. A list of processes shows it with its password: `-` asks "
+    "for it, and EVENTSQL_NEW_DSN or --dsn-file name it too."
 )
-@click.option("--dsn-file", "new_file", type=FILE, help="A file with the URL of the database to add.")
-@click.option("--name", metavar="NAME", help="Its name among the shards, for ever  [default: the next free shard-N].")
-@click.option("--prepare", is_flag=True, help="Only make it ready: give its URL to every process, and --execute then.")
-@click.option("--execute", is_flag=True, help="Add it; without this, the plan is shown and nothing is changed.")
-@json_option
-@pass_context
+
+
+@command(shard)
 def add(
     context: CliContext,
     *,
-    new: str | None,
-    new_file: Path | None,
-    name: str | None,
-    prepare: bool,
-    execute: bool,
-    as_json: bool,
+    new: Annotated[str | None, option(_DSN, "--dsn", metavar="URL")],
+    new_file: Annotated[Path | None, option("A file with the URL of the database to add.", "--dsn-file", type=FILE)],
+    name: Annotated[str | None, option("Its name, for ever  [default: the next free shard-N].", metavar="NAME")],
+    prepare: Annotated[bool, option("Only make it ready: give its URL to every process, and --execute then.")],
+    execute: Annotated[bool, option("Add it; without this, the plan is shown and nothing is changed.")],
+    as_json: AsJson,
 ) -> None:
     """Add a database to the shards: a plan and, with --execute, the addition.
 
@@ -161,7 +147,7 @@ def add(
     added = _new_url(new, new_file)
     settings = context.settings
     if not settings.dsns:
-        raise ConfigurationError("name the shards that there are before the command: eventsql --dsn URL shard add …")
+        raise ConfigurationError("name the existing shards before the command: eventsql --dsn URL shard add …")
     shards = [Shard(dsn, schema=settings.db_schema, transfer=False) for dsn in (*settings.dsns, added)]
     try:
         addition = ShardAddition(shards[:-1], shards[-1], name=name, on_step=say)
@@ -180,7 +166,6 @@ def add(
 
 
 def _new_url(given: str | None, file: Path | None) -> str:
-    """The URL of the database to add."""
     if given is not None and file is not None:
         raise click.UsageError("--dsn and --dsn-file both name the database to add: give one of them")
     url = urls_of_file(file) if file is not None else given or os.environ.get(NEW_DSN)
@@ -194,9 +179,7 @@ def _new_url(given: str | None, file: Path | None) -> str:
 
 def _what_follows(plan: Addition) -> str:
     if plan.active:
-        return (
-            f"shard {plan.name!r} takes events already: --execute only defines the topics and consumers that it lacks"
-        )
+        return f"shard {plan.name!r} takes events already: --execute only defines the topics and consumers it lacks"
     if plan.prepared:
         return "a plan, nothing has changed: run it again with --execute when every process has this URL"
     return "a plan, nothing has changed: run it again with --execute, or with --prepare before that"
@@ -206,29 +189,24 @@ def _done(plan: Addition) -> str:
     if not plan.active:
         return (
             f"shard {plan.name!r} takes no events yet: give its URL to every process, then run this with --execute; "
-            "`eventsql shard list` shows it where its URL is named too"
+            "`eventsql shard list` shows the shard if its URL is named with the others"
         )
     return (
-        f"shard {plan.name!r} takes events; consumers get them as they come to where the other shards were "
-        "(`eventsql shard status`)"
+        f"shard {plan.name!r} takes events; a consumer gets them once it has consumed the older events of the other "
+        "shards (`eventsql shard status`)"
     )
 
 
 def _show(plan: Addition, database: Database) -> None:
     state = "takes events" if plan.active else "prepared" if plan.prepared else "not a shard yet"
-    show_fields(
-        {
-            "new shard": plan.name,
-            "database": database,
-            "state": state,
-            "beside": ", ".join(plan.names),
-            "keys that move": f"1 in {len(plan.names) + 1}",
-            "to be defined there": f"{counted(plan.topics, 'topic')}, {counted(plan.consumers, 'consumer')}",
-            "fenced already": ", ".join(plan.fenced) or None,
-        }
-    )
+    defined = f"{counted(plan.topics, 'topic')}, {counted(plan.consumers, 'consumer')}"
+    show_fields({
+        "new shard": plan.name, "database": database, "state": state, "beside": ", ".join(plan.names),
+        "keys that move": f"1 in {len(plan.names) + 1}", "to be defined there": defined,
+        "fenced already": ", ".join(plan.fenced) or None,
+    })  # fmt: skip
     if database.url.database in _MAINTENANCE:
         say(
-            f"note: {database.url.database!r} is the database that its server keeps for maintenance: better create one "
-            "for the shard"
+            f"note: {database.url.database!r} is the server's database for maintenance: create another one for the "
+            "shard"
         )

@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import counted, say, show_table, write_json
-from eventsql_orchestration.cli.parameters import Duration, Size, json_option, options, topic_argument
-from eventsql_orchestration.cli.topic_output import description, form, kept, size, topic_object
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import Columns, counted, same, say, show_items, write_json
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Size, TopicName, argument, command, option
+from eventsql_orchestration.cli.topic_output import TOPIC, description, form, kept, size
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, check_partitions
 
-_retention_options = options(
-    click.option("--retention-age", type=Duration(), metavar="DURATION", help="Keep events for 7d, 12h, PT36H."),
-    click.option("--retention-size", type=Size(), metavar="SIZE", help="Keep the newest 10GiB, 500MB."),
-    click.option("--retention-events", type=click.IntRange(min=1), metavar="N", help="Keep the newest N events."),
-    click.option("--keep-forever", is_flag=True, help="Keep all events: remove the bounds."),
-)
+
+class _Retention(TypedDict):
+    retention_age: Annotated[timedelta | None, option("Keep events for 7d, 12h, PT36H.")]
+    retention_size: Annotated[int | None, option("Keep the newest 10GiB, 500MB.", type=Size())]
+    retention_events: Annotated[int | None, option("Keep the newest N events.", type=POSITIVE)]
+    keep_forever: Annotated[bool, option("Keep all events: remove the bounds.")]
 
 
-@dataclass(frozen=True, slots=True)
 class _Bounds:
     """The options of retention. Raises `ValidationError`, and `click.UsageError` if they contradict each other."""
 
-    retention_age: timedelta | None
-    retention_size: int | None
-    retention_events: int | None
-    keep_forever: bool
-
-    def __post_init__(self) -> None:
-        if self.keep_forever and self.named:
+    def __init__(self, **given: Unpack[_Retention]) -> None:
+        age = given["retention_age"]
+        seconds = None if age is None else age.total_seconds()
+        bounds = {"seconds": seconds, "bytes": given["retention_size"], "events": given["retention_events"]}
+        self._named: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+        self._keep_forever = given["keep_forever"]
+        if self._keep_forever and self._named:
             raise click.UsageError("--keep-forever contradicts the bounds of retention")
         self.on_top_of(None)
 
-    @property
-    def named(self) -> dict[str, Any]:
-        age = self.retention_age
-        bounds = {
-            "seconds": None if age is None else age.total_seconds(),
-            "bytes": self.retention_size,
-            "events": self.retention_events,
-        }
-        return {name: bound for name, bound in bounds.items() if bound is not None}
+    def __bool__(self) -> bool:
+        """Whether an option was given."""
+        return self._keep_forever or bool(self._named)
 
     def on_top_of(self, before: Retention | None) -> Retention | None:
         """A topic's retention, with these bounds in place of its own bounds. None without bounds."""
-        if self.keep_forever:
+        if self._keep_forever:
             return Retention()
-        return replace(before or Retention(), **self.named) if self.named else None
+        return replace(before or Retention(), **self._named) if self._named else None
 
 
 @click.group()
@@ -60,19 +53,16 @@ def topic() -> None:
     """Create, list, describe, alter and delete topics, and drop events beyond their retention."""
 
 
-@topic.command()
-@topic_argument
-@click.option(
-    "--partitions",
-    type=int,
-    default=NOT_PARTITIONED,
-    metavar="N",
-    help="1 to 32767; without it the topic is not partitioned (-1).",
-)
-@click.option("--dead-letters", is_flag=True, help="Also create TOPIC_dlt for the events that its consumers give up.")
-@_retention_options
-@pass_context
-def create(context: CliContext, /, *, topic: str, partitions: int, dead_letters: bool, **retention: Any) -> None:
+@command(topic)
+def create(
+    context: CliContext,
+    topic: TopicName,
+    partitions: Annotated[
+        int, option("1 to 32767; without it the topic is not partitioned.", default=NOT_PARTITIONED, show_default=False)
+    ],
+    dead_letters: Annotated[bool, option("Also create TOPIC_dlt for the events that its consumers give up.")],
+    **retention: Unpack[_Retention],
+) -> None:
     """Create TOPIC, or change it.
 
     A topic that exists gets the bounds of retention that options name. If it has no events and no consumers, it also
@@ -90,12 +80,13 @@ def create(context: CliContext, /, *, topic: str, partitions: int, dead_letters:
             say(f"topic {letters.name!r} {done}, {form(before or letters)}")
 
 
-@topic.command()
-@topic_argument
-@click.option("--partitions", type=int, metavar="N", help="1 to 32767, or -1 for none.")
-@_retention_options
-@pass_context
-def alter(context: CliContext, /, *, topic: str, partitions: int | None, **retention: Any) -> None:
+@command(topic)
+def alter(
+    context: CliContext,
+    topic: TopicName,
+    partitions: Annotated[int | None, option("1 to 32767, or -1 for none.")],
+    **retention: Unpack[_Retention],
+) -> None:
     """Change the partitions or the retention of TOPIC.
 
     The number of partitions of a partitioned topic can change while publishers and consumers go on: every consumer
@@ -106,13 +97,13 @@ def alter(context: CliContext, /, *, topic: str, partitions: int | None, **reten
     bounds = _Bounds(**retention)
     if partitions is not None:
         check_partitions(partitions)
-    elif not bounds.named and not bounds.keep_forever:
+    elif not bounds:
         raise click.UsageError("nothing to alter: give --partitions, a bound of retention or --keep-forever")
     with context.definitions() as platform:
         found = platform.registry.topic(topic)
         if partitions is not None and found.partitioned and partitions != NOT_PARTITIONED:
             _repartition(platform, found, partitions)
-            if not bounds.named and not bounds.keep_forever:
+            if not bounds:
                 return
             found = platform.registry.topic(topic)
         elif partitions is not None:
@@ -155,27 +146,20 @@ def _find(platform: EventSQL, name: str) -> Topic | None:
         return None
 
 
-@topic.command("list")
-@json_option
-@pass_context
-def list_topics(context: CliContext, *, as_json: bool) -> None:
+@command(topic, "list")
+def list_topics(context: CliContext, as_json: AsJson) -> None:
     """List the topics."""
     with context.platform() as platform:
         topics = platform.registry.topics()
-    if as_json:
-        write_json([{**context.on_shard(None), **topic_object(each)} for each in topics])
-    else:
-        rows = [
-            (each.name, each.partitions if each.partitioned else None, each.created_at, kept(each)) for each in topics
-        ]
-        show_table(["topic", "partitions", "created (UTC)", "kept"], rows)
+    table: Columns = {
+        "topic": "name", "partitions": lambda each: each.partitions if each.partitioned else None,
+        "created (UTC)": "created_at", "kept": kept,
+    }  # fmt: skip
+    context.show_items(topics, as_json=as_json, json=TOPIC, table=table)
 
 
-@topic.command()
-@topic_argument
-@json_option
-@pass_context
-def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
+@command(topic)
+def describe(context: CliContext, topic: TopicName, as_json: AsJson) -> None:
     """Show TOPIC: its partitions, their events, and its consumers."""
     with context.platform() as platform:
         described = description(platform, topic)
@@ -185,24 +169,24 @@ def describe(context: CliContext, *, topic: str, as_json: bool) -> None:
         described.show()
 
 
-@topic.command()
-@topic_argument
-@click.option("--force", is_flag=True, help="Delete its events and consumers with it.")
-@pass_context
-def delete(context: CliContext, *, topic: str, force: bool) -> None:
+@command(topic)
+def delete(
+    context: CliContext, topic: TopicName, force: Annotated[bool, option("Delete its events and consumers with it.")]
+) -> None:
     """Delete TOPIC; one that has events or consumers only with --force."""
     with context.definitions() as platform:
         platform.registry.unregister_topic(topic, force=force)
     say(f"topic {topic!r} deleted")
 
 
-@topic.command()
-@click.argument("topics", nargs=-1, metavar="[TOPIC]...")
-@click.option("--dry-run", is_flag=True, help="Only say what would be dropped.")
-@click.option("--force", is_flag=True, help="Also drop events that consumers have not consumed: they lose them.")
-@json_option
-@pass_context
-def retain(context: CliContext, *, topics: tuple[str, ...], dry_run: bool, force: bool, as_json: bool) -> None:
+@command(topic)
+def retain(
+    context: CliContext,
+    topics: Annotated[tuple[str, ...], argument(nargs=-1, metavar="[TOPIC]...", required=False)],
+    dry_run: Annotated[bool, option("Only say what would be dropped.")],
+    force: Annotated[bool, option("Also drop events that consumers have not consumed: they lose them.")],
+    as_json: AsJson,
+) -> None:
     """Drop the segments beyond the retention of each TOPIC, or of all topics.
 
     `eventsql transfer` does it once a minute, and Dagster's housekeeping once an hour.
@@ -214,17 +198,14 @@ def retain(context: CliContext, *, topics: tuple[str, ...], dry_run: bool, force
     elif not dropped:
         say("nothing has a retention: give one with `eventsql topic alter`")
     else:
-        show_table(
-            ["topic", "would drop" if dry_run else "dropped", "events (about)", "size", "up to offset", "kept for"],
-            [
-                (
-                    each.topic,
-                    counted(each.segments, "segment"),
-                    each.events,
-                    size(each.bytes),
-                    each.upto if each.segments else "",
-                    each.held_by or "",
-                )
-                for each in dropped
-            ],
+        show_items(
+            dropped,
+            {
+                **same("topic"),
+                "would drop" if dry_run else "dropped": lambda each: counted(each.segments, "segment"),
+                "events (about)": "events",
+                "size": lambda each: size(each.bytes),
+                "up to offset": lambda each: each.upto if each.segments else "",
+                "kept for": lambda each: each.held_by or "",
+            },
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Column, counted, partition_of, say, show_fields, show_items
+from eventsql_orchestration.cli.output import Column, Columns, counted, partition_of, same, say, show_fields, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.model import Retention, Topic
@@ -52,14 +52,12 @@ def size(number: int) -> str:
     return counted(number, "byte")
 
 
-def topic_object(topic: Topic) -> dict[str, Any]:
-    """A topic for JSON."""
-    return {
-        "topic": topic.name,
-        "partitions": topic.partitions,
-        "created_at": topic.created_at,
-        "retention": None if topic.retention is None else asdict(topic.retention),
-    }
+TOPIC: Final[Columns] = {
+    "topic": "name",
+    **same("partitions", "created_at"),
+    "retention": lambda topic: None if topic.retention is None else asdict(topic.retention),
+}
+"""A topic for JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +104,7 @@ class ShardLayout:
     layout: Layout
 
 
-_LAYOUT: Final[dict[str, Column]] = {
-    "layout": lambda each: each.layout.number,
-    "partitions": lambda each: each.layout.partitions,
-}
+_LAYOUT: Final[Columns] = {"layout": lambda each: each.layout.number, "partitions": lambda each: each.layout.partitions}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,59 +119,40 @@ class Description:
     consumers: Sequence[ConsumerLag]
 
     def as_json(self, context: CliContext) -> dict[str, Any]:
-        def objects(items: Sequence[Any], columns: Mapping[str, Column]) -> list[dict[str, Any]]:
+        def objects(items: Sequence[Any], **columns: Column) -> list[dict[str, Any]]:
             return [context.on_its_shard(each, columns) for each in items]
 
-        created: dict[str, Column] = {
-            "after": lambda each: each.layout.after,
-            "created_at": lambda each: each.layout.created_at,
-        }
-        consumers: dict[str, Column] = {
-            "consumer": "consumer",
-            "partition": "partition",
-            "offset": "last_event_id",
-            "lag_events": "events",
-        }
         return {
-            **context.on_shard(None),
-            **topic_object(self.topic),
+            **context.on_its_shard(self.topic, TOPIC),
             "dead_letter_topic": self.dead_letters,
-            "layouts": objects(self.layouts, {**_LAYOUT, **created}),
-            "unsettled_consumers": objects(
-                self.unsettled, {"consumer": "consumer", "until": "until", "waits_for": "waits_for"}
+            "layouts": objects(
+                self.layouts, **_LAYOUT, after=lambda each: each.layout.after,
+                created_at=lambda each: each.layout.created_at,
             ),
+            "unsettled_consumers": objects(self.unsettled, **same("consumer", "until", "waits_for")),
             "events": sum(log.events for log in self.logs),
-            "log": objects(self.logs, {"partition": "partition", "events": "events", "end": "end"}),
-            "consumers": objects(self.consumers, consumers),
-        }
+            "log": objects(self.logs, **same("partition", "events", "end")),
+            "consumers": objects(
+                self.consumers, **same("consumer", "partition"), offset="last_event_id", lag_events="events"
+            ),
+        }  # fmt: skip
 
     def show(self) -> None:
-        """For people."""
         found = self.topic
-        show_fields(
-            {
-                "topic": found.name,
-                "partitions": found.partitions if found.partitioned else "not partitioned",
-                "created (UTC)": found.created_at,
-                "kept": kept(found),
-                "dead letters": self.dead_letters,
-            }
-        )
-        show_items(self.logs, {"shard": "shard", "partition": partition_of, "events": "events", "newest offset": "end"})
+        partitions = found.partitions if found.partitioned else "not partitioned"
+        fields = {"topic": found.name, "partitions": partitions, "created (UTC)": found.created_at, "kept": kept(found)}
+        show_fields({**fields, "dead letters": self.dead_letters})
+        show_items(self.logs, {**same("shard"), "partition": partition_of, **same("events"), "newest offset": "end"})
         if self.layouts:
-            after: dict[str, Column] = {
-                "after offset": lambda each: each.layout.after,
-                "since (UTC)": lambda each: each.layout.created_at,
-            }
-            show_items(self.layouts, {"shard": "shard", **_LAYOUT, **after})
+            after: Columns = {
+                "after offset": lambda each: each.layout.after, "since (UTC)": lambda each: each.layout.created_at
+            }  # fmt: skip
+            show_items(self.layouts, {**same("shard"), **_LAYOUT, **after})
         for waiting in self.unsettled:
             say(str(waiting))
         if self.consumers:
-            show_items(
-                self.consumers,
-                {"shard": "shard", "consumer": "consumer", "partition": partition_of, "offset": "last_event_id",
-                 "lag": "events"},
-            )  # fmt: skip
+            offsets: Columns = {"partition": partition_of, "offset": "last_event_id", "lag": "events"}
+            show_items(self.consumers, {**same("shard", "consumer"), **offsets})
 
 
 def description(platform: EventSQL, topic: str) -> Description:
@@ -195,15 +171,12 @@ def description(platform: EventSQL, topic: str) -> Description:
         layouts,
         _unsettled(topic, reached, platform.held_back()),
         [
-            Log(
-                shard.name, partition, shard.reader.count(topic, partition=partition),
-                shard.reader.end(topic, partition),
-            )
+            Log(shard.name, number, shard.reader.count(topic, partition=number), shard.reader.end(topic, number))
             for shard in reached
-            for partition in had
+            for number in had
         ],
         consumers,
-    )  # fmt: skip
+    )
 
 
 def _unsettled(topic: str, shards: Iterable[Shard], held: Iterable[HeldBack]) -> list[Unsettled]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import quote
 
 import click
@@ -14,9 +14,19 @@ import dagster as dg
 from rich.text import Text
 from rich.tree import Tree
 
-from eventsql_orchestration.cli.context import CliContext, open_platform, pass_context
-from eventsql_orchestration.cli.output import counted, on_shard, partition_name, say, show, timestamp, write_json
-from eventsql_orchestration.cli.parameters import json_option, topic_argument
+from eventsql_orchestration.cli.context import CliContext, open_platform
+from eventsql_orchestration.cli.output import (
+    counted,
+    on_shard,
+    partition_name,
+    picked,
+    same,
+    say,
+    show,
+    timestamp,
+    write_json,
+)
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
 from eventsql_orchestration.dagster.local.webserver import without_credentials
 from eventsql_orchestration.dagster.trace.runs import Runs, ServedRuns, StoredRuns
@@ -30,30 +40,20 @@ NOT_SHOWN: Final = "status and times of runs are not shown"
 HOW_TO_REACH: Final = "give --dagster-url, or set DAGSTER_HOME"
 
 
-@click.command(short_help="Show where an event comes from.")
-@topic_argument
-@click.argument("offset", type=click.IntRange(min=1))
-@click.option("--dagster-url", metavar="URL", help="The URL of Dagster's UI, such as http://127.0.0.1:3000.")
-@click.option(
-    "--depth",
-    type=click.IntRange(0, MAX_DEPTH),
-    metavar="N",
-    default=DEPTH,
-    show_default=True,
-    help="Maximum length of a chain of runs.",
-)
-@click.option(
-    "--width",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=WIDTH,
-    show_default=True,
-    help="Maximum number of publishers of one range.",
-)
-@json_option
-@pass_context
+@command(short_help="Show where an event comes from.")
 def trace(
-    context: CliContext, *, topic: str, offset: int, dagster_url: str | None, depth: int, width: int, as_json: bool
+    context: CliContext,
+    *,
+    topic: TopicName,
+    offset: Annotated[int, argument(type=POSITIVE)],
+    dagster_url: Annotated[
+        str | None, option("The URL of Dagster's UI, such as http://127.0.0.1:3000.", metavar="URL")
+    ],
+    depth: Annotated[
+        int, option("Maximum length of a chain of runs.", type=click.IntRange(0, MAX_DEPTH), default=DEPTH)
+    ],
+    width: Annotated[int, option("Maximum number of publishers of one range.", type=POSITIVE, default=WIDTH)],
+    as_json: AsJson,
 ) -> None:
     """Follow the event of TOPIC at OFFSET back to where it comes from.
 
@@ -78,7 +78,9 @@ def trace(
     if as_json:
         write_json(_object(origin, dagster_url))
     else:
-        show(_tree(origin, dagster_url))
+        tree = Tree(_events(origin))
+        _grow(tree, origin, dagster_url)
+        show(tree)
 
 
 @contextlib.contextmanager
@@ -121,18 +123,17 @@ def _plain(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def _without(item: Any, field: str) -> dict[str, Any]:
+    return {name: value for name, value in asdict(item).items() if name != field}
+
+
 def _object(origin: TracedEvents, url: str | None) -> dict[str, Any]:
     run = origin.run
     return {
         **on_shard(origin.shard),
-        "topic": origin.topic,
-        "events": origin.events,
-        "first_offset": origin.first,
-        "last_offset": origin.last,
-        "run_id": origin.run_id,
-        "asset": origin.asset,
-        "partition": origin.partition,
-        "run": None if run is None else {name: value for name, value in asdict(run).items() if name != "inputs"},
+        **picked(origin, {**same("topic", "events"), "first_offset": "first", "last_offset": "last"}),
+        **picked(origin, same("run_id", "asset", "partition")),
+        "run": None if run is None else _without(run, "inputs"),
         "url": _link(origin.run_id, url),
         "inputs": [_input_object(each, url) for each in origin.inputs],
         "copy_of": None if origin.original is None else _object(origin.original, url),
@@ -142,18 +143,12 @@ def _object(origin: TracedEvents, url: str | None) -> dict[str, Any]:
 
 def _input_object(read: TracedInput, url: str | None) -> dict[str, Any]:
     return {
-        **{name: value for name, value in asdict(read.range).items() if name != "shard"},
+        **_without(read.range, "shard"),
         **on_shard(read.range.shard),
         "origins": [_object(each, url) for each in read.origins],
         "origins_left_out": read.left_out,
         "notes": list(read.notes),
     }
-
-
-def _tree(origin: TracedEvents, url: str | None) -> Tree:
-    tree = Tree(_events(origin))
-    _grow(tree, origin, url)
-    return tree
 
 
 def _events(origin: TracedEvents) -> Text:
@@ -165,6 +160,7 @@ def _events(origin: TracedEvents) -> Text:
 
 
 def _grow(tree: Tree, origin: TracedEvents, url: str | None) -> None:
+    """Add to `tree`, which shows these events, where they come from."""
     branch = tree
     if origin.run_id is not None:
         branch = tree.add(_run(origin, url))
@@ -176,46 +172,32 @@ def _grow(tree: Tree, origin: TracedEvents, url: str | None) -> None:
         copied = branch.add(Text.assemble("a copy of ", _events(origin.original)))
         _grow(copied, origin.original, url)
     for read in origin.inputs:
-        _grow_input(branch.add(_range(read)), read, url)
+        below = branch.add(_range(read))
+        for note in read.notes:
+            below.add(Text(_plain(note), style="italic"))
+        for each in read.origins:
+            _grow(below.add(_events(each)), each, url)
+        if read.left_out:
+            below.add(Text(f"{counted(read.left_out, 'publisher')} more: give a larger --width", style="italic"))
 
 
 def _run(origin: TracedEvents, url: str | None) -> Text:
-    run = origin.run
-    link = _link(origin.run_id, url)
-    line = Text("run ")
-    line.append(_plain(origin.run_id or ""), style="bold" if link is None else f"bold link {link}")
-    if origin.asset is not None:
-        line.append(f", asset {_plain(origin.asset)}")
-    if origin.partition is not None:
-        line.append(f" [{_plain(origin.partition)}]")
+    run, link = origin.run, _link(origin.run_id, url)
+    style = "bold" if link is None else f"bold link {link}"
+    line = Text.assemble("run ", (_plain(origin.run_id or ""), style))
+    line.append("" if origin.asset is None else f", asset {_plain(origin.asset)}")
+    line.append("" if origin.partition is None else f" [{_plain(origin.partition)}]")
     if run is not None:
         line.append(f", {run.status}", style="green" if run.status == "SUCCESS" else "yellow")
-        if run.ended is not None:
-            line.append(f", ended {timestamp(run.ended)}")
-    if link is not None:
-        line.append(f", {link}")
-    return line
+        line.append("" if run.ended is None else f", ended {timestamp(run.ended)}")
+    return line.append("" if link is None else f", {link}")
 
 
 def _range(read: TracedInput) -> Text:
     given = read.range
     offsets = "no event" if given.upto <= given.after else f"offsets {given.after + 1} to {given.upto}"
     line = Text.assemble("read ", (_plain(given.topic), "bold"), f" {offsets}")
-    if given.partition >= 0:
-        line.append(f" of partition {partition_name(given.partition)}")
-    if given.shard is not None:
-        line.append(f" on {_plain(given.shard)}")
-    if given.consumer is not None:
-        line.append(f" as consumer {_plain(given.consumer)}")
-    if given.claim is not None:
-        line.append(f", claim {given.claim}")
-    return line
-
-
-def _grow_input(branch: Tree, read: TracedInput, url: str | None) -> None:
-    for note in read.notes:
-        branch.add(Text(_plain(note), style="italic"))
-    for origin in read.origins:
-        _grow(branch.add(_events(origin)), origin, url)
-    if read.left_out:
-        branch.add(Text(f"{counted(read.left_out, 'publisher')} more: give a larger --width", style="italic"))
+    line.append("" if given.partition < 0 else f" of partition {partition_name(given.partition)}")
+    line.append("" if given.shard is None else f" on {_plain(given.shard)}")
+    line.append("" if given.consumer is None else f" as consumer {_plain(given.consumer)}")
+    return line.append("" if given.claim is None else f", claim {given.claim}")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Final
+from collections import Counter
+from typing import Annotated, Final
 
-import click
-
-from eventsql_orchestration.cli.context import CliContext, pass_context
+from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import counted, say
-from eventsql_orchestration.cli.parameters import Number
+from eventsql_orchestration.cli.parameters import Number, command, option
+from eventsql_orchestration.signals import handling
 
 _REPORT_SECONDS: Final = 1.0
 
@@ -23,38 +20,36 @@ class _Report:
     """Reports the moved events, at most once a second."""
 
     def __init__(self) -> None:
-        self._moved: dict[str, int] = {}
+        self._moved: Counter[str] = Counter()
         self._said = 0.0
 
     def add(self, moved: dict[str, int]) -> None:
-        for topic, events in moved.items():
-            self._moved[topic] = self._moved.get(topic, 0) + events
+        self._moved.update(moved)
         if time.monotonic() - self._said >= _REPORT_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         if self._moved:
             topics = ", ".join(f"{topic} {events:,}" for topic, events in sorted(self._moved.items()))
-            say(f"transferred {counted(sum(self._moved.values()), 'event')} ({topics})")
-        self._moved = {}
+            say(f"transferred {counted(self._moved.total(), 'event')} ({topics})")
+        self._moved.clear()
         self._said = time.monotonic()
 
 
-@click.command(short_help="Move published events into their topics' logs.")
-@click.option("--once", is_flag=True, help="Move the events that are there now, and end.")
-@click.option(
-    "--interval",
-    type=Number(0.01, 86_400),
-    default=0.2,
-    show_default=True,
-    metavar="SECONDS",
-    help="Maximum wait before the next look when no events are left to move.",
-)
-@click.option(
-    "--retain/--no-retain", default=True, show_default=True, help="Drop events beyond their retention, once a minute."
-)
-@pass_context
-def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) -> None:
+@command(short_help="Move published events into their topics' logs.")
+def transfer(
+    context: CliContext,
+    once: Annotated[bool, option("Move the events that are there now, and end.")],
+    interval: Annotated[
+        float,
+        option(
+            "Longest wait for new events, between two looks.", type=Number(0.01, 86_400), default=0.2, metavar="SECONDS"
+        ),
+    ],
+    retain: Annotated[
+        bool, option("Drop events beyond their retention, once a minute.", "--retain/--no-retain", default=True)
+    ],
+) -> None:
     """Move published events into the ordered logs of their topics, until Ctrl-C or SIGTERM.
 
     Several may run at once, here or in other programs, and share the topics. If the database goes away, the command
@@ -72,8 +67,14 @@ def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) 
                 say("nothing to transfer")
             return
 
-        wake = threading.Event()
-        with _until_terminated(wake) as stop:
+        stop, wake = threading.Event(), threading.Event()
+
+        def terminate(*_: object) -> None:
+            stop.set()
+            wake.set()
+
+        # When a service manager stops the command, the batch under way is finished.
+        with handling(terminate, signal.SIGTERM):
             say("transferring; Ctrl-C ends it")
             if retain:
                 # Retention may wait for readers of a segment; the transfer must not. The thread ends with the process.
@@ -82,22 +83,3 @@ def transfer(context: CliContext, *, once: bool, interval: float, retain: bool) 
                 platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
             finally:
                 report.flush()
-
-
-@contextmanager
-def _until_terminated(wake: threading.Event) -> Iterator[threading.Event]:
-    """An event that SIGTERM sets together with `wake`: on a service manager's stop, the batch under way is finished."""
-    stop = threading.Event()
-
-    def terminate(_signal: int, _frame: FrameType | None) -> None:
-        stop.set()
-        wake.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -12,19 +12,21 @@ from typing import cast
 import dagster as dg
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import dev
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.dagster.local.round_report import TopicRound
+from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_service_manager_or_a_closed_terminal_ends_it_as_ctrl_c_does(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), dev._termination_as_interrupt():
+    with pytest.raises(KeyboardInterrupt), handling(dev._interrupt, signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
 
@@ -32,7 +34,7 @@ def test_a_service_manager_or_a_closed_terminal_ends_it_as_ctrl_c_does(number: s
 def test_under_nohup_it_outlives_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with dev._termination_as_interrupt():
+        with handling(dev._interrupt, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -89,7 +91,7 @@ def test_a_simulation_starts_after_the_previous_one_has_ended(
     monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=time.monotonic, sleep=a_second_passes))
     with dg.DagsterInstance.ephemeral() as instance, pytest.raises(KeyboardInterrupt):
         dagster = Launching(instance)
-        dev._serve(Console(quiet=True), cast("LocalDagster", dagster), instance, platform, simulation={})
+        dev._Running(platform, cast("LocalDagster", dagster), instance, Progress(), {}).serve(Console(quiet=True))
     assert seen == [1, 1, 1, 2, 2]
 
 

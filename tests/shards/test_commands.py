@@ -109,7 +109,7 @@ def test_consume_prints_what_all_shards_have_left(orders: Run) -> None:
 
 
 def test_one_shard_is_chosen_by_name_where_offsets_are_meant(orders: Run) -> None:
-    assert "an offset means another event on each shard" in orders("tail", "orders", "--from", 1, code=2).stderr
+    assert "each shard has its own offsets" in orders("tail", "orders", "--from", 1, code=2).stderr
     assert "an offset means another place on each shard" in orders(
         "seek", "orders", "mailer", "--to-offset", 1, code=2
     ).stderr  # fmt: skip
@@ -191,7 +191,7 @@ def test_a_database_that_a_server_keeps_for_maintenance_is_called_so(run: Run, d
     run("migrate")
     planned = run("shard", "add", "--dsn", f"{dsns[2].rpartition('/')[0]}/postgres")
     assert "/postgres\n" in planned.stdout
-    assert "'postgres' is the database that its server keeps for maintenance" in planned.stderr
+    assert "'postgres' is the server's database for maintenance" in planned.stderr
 
 
 def test_a_shard_that_is_prepared_is_shown_with_what_is_to_be_done(orders: Run, dsns: list[str]) -> None:

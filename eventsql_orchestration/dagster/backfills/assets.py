@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -11,7 +10,7 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.backfills.replay import POLL, WindowGoneError, WindowReplay
+from eventsql_orchestration.dagster.backfills.replay import WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.backfills.windows import ReplayRange, new_id, read_key
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.drain import Drained
@@ -43,9 +42,6 @@ SUFFIX: Final = "_backfill"
 
 BACKFILL_PRIORITY: Final = "-10"
 """The priority of a backfill's runs in Dagster's queue; other runs have 0."""
-
-ENDING_SECONDS: Final = 30.0
-"""Seconds that a run whose window is gone waits for the end of the run that replayed it."""
 
 ASSETS_METADATA: Final = "eventsql/assets"
 """Metadata of a backfill's asset: the assets that its runs materialize."""
@@ -241,10 +237,10 @@ def _replay(
     try:
         backfill = replay.run(lambda run_id: _has_ended(context.instance, run_id))
     except WindowGoneError:
-        before = _replayed_by(context, of)
-        if before is None:
+        done = Backfills([platform]).finished(consumer.topic.name, backfill_id, consumer.consumer.name)
+        if not done and not _was_replayed(context, of):
             raise
-        context.log.info("run %s has replayed this window, and its backfill is done", before)
+        context.log.info("another run has replayed this window")
         return
     finally:
         # The events that a failing run has replayed are committed.
@@ -259,22 +255,11 @@ def _replay(
     )
 
 
-def _replayed_by(context: dg.AssetExecutionContext, of: str) -> str | None:
-    """The id of the run that has replayed this run's window, None if there is none.
-
-    That run deletes the window shortly before it ends, so this waits for a run that is still under way.
-    """
+def _was_replayed(context: dg.AssetExecutionContext, of: str) -> bool:
+    """Whether a run of this run's window has succeeded: somebody may have deleted the backfill after it."""
     tags = {DAGSTER_PARTITION_TAG: context.partition_key, BACKFILL_OF_TAG: of}
-    deadline = time.monotonic() + ENDING_SECONDS
-    while True:
-        others = [
-            run for run in context.instance.get_runs(dg.RunsFilter(tags=tags)) if run.run_id != context.run.run_id
-        ]
-        succeeded = next((run.run_id for run in others if run.status is dg.DagsterRunStatus.SUCCESS), None)
-        ending = any(run.status is dg.DagsterRunStatus.STARTED for run in others)
-        if succeeded is not None or not ending or time.monotonic() >= deadline:
-            return succeeded
-        time.sleep(POLL)
+    succeeded = dg.RunsFilter(tags=tags, statuses=[dg.DagsterRunStatus.SUCCESS])
+    return bool(context.instance.get_runs(succeeded, limit=1))
 
 
 def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Launcher
@@ -72,7 +72,6 @@ class BackfillDriver:
         self._given_up: dict[str, int] = {}
         self._failing: str | None = None
         self._running: dict[str, str] = {}
-        self._leased: set[str] = set()
         self._failures: dict[str, str] = {}
         self._done: set[str] = set()
 
@@ -91,15 +90,15 @@ class BackfillDriver:
             # Ask for ended runs before looking at the windows: a run that has ended changes nothing any more.
             ended = self._launcher.ended(self._running.values())
             current = self._find()
-            left = set() if current is None else set(current.by_shard())
-            consumed, leased = self._look(current, left)
+            gone = self._gone(current)
+            consumed, leased = self._look(current, gone)
 
             for key, run in list(self._running.items()):
                 if run in ended:
                     del self._running[key]
-                    gone = self._planned[key].window.shard not in left
-                    if key not in self._done or (gone and not ended[run].succeeded):
-                        self._done.discard(key)
+                    if key in gone and ended[run].succeeded:
+                        self._done.add(key)
+                    if key not in self._done:
                         self._failures[key] = ended[run].why or "its run ended, and left a part of it"
 
             waiting = self._launch(leased)
@@ -121,19 +120,26 @@ class BackfillDriver:
     def _too_many(self) -> bool:
         return sum(self._given_up.values()) + len(self._failures) >= self._max_failures
 
-    def _look(self, current: Backfill | None, left: Collection[str | None]) -> tuple[dict[str, int], set[str]]:
-        """The events that each unfinished run has consumed, and the windows that are leased; notes finished runs.
+    def _gone(self, current: Backfill | None) -> set[str]:
+        """The runs on shards where the backfill is not registered any more: it is done there, or was deleted."""
+        left = set() if current is None else set(current.by_shard())
+        return {key for key, run in self._planned.items() if run.window.shard not in left}
 
-        `left` are the shards on which the backfill is still registered.
-        """
-        # The last run of a shard ends the backfill there. If somebody deleted it, runs not launched yet are lost.
-        gone = {key for key, run in self._planned.items() if run.window.shard not in left}
-        under_way = gone & (self._running.keys() | self._leased)
-        for key in gone - self._done - self._failures.keys() - under_way:
-            self._failures[key] = "its window is gone: the backfill was deleted, or ended by somebody else"
-        self._done |= under_way - self._failures.keys()
+    def _look(self, current: Backfill | None, gone: set[str]) -> tuple[dict[str, int], set[str]]:
+        """The events that each unfinished run has consumed, and the windows that are leased; notes finished runs."""
+        open_ = gone - self._done - self._failures.keys()
+        backfill = self._backfill
+        finished = self._backfills.finished(backfill.topic, backfill.id, backfill.consumer) if open_ else set()
+        for key in open_:
+            if self._planned[key].window.shard in finished:
+                # The last run on the shard ended the backfill there. Another command may have launched that run.
+                self._done.add(key)
+            elif key not in self._running:
+                self._failures[key] = "its window is gone: the backfill was deleted"
 
-        consumed, self._leased, self._failing = {}, set(), None
+        consumed: dict[str, int] = {}
+        leased: set[str] = set()
+        self._failing = None
         for key, run in self._planned.items():
             if current is None or key in gone:
                 continue
@@ -150,8 +156,8 @@ class BackfillDriver:
                 self._failing = self._failing or f"event {part.failed_event}: {part.failure}"
             consumed[key] = min(part.consumed, run.events)
             if part.owner is not None:
-                self._leased.add(key)
-        return consumed, self._leased
+                leased.add(key)
+        return consumed, leased
 
     def _launch(self, leased: set[str]) -> bool:
         """Launch as many runs as are allowed; gives whether some are left to launch."""

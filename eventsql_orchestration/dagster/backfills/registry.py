@@ -4,7 +4,8 @@ Every window is a side consumer. Its name tells the window: `<consumer>__backfil
 after `after` up to and with `upto`. So the guarantees of consuming hold for it: its offset moves in the transaction of
 the effects, claims and their epochs keep a second run out, events that fail are retried and become dead letters, and
 retention keeps the events that are left to replay. The windows of a backfill are registered in one statement and
-deleted together when all are done. Until then, their offsets are the only record of what is left.
+deleted together when all are done. Until then, their offsets are the only record of what is left. The transaction that
+deletes the windows of a finished backfill records that it is done: windows that were given up leave no record.
 
 Offsets belong to one log, so a backfill has windows of its own on each shard, under one id.
 """
@@ -128,6 +129,10 @@ class Backfills:
             )
         return backfill
 
+    def finished(self, topic: str, backfill_id: str, consumer: str) -> set[str | None]:
+        """The shards on which a backfill was replayed to its end, in the last 30 days."""
+        return {name for name, log in self._logs.items() if log.finished(topic, consumer, backfill_id)}
+
     def left(self, topic: str, part: Replayed, limit: int) -> int:
         """How many events a window has left in a partition, counted up to `limit`."""
         return self._logs[part.window.shard].count(topic, part.partition, part.offset, part.window.upto, limit=limit)
@@ -224,6 +229,7 @@ class _LogBackfills:
                 _check_whole(plan.topic, log, layouts.layouts(driver, self._database.schema, plan.topic))
 
             values = {"topic": plan.topic, "consumer": plan.consumer}
+            driver.execute(self._queries("forget_finished"), {**values, "id": backfill_id})
             register, afters = self._queries("register"), [window.after for window in windows]
             driver.execute(register, {**values, "names": names, "afters": afters, "partitions": sorted(partitions)})
             if into is not None:
@@ -232,6 +238,11 @@ class _LogBackfills:
                 driver.execute(register, {**values, "names": names[:1], "afters": afters[:1], "partitions": rest})
             (backfill,) = self._registered(driver, plan.topic, plan.consumer, backfill_id)
         return backfill
+
+    def finished(self, topic: str, consumer: str, backfill_id: str) -> bool:
+        values = {"topic": topic, "consumer": consumer, "id": backfill_id}
+        with self._database.connection() as connection:
+            return connection.execute(self._queries("finished"), values).fetchone() == (True,)
 
     def registered(self, topic: str | None, consumer: str | None, backfill_id: str | None) -> list[Backfill]:
         with self._database.connection() as connection:
@@ -312,6 +323,9 @@ class _LogBackfills:
                 driver.execute(self._queries("keep_side_consumer"), {**names, "into": current.into, "upto": end})
                 if any(part.partition != NOT_PARTITIONED for part in current.parts):
                     layouts.move(driver, self._database.schema, topic, current.into, offset=end, until=end)
+            if only_done:
+                ended = {"topic": topic, "consumer": current.consumer, "id": current.id}
+                driver.execute(self._queries("note_finished"), ended)
             driver.execute(self._queries("delete_windows"), names)
         return True
 

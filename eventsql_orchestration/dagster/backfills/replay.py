@@ -38,12 +38,12 @@ PROGRESS_SECONDS: Final = 10.0
 
 
 class WindowGoneError(dg.Failure):
-    """The window of a run is not registered: its backfill is done, or was deleted."""
+    """The window of a run is not registered: its backfill is finished, or was deleted."""
 
     def __init__(self, backfill_id: str, consumer: str, key: str) -> None:
         super().__init__(
-            f"backfill {backfill_id} of consumer {consumer!r} has no window {key} any more: it is done, or was "
-            "deleted; make a new backfill to replay the range again",
+            f"backfill {backfill_id} of consumer {consumer!r} has no window {key} any more: it was deleted, or it "
+            "finished over 30 days ago; make a new backfill to replay the range",
             allow_retries=False,
         )
 

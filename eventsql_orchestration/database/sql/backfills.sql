@@ -46,6 +46,22 @@ ON CONFLICT DO NOTHING;
 -- delete_windows -- The side consumers of these names. A trigger deletes their claims.
 DELETE FROM {schema}.consumer WHERE eql_topic = %(topic)s AND eql_name = ANY (%(names)s);
 
+-- note_finished -- Record that a backfill is done.
+INSERT INTO {schema}.finished_backfill (eql_topic, eql_consumer, eql_id)
+VALUES (%(topic)s, %(consumer)s, %(id)s)
+ON CONFLICT DO NOTHING;
+
+-- finished -- Whether a backfill is done.
+SELECT EXISTS (
+    SELECT FROM {schema}.finished_backfill
+    WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_id = %(id)s
+);
+
+-- forget_finished -- Delete the record of an earlier backfill with this id, and all records that are older than 30 days.
+DELETE FROM {schema}.finished_backfill
+WHERE (eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_id = %(id)s)
+   OR eql_finished_at < (now() - make_interval(days => 30));
+
 -- windows -- Every partition of the side consumers whose name has the mark of a backfill.
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events, eql_paused,
        CASE WHEN eql_failed_event_id > coalesce(eql_last_event_id, 0) THEN eql_failed_event_id END,
