@@ -11,11 +11,11 @@ import inspect
 import operator
 import threading
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from itertools import chain, repeat
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import Any, Final, Literal, TypeAlias, TypeVar, Union, Unpack, get_args, get_origin
 
 import sqlalchemy
 
@@ -114,9 +114,15 @@ class _Arguments:
 
     @functools.cached_property
     def _rules(self) -> tuple[dict[str, Rule], list[Rule], Rule]:
-        """The rules by name, by position, and of further arguments by position; made at the first call."""
+        """The rules by name, by position, and of further arguments by position; made at the first call.
+
+        The fields of `**options: Unpack[…]` have rules by name too.
+        """
         hints = typing.get_type_hints(self._function)
         rules = {each.name: rule(each.name, hints.get(each.name, Any)) for each in self.parameters}
+        for options in [hint for hint in hints.values() if get_origin(hint) is Unpack]:
+            fields = typing.get_type_hints(get_args(options)[0])
+            rules |= {name: rule(name, hint) for name, hint in fields.items()}
         by_kind = {
             kind: [rules[each.name] for each in self.parameters if each.kind is kind]
             for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -234,16 +240,13 @@ def _items(name: str, kind: type, of: Any) -> Rule:
         return _anything
     each = _row(f"an item of {name}", of)
 
-    def check(value: Any) -> object:
+    def check(value: object) -> object:
         if isinstance(value, str | bytes) or not isinstance(value, kind):
             raise ValidationError(f"{name} must be several values, as in a list, not {type(value).__name__}")
-        return [each(item) for item in value] if isinstance(value, Collection) else _lazily(each, value)
+        items: Any = value
+        return [each(item) for item in items] if isinstance(items, Collection) else map(each, items)
 
     return check
-
-
-def _lazily(each: Rule, values: Any) -> Iterator[object]:
-    return map(each, values)
 
 
 def _row(name: str, hint: Any) -> Rule:

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from psycopg.rows import tuple_row
-
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.consuming.batch import (
@@ -33,6 +31,7 @@ from eventsql_orchestration.consuming.claim_processing import (
     finish_claim,
     holder,
     lock_claim,
+    read_range,
 )
 from eventsql_orchestration.consuming.claim_pruning import ClaimPruning
 from eventsql_orchestration.consuming.claim_values import Claim, LastClaim, NoClaim, PartitionClaims
@@ -42,6 +41,7 @@ from eventsql_orchestration.consuming.failures import Failure, record_failure
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import (
     ClaimLostError,
     DatabaseBusyError,
@@ -50,7 +50,6 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
-from eventsql_orchestration.topics.reader import fetch
 from eventsql_orchestration.validation import check_seconds
 
 __all__ = ["Claim", "Claims", "LastClaim", "NoClaim", "PartitionClaims"]
@@ -110,8 +109,7 @@ class Claims:
 
     def get(self, claim_id: int) -> tuple[Claim, str]:
         """A claim and its state: `claimed`, `committed` or `released`. Raises `ClaimLostError` for an unknown id."""
-        with self._database.connection() as connection:
-            row = connection.execute(self._queries("claim"), {"claim": claim_id}).fetchone()
+        row = self._database.first(self._queries("claim"), {"claim": claim_id})
         if row is None:
             raise ClaimLostError(
                 f"claim {claim_id} does not exist: its consumer or topic was deleted, or it ended long ago and "
@@ -122,22 +120,19 @@ class Claims:
     def live(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> Claim | None:
         """The partition's claim that is neither committed nor released, even if its lease has expired."""
         key = ConsumerPartition(topic, consumer, partition)
-        with self._database.connection() as connection:
-            row = connection.execute(self._queries("live_claim"), key.parameters()).fetchone()
+        row = self._database.first(self._queries("live_claim"), key.parameters())
         return None if row is None else Claim.of_row(row)
 
     def last(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> LastClaim | None:
         """The latest claim of a partition, in any state; None if none is left."""
         key = ConsumerPartition(topic, consumer, partition)
-        with self._database.connection() as connection:
-            row = connection.execute(self._looks("last"), key.parameters()).fetchone()
+        row = self._database.first(self._looks("last"), key.parameters())
         return None if row is None else LastClaim(*row)
 
     def first_of(self, owner: str, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> int | None:
         """The id of the first claim of a partition that an owner has committed; None if none is left."""
         parameters = {**ConsumerPartition(topic, consumer, partition).parameters(), "owner": owner}
-        with self._database.connection() as connection:
-            row = connection.execute(self._looks("first_of_owner"), parameters).fetchone()
+        row = self._database.first(self._looks("first_of_owner"), parameters)
         return None if row is None else row[0]
 
     def standings(self, consumer: Consumer) -> list[PartitionClaims]:
@@ -145,12 +140,8 @@ class Claims:
 
         Empty if the consumer does not exist. Raises `TopicNotFoundError`.
         """
-        name = "standings" if consumer.partitioned else "standings_topic"
-        with self._database.connection() as connection:
-            rows = connection.execute(
-                self._looks(name, topic=consumer.topic),
-                {"topic": consumer.topic, "consumer": consumer.name}, prepare=False,
-            ).fetchall()  # fmt: skip
+        query = self._looks("standings" if consumer.partitioned else "standings_topic", topic=consumer.topic)
+        rows = self._database.all(query, {"topic": consumer.topic, "consumer": consumer.name}, prepare=False)
         return [PartitionClaims.of_row(row) for row in rows]
 
     def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0) -> Claim:
@@ -236,10 +227,7 @@ class Claims:
             try:
                 with self._database.transaction() as connection:
                     locked = lock_claim(connection, self._queries, claim)
-                    events = fetch(
-                        connection, self._queries, rest.topic,
-                        partition=rest.partition, after=rest.after, upto=rest.upto, limit=size,
-                    )  # fmt: skip
+                    events = read_range(connection, self._queries, rest, limit=size)
             except (DatabaseError, MemoryError) as error:
                 if size == 1 or not too_much(error):
                     raise
@@ -261,25 +249,19 @@ class Claims:
         `ClaimLostError`; the caller must then roll back.
         """
         with self._database.errors(connection):
-            return self._commit(connection, claim, consumed=consumed, upto=upto)
-
-    def _commit(self, connection: Connection, claim: Claim, *, consumed: int | None, upto: int | None) -> Claim:
-        locked = lock_claim(connection, self._queries, claim)
-        rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
-        row = connection.cursor(row_factory=tuple_row).execute(
-            self._queries("extent" if rest.partition == NOT_PARTITIONED else "extent_partition", topic=rest.topic),
-            {"partition": rest.partition, "after": rest.after, "upto": rest.upto}, prepare=False,
-        ).fetchone()  # fmt: skip
-        assert row is not None, "an aggregate gives one row"
-        events, first = row
-        advance(
-            connection, self._queries, claim.key,
-            after=locked.offset, upto=rest.upto, first=first, consumed=events if consumed is None else consumed,
-        )  # fmt: skip
-        claim = replace(claim, position=rest.upto)
-        if claim.position == claim.range.upto:
-            finish_claim(connection, self._queries, claim, "committed")
-        return claim
+            locked = lock_claim(connection, self._queries, claim)
+            rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
+            name = "extent" if rest.partition == NOT_PARTITIONED else "extent_partition"
+            extent = {"partition": rest.partition, "after": rest.after, "upto": rest.upto}
+            events, first = fetch_one(connection, self._queries(name, topic=rest.topic), extent, prepare=False)
+            advance(
+                connection, self._queries, claim.key,
+                after=locked.offset, upto=rest.upto, first=first, consumed=events if consumed is None else consumed,
+            )  # fmt: skip
+            claim = replace(claim, position=rest.upto)
+            if claim.position == claim.range.upto:
+                finish_claim(connection, self._queries, claim, "committed")
+            return claim
 
     def settle(
         self, claim: Claim, event: Event, error: Exception, *, done: Sequence[Event] = ()
@@ -301,10 +283,7 @@ class Claims:
             assert locked is not None, "locked above"
 
             # With the events before it that the filter skips: a retry must begin at the event itself.
-            events = fetch(
-                connection, self._queries, claim.range.topic,
-                partition=claim.range.partition, after=claim.position, upto=event.id,
-            )  # fmt: skip
+            events = read_range(connection, self._queries, replace(claim.remaining, upto=max(event.id, claim.position)))
             result = self._runner.fail(connection, Batch(locked, events, event.id), error)
             if result is None:
                 raise ClaimLostError(f"{claim} is void: event {event.id} is not the consumer's any more")
@@ -335,13 +314,8 @@ class Claims:
         """
         with self._database.transaction() as connection:
             locked = lock_claim(connection, self._queries, claim)
-            first = fetch(
-                connection, self._queries, claim.range.topic,
-                partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=1,
-            )  # fmt: skip
-            failure = None
-            if first:
-                failure = record_failure(connection, self._queries, locked, first[0], error)
+            first = read_range(connection, self._queries, claim.remaining, limit=1)
+            failure = record_failure(connection, self._queries, locked, first[0], error) if first else None
             finish_claim(connection, self._queries, claim, "released")
             return failure
 

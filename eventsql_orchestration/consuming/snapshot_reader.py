@@ -25,11 +25,11 @@ from typing import Any, Final
 import psycopg
 import sqlalchemy
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.queries import statement
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.validation import check_name, check_text, check_whole, shown
@@ -77,6 +77,10 @@ def _conditions(only: Mapping[str, object] | None) -> dict[str, object]:
         if isinstance(value, str):
             check_text(f"only[{column!r}]", value)
     return conditions
+
+
+def _values(conditions: Mapping[str, object], **values: object) -> dict[str, object]:
+    return values | {f"only_{number}": value for number, value in enumerate(conditions.values())}
 
 
 START: Final = Checkpoint(0, 0)
@@ -141,19 +145,12 @@ class SnapshotReader:
         """
         check_whole("limit", limit, least=1)
         conditions = _conditions(only)
-        values = {
-            "transaction": str(after.transaction),
-            "position": after.position,
-            "limit": limit,
-            **{f"only_{number}": value for number, value in enumerate(conditions.values())},
-        }
+        values = _values(conditions, transaction=str(after.transaction), position=after.position, limit=limit)
         with self._on(connection) as joined:
-            # A caller's connection may have a row factory of its own.
-            cursor = joined.cursor(row_factory=tuple_row)
             if not self._checked:
-                self._check(cursor.execute(self._compose("newest", *conditions), values, prepare=False).fetchone())
-            cursor.execute(self._compose("after", *conditions), values)
-            return [SnapshotRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in cursor.fetchall()]
+                self._check(fetch_first(joined, self._compose("newest", *conditions), values, prepare=False))
+            rows = fetch_all(joined, self._compose("after", *conditions), values)
+            return [SnapshotRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in rows]
 
     def stream(
         self, after: Checkpoint = START, *, batch: int = 1_000, only: Mapping[str, object] | None = None
@@ -166,19 +163,15 @@ class SnapshotReader:
     def horizon(self, connection: Connection | sqlalchemy.Connection | None = None) -> int:
         """The oldest transaction that may still write. Its rows and later ones are not read yet."""
         with self._on(connection) as joined:
-            row = joined.cursor(row_factory=tuple_row).execute(self._compose("horizon")).fetchone()
-            assert row is not None, "a SELECT without FROM gives a row"
-            return int(row[0])
+            return int(fetch_one(joined, self._compose("horizon"))[0])
 
     def held_back(
         self, *, only: Mapping[str, object] | None = None, connection: Connection | sqlalchemy.Connection | None = None
     ) -> int:
         """The number of committed rows beyond the horizon, which wait for a running transaction."""
         conditions = _conditions(only)
-        values = {f"only_{number}": value for number, value in enumerate(conditions.values())}
         with self._on(connection) as joined:
-            cursor = joined.cursor(row_factory=tuple_row)
-            row = cursor.execute(self._compose("held_back", *conditions), values).fetchone()
+            row = fetch_first(joined, self._compose("held_back", *conditions), _values(conditions))
             return 0 if row is None else int(row[0])
 
     @contextmanager

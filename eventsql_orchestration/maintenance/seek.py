@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, func, select, text
@@ -13,6 +13,7 @@ from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, PartitionLeasedError
 from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.publishing.transfer import Announce
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import LOCK_SECONDS, choose_partitions, consumer_states, lock_registry
@@ -47,21 +48,16 @@ class Move:
 class Seeker:
     """Moves consumers. A consumption that goes by the old offset cannot commit any more."""
 
-    def __init__(
-        self, database: Database, registry: Registry, *, announce: Callable[[Iterable[str]], None] | None = None
-    ) -> None:
+    def __init__(self, database: Database, registry: Registry, *, announce: Announce = lambda _topics: None) -> None:
         """`announce` is called with the topic of a moved consumer."""
         self._database = database
-        self._announce = announce or (lambda _topics: None)
+        self._announce = announce
         self._registry = registry
         self._reader = Reader(database, registry)
         self._queries = Queries("seek", database.schema)
 
     def plan(self, topic: str, consumer: str, position: Position, *, partition: int | None = None) -> list[Move]:
-        """The moves that a seek to `position` would make now, in one partition or in all. Changes nothing.
-
-        Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `PartitionOutOfRangeError`.
-        """
+        """See `ClusterSeeker.plan`."""
         states = self._registry.consumer(topic, consumer)
         wanted = choose_partitions(states, partition)
         with self._database.core() as connection:
@@ -78,17 +74,7 @@ class Seeker:
         force: bool = False,
         choose: Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]] | None = None,
     ) -> list[Move]:
-        """Move a consumer to `position`, in one partition or in all at once. Gives the moves.
-
-        `choose` gets the locked partitions and gives those to move. If it raises, nothing moves.
-
-        Running and later consumptions go on from the new position. The failures of the failing event are forgotten, and
-        an uncommitted claim is released. The counts of consumed events stay, because they count handlings.
-
-        Waits at most 10 seconds for batches under way, then raises `DatabaseBusyError`. Raises `PartitionLeasedError`
-        if somebody leases a partition. With `force`, that owner is fenced off instead and cannot commit any more.
-        Otherwise raises as `plan`. If it raises, no partition has moved.
-        """
+        """See `ClusterSeeker.execute`."""
         wanted = choose_partitions(self._registry.consumer(topic, consumer), partition)
         with self._database.core() as connection:
             before, known = self._lock(connection, topic, consumer, wanted)
@@ -166,9 +152,9 @@ class Seeker:
 
         `before` are all of its partitions as they were, locked.
         """
-        topic, consumer, driver = before[0].topic, before[0].name, driver_connection(connection)
         if not known:
             return
+        topic, consumer, driver = before[0].topic, before[0].name, driver_connection(connection)
         targets = [move.target for move in moves]
         whole = {state.partition for state in before} == {move.partition for move in moves}
         until = before[0].until
@@ -193,5 +179,6 @@ def _refuse_leased(moves: Sequence[Move]) -> None:
         if move.owner is not None:
             key = ConsumerPartition(move.topic, move.consumer, move.partition)
             raise PartitionLeasedError(
-                f"{key} did not move: {move.owner} leases it; stop that one first, or force the seek to fence it off"
+                f"{key} did not move, because {move.owner} leases it: stop {move.owner} first, or force the seek to "
+                "fence it off"
             )

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import psycopg
 
@@ -28,6 +28,10 @@ FIRST_DELAY: Final = 0.005
 the commit of a caller's transaction, so the transfer has to look for its events."""
 
 
+Announce: TypeAlias = Callable[[Iterable[str]], None]
+"""Is called with topics whose consumers have something new."""
+
+
 class _Round(NamedTuple):
     """The newest buffer id of a round, the events moved by topic, and whether to try a smaller batch."""
 
@@ -44,18 +48,14 @@ class Transfer:
     """
 
     def __init__(
-        self,
-        database: Database,
-        *,
-        batch: int | None = None,
-        announce: Callable[[Iterable[str]], None] | None = None,
+        self, database: Database, *, batch: int | None = None, announce: Announce = lambda _topics: None
     ) -> None:
         """`announce` is called after each round with the topics whose events were moved.
 
         `batch` fixes the number of events moved at a time; the default follows their size and the server's speed.
         """
         self._database = database
-        self._announce = announce or (lambda _topics: None)
+        self._announce = announce
         self._writer = LogWriter(database, batch=batch)
 
     def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:

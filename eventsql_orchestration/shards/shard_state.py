@@ -17,7 +17,7 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
-from eventsql_orchestration.maintenance.repartitioning import PATIENCE_SECONDS, TooManyBufferedError, drain
+from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, TooManyBufferedError, drain
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError
@@ -135,16 +135,16 @@ class ShardStore:
         transfer: Transfer,
         *,
         finish: Callable[[], object] = lambda: None,
-        patience: float = PATIENCE_SECONDS,
+        timeout: float = RETRY_SECONDS,
     ) -> bool:
         """Begin a generation here: no publisher writes by the previous generation any more. False if it had begun.
 
         `finish` publishes here the open parts of publications over several shards. Their events come before the fence;
         otherwise there is no fence. Publishers and transfers go on, and wait for at most half a second. This waits up
-        to `patience` seconds for transactions of publishers and for open parts. If they do not end in time, it changes
+        to `timeout` seconds for transactions of publishers and for open parts. If they do not end in time, it changes
         nothing and raises `DatabaseBusyError`. Raises `ShardSetError` if another generation has begun.
         """
-        trying = Backoff(patience)
+        retry = Backoff(timeout)
         while True:
             # Do as much as possible before publishers have to wait.
             finish()
@@ -152,8 +152,8 @@ class ShardStore:
             try:
                 return self._fence(generation, names)
             except (DatabaseBusyError, TooManyBufferedError) as error:
-                if not trying.lasts():
-                    why = "transactions that published and do not end, or a flood of events, are in the way"
+                if not retry.lasts():
+                    why = "publishers' transactions do not end, or too many events come"
                     if isinstance(error, OpenPartsError):
                         why = str(error)
                     raise DatabaseBusyError(f"{self._database} was not changed: {why}; run it again") from error

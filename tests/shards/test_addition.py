@@ -200,7 +200,7 @@ def test_the_fence_waits_for_a_transaction_that_has_published(dsns: list[str], o
     with shard.database.transaction() as connection:
         platform.publisher.publish(publication(MOVING, 0), connection=connection)
         with pytest.raises(DatabaseBusyError, match="run it again"):
-            store.fence(2, [*BEFORE, "shard-3"], shard.transfer, patience=0.0)
+            store.fence(2, [*BEFORE, "shard-3"], shard.transfer, timeout=0.0)
         assert store.state().generation == 1
     store.fence(2, [*BEFORE, "shard-3"], shard.transfer)
     with shard.database.connection() as connection:
