@@ -182,10 +182,12 @@ def _instance(name: str, kind: type | UnionType) -> Rule:
     return check
 
 
-def _function(name: str) -> Rule:
+def _only(name: str, fits: Callable[[Any], bool], wanted: str, *, by_value: bool = False) -> Rule:
+    """Accept values that fit; the error for another value shows the value, or its type."""
+
     def check(value: object) -> object:
-        if not callable(value):
-            raise ValidationError(f"{name} must be a function, not {type(value).__name__}")
+        if not fits(value):
+            raise ValidationError(f"{name} must be {wanted}, not {shown(value) if by_value else type(value).__name__}")
         return value
 
     return check
@@ -193,32 +195,21 @@ def _function(name: str) -> Rule:
 
 def _class(name: str, of: Any) -> Rule:
     bound: Any = of.__bound__ if isinstance(of, TypeVar) else of
-
-    def check(value: object) -> object:
-        if not isinstance(value, type) or not issubclass(value, bound):
-            raise ValidationError(f"{name} must be a class derived from {bound.__name__}, not {shown(value)}")
-        return value
-
-    return check
+    wanted = f"a class derived from {bound.__name__}"
+    return _only(name, lambda value: isinstance(value, type) and issubclass(value, bound), wanted, by_value=True)
 
 
 def _event(name: str) -> Rule:
-    def check(value: object) -> object:
-        # Events of multiprocessing are no subclass.
-        if not all(callable(getattr(value, method, None)) for method in ("is_set", "set", "wait")):
-            raise ValidationError(f"{name} must be a threading.Event, not {type(value).__name__}")
-        return value
-
-    return check
+    # Events of multiprocessing are no subclass.
+    methods = ("is_set", "set", "wait")
+    return _only(name, lambda value: all(callable(getattr(value, each, None)) for each in methods), "a threading.Event")
 
 
 def _choice(name: str, choices: tuple[object, ...]) -> Rule:
-    def check(value: object) -> object:
-        if not any(type(value) is type(each) and value == each for each in choices):
-            raise ValidationError(f"{name} must be {' or '.join(map(repr, choices))}, not {shown(value)}")
-        return value
+    def fits(value: object) -> bool:
+        return any(type(value) is type(each) and value == each for each in choices)
 
-    return check
+    return _only(name, fits, " or ".join(map(repr, choices)), by_value=True)
 
 
 def _duration(name: str) -> Rule:
@@ -253,13 +244,9 @@ def _row(name: str, hint: Any) -> Rule:
     if get_origin(hint) is not tuple:
         return rule(name, hint)
     length = len(get_args(hint))
-
-    def check(value: object) -> object:
-        if not isinstance(value, list | tuple) or len(value) != length:
-            raise ValidationError(f"{name} must be a tuple of {length}, not {shown(value)}")
-        return value
-
-    return check
+    return _only(
+        name, lambda row: isinstance(row, list | tuple) and len(row) == length, f"a tuple of {length}", by_value=True
+    )
 
 
 def _union(name: str, options: tuple[Any, ...]) -> Rule:
@@ -289,7 +276,7 @@ def _first_of(rules: list[Rule]) -> Rule:
 
 
 _RULES: Final[dict[Any, Callable[[str, tuple[Any, ...]], Rule]]] = {
-    Callable: lambda name, _: _function(name),
+    Callable: lambda name, _: _only(name, callable, "a function"),
     Literal: _choice,
     bytes: lambda name, _: _instance(name, bytes | bytearray | memoryview),
     datetime: lambda name, _: lambda value: check_time(name, value),

@@ -56,6 +56,12 @@ Settle: TypeAlias = Callable[[Sequence[Acknowledged], Callable[[], Exception] | 
 """Settles handles: with None after their commit, or with a function that makes each handle's error."""
 
 
+def time_left(timeout: float | None) -> Callable[[], float | None]:
+    """Gives a function for the seconds that are left of `timeout`; None without a limit."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    return lambda: None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
 class BufferOptions(TypedDict, total=False):
     """The fields of `BufferLimits` as keyword options."""
 

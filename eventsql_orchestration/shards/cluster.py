@@ -274,8 +274,8 @@ class Cluster:
 
     # Which one of several
 
-    def keyed(self, key: str, action: Callable[[Shard, ShardSet], Given], *, topic: str) -> Given:
-        """Call `action` with the shard of a key and the set by which the shard was chosen.
+    def placed(self, key: str | None, action: Callable[[Shard, ShardSet], Given], *, topic: str) -> Given:
+        """Call `action` with the shard of a key, or any shard without a key, and the set of the shards.
 
         Waits up to `timeout` for a shard that is being added; with `on_down="wait"`, also for a shard that is down.
         Raises `ShardUnavailableError`, `ShardPendingError`, `ShardSetError`.
@@ -283,10 +283,12 @@ class Cluster:
         deadline = time.monotonic() + self.timeout
         while True:
             current = self.current()
-            shard = self.named(current.owner(key))
+            shard = self.any() if key is None else self.named(current.owner(key))
             try:
-                self.health.reach(shard, deadline)
-                return action(shard, current)
+                if key is not None:
+                    self.health.reach(shard, deadline)
+                with self.using(shard):
+                    return action(shard, current)
             except WrongShardError as error:
                 self.reconsider(error, [topic], deadline)
 

@@ -13,7 +13,9 @@ from sqlalchemy import Connection, any_, func, select, true
 from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import Queries, driver_connection, tables
 from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
     InvalidNameError,
     PartitionOutOfRangeError,
     RedefinitionError,
@@ -67,6 +69,13 @@ def existing_topic(connection: Connection, name: str) -> Topic:
     return topic
 
 
+def no_consumer(topic: str, name: str) -> ConsumerNotFoundError:
+    """The error for a consumer that does not exist."""
+    return ConsumerNotFoundError(
+        f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`"
+    )
+
+
 def all_topics(connection: Connection) -> list[Topic]:
     """All topics by name, except those of EventSQL's Java library with names that only it can use."""
     topics = []
@@ -74,7 +83,7 @@ def all_topics(connection: Connection) -> list[Topic]:
         try:
             topics.append(_as_topic(row))
         except InvalidNameError as error:
-            logger.warning("a topic is left out, which another library made: %s", error)
+            logger.warning("a topic of EventSQL's Java library is left out: %s", error)
     return topics
 
 
@@ -138,17 +147,11 @@ def choose_partitions(states: Sequence[ConsumerState], partition: int | None) ->
     Raises `PartitionOutOfRangeError`.
     """
     own = [state.partition for state in states]
-    if partition is None or [partition] == own:
+    if partition is None:
         return own
-    name = states[0].name
-    if own == [NOT_PARTITIONED]:
-        raise PartitionOutOfRangeError(
-            f"partition {partition} is out of range: consumer {name!r} is not partitioned, it reads all of them as one"
-        )
     if partition not in own:
-        raise PartitionOutOfRangeError(
-            f"partition {partition} is out of range: consumer {name!r} has partitions 0 to {len(own) - 1}"
-        )
+        having = "is not partitioned" if own == [NOT_PARTITIONED] else f"has partitions 0 to {len(own) - 1}"
+        raise PartitionOutOfRangeError(f"partition {partition} is out of range: consumer {states[0].name!r} {having}")
     return [partition]
 
 
@@ -169,7 +172,7 @@ def check_form(consumer: Consumer, existing: Sequence[ConsumerState]) -> None:
 def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Fail where the current role may not read a topic's log: row security hides the topic's consumers from it."""
     queries, log = Queries("log", schema), f'"{schema}"."{event_table(topic)}"'
-    if connection.execute(queries("is_refused"), {"log": log}).fetchone() == (True,):
+    if fetch_first(connection, queries("is_refused"), {"log": log}) == (True,):
         connection.execute(queries("check_readable", topic=topic))
 
 
@@ -194,9 +197,8 @@ def has_events(connection: Connection, name: str) -> bool:
         .where(block.eql_topic == name, part.eql_published_at.is_(None))
         .limit(1)
     )
-    return any(
-        connection.execute(found).first() is not None for found in (select(log.c.eql_id).limit(1), buffered, decided)
-    )
+    stored = select(log.c.eql_id).limit(1)
+    return any(connection.execute(found).first() is not None for found in (stored, buffered, decided))
 
 
 def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
