@@ -41,7 +41,7 @@ from eventsql_orchestration.consuming.failures import Failure, record_failure
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
-from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.database.rows import fetch_one, query_all, query_first
 from eventsql_orchestration.errors import (
     ClaimLostError,
     DatabaseBusyError,
@@ -109,7 +109,7 @@ class Claims:
 
     def get(self, claim_id: int) -> tuple[Claim, str]:
         """A claim and its state: `claimed`, `committed` or `released`. Raises `ClaimLostError` for an unknown id."""
-        row = self._database.first(self._queries("claim"), {"claim": claim_id})
+        row = query_first(self._database, self._queries("claim"), {"claim": claim_id})
         if row is None:
             raise ClaimLostError(
                 f"claim {claim_id} does not exist: its consumer or topic was deleted, or it ended long ago and "
@@ -120,19 +120,19 @@ class Claims:
     def live(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> Claim | None:
         """The partition's claim that is neither committed nor released, even if its lease has expired."""
         key = ConsumerPartition(topic, consumer, partition)
-        row = self._database.first(self._queries("live_claim"), key.parameters())
+        row = query_first(self._database, self._queries("live_claim"), key.parameters())
         return None if row is None else Claim.of_row(row)
 
     def last(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> LastClaim | None:
         """The latest claim of a partition, in any state; None if none is left."""
         key = ConsumerPartition(topic, consumer, partition)
-        row = self._database.first(self._looks("last"), key.parameters())
+        row = query_first(self._database, self._looks("last"), key.parameters())
         return None if row is None else LastClaim(*row)
 
     def first_of(self, owner: str, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> int | None:
         """The id of the first claim of a partition that an owner has committed; None if none is left."""
         parameters = {**ConsumerPartition(topic, consumer, partition).parameters(), "owner": owner}
-        row = self._database.first(self._looks("first_of_owner"), parameters)
+        row = query_first(self._database, self._looks("first_of_owner"), parameters)
         return None if row is None else row[0]
 
     def standings(self, consumer: Consumer) -> list[PartitionClaims]:
@@ -141,7 +141,7 @@ class Claims:
         Empty if the consumer does not exist. Raises `TopicNotFoundError`.
         """
         query = self._looks("standings" if consumer.partitioned else "standings_topic", topic=consumer.topic)
-        rows = self._database.all(query, {"topic": consumer.topic, "consumer": consumer.name}, prepare=False)
+        rows = query_all(self._database, query, {"topic": consumer.topic, "consumer": consumer.name}, prepare=False)
         return [PartitionClaims.of_row(row) for row in rows]
 
     def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0) -> Claim:

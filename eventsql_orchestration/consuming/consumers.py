@@ -36,6 +36,7 @@ from eventsql_orchestration.consuming.worker_pool import (
 )
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener
+from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import PartitionOutOfRangeError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.topics.layouts import Layouts
@@ -205,7 +206,7 @@ class Consumers:
         """The partitions that have the requested number of events, with the seconds until each may be consumed."""
         query = self._own_queries("ready" if partitioned else "ready_topic", topic=topic)
         asking = {"topic": topic, "consumer": consumer, "partitions": list(asked), "least": list(asked.values())}
-        rows = self._database.all(query, asking, prepare=True)
+        rows = query_all(self._database, query, asking, prepare=True)
         found = {partition: ready_in for partition, ready_in, waiting in rows if waiting}
         if len(found) < len(rows):
             settled = self._layouts.settle(topic, consumer).entered

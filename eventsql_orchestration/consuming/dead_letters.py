@@ -24,7 +24,7 @@ from eventsql_orchestration.consuming.dead_letter_values import (
 )
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
-from eventsql_orchestration.database.rows import fetch_first
+from eventsql_orchestration.database.rows import fetch_first, query_all, query_first
 from eventsql_orchestration.errors import DatabaseError, EventSQLError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event, Publication, Topic
 from eventsql_orchestration.publishing.publisher import Publisher
@@ -81,7 +81,7 @@ class DeadLetters:
         name = topic + DEAD_LETTER_SUFFIX
         query, values = self._log_queries("topic_exists"), {"topic": name}
         if connection is None:
-            row = self._database.first(query, values)
+            row = query_first(self._database, query, values)
         else:
             with self._database.errors(connection):
                 row = fetch_first(connection, query, values)
@@ -221,7 +221,7 @@ class DeadLetters:
     def of_backfills(self, topic: str) -> dict[str, int]:
         """See `ClusterDeadLetters.of_backfills`."""
         source = self._source(topic)
-        rows = self._database.all(self._queries("of_backfills", topic=source), {"letters": source})
+        rows = query_all(self._database, self._queries("of_backfills", topic=source), {"letters": source})
         return {str(backfill): int(letters) for backfill, letters in rows}
 
     def _source(self, topic: str) -> str:
@@ -244,7 +244,7 @@ class DeadLetters:
         windows = [_Window(wanted.after, upto, ids[start : start + BATCH]) for start in range(0, len(ids), BATCH)]
         for window in windows:
             values = {"ids": window.ids, "limit": _UNKNOWN_SHOWN}
-            if unknown := self._database.all(self._queries("unknown", topic=source), values):
+            if unknown := query_all(self._database, self._queries("unknown", topic=source), values):
                 raise _unknown(source, [letter for (letter,) in unknown])
         return windows
 

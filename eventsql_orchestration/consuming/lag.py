@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.database import Database, Queries
-from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics.layouts import layouts
@@ -90,7 +90,7 @@ class LagReader:
         return dict(counts)
 
     def _buffered(self, topics: Iterable[str]) -> dict[tuple[str, int], tuple[int, float]]:
-        rows = self._database.all(self._queries("buffered"), {"topics": sorted(topics)})
+        rows = query_all(self._database, self._queries("buffered"), {"topics": sorted(topics)})
         return {(topic, partition): (count, seconds) for topic, partition, count, seconds in rows}
 
     def _ahead(self, topic: str, consumer: str, until: int) -> tuple[Sequence[int], str]:

@@ -12,7 +12,7 @@ from typing import Final
 
 import psycopg
 import sqlalchemy
-from psycopg.rows import TupleRow, tuple_row
+from psycopg.rows import tuple_row
 from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.boundary import checked, checks_itself
@@ -29,7 +29,6 @@ from eventsql_orchestration.database.connections import (
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX
 from eventsql_orchestration.database.permissions import permission_error
 from eventsql_orchestration.database.queries import Queries, statement
-from eventsql_orchestration.database.rows import Query, Values, fetch_all, fetch_first
 from eventsql_orchestration.database.sessions import ISOLATION, open_session, watch
 from eventsql_orchestration.database.translation import (
     describe,
@@ -174,18 +173,6 @@ class Database:
         """One pooled connection inside a transaction that commits when the block ends well."""
         with self.connection() as connection, connection.transaction():
             yield connection
-
-    @checks_itself
-    def first(self, query: Query, values: Values = None, *, prepare: bool | None = None) -> TupleRow | None:
-        """The first row of a statement on a pooled connection; None if it gives none. Raises as `connection`."""
-        with self.connection() as connection:
-            return fetch_first(connection, query, values, prepare=prepare)
-
-    @checks_itself
-    def all(self, query: Query, values: Values = None, *, prepare: bool | None = None) -> list[TupleRow]:
-        """All rows of a statement on a pooled connection. Raises as `connection`."""
-        with self.connection() as connection:
-            return fetch_all(connection, query, values, prepare=prepare)
 
     @contextmanager
     def core(self) -> Iterator[sqlalchemy.Connection]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import TupleRow, tuple_row
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.database.database import Database
 
 Query: TypeAlias = sql.SQL | sql.Composed
 
@@ -36,3 +39,19 @@ def fetch_one(
     row = fetch_first(connection, query, values, prepare=prepare)
     assert row is not None, "the statement gives a row"
     return row
+
+
+def query_all(
+    database: Database, query: Query, values: Values = None, *, prepare: bool | None = None
+) -> list[TupleRow]:
+    """All rows of a statement, on a pooled connection."""
+    with database.connection() as connection:
+        return fetch_all(connection, query, values, prepare=prepare)
+
+
+def query_first(
+    database: Database, query: Query, values: Values = None, *, prepare: bool | None = None
+) -> TupleRow | None:
+    """The first row of a statement, on a pooled connection; None if it gives none."""
+    with database.connection() as connection:
+        return fetch_first(connection, query, values, prepare=prepare)
