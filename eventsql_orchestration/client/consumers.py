@@ -213,10 +213,15 @@ class ClusterTransfer:
         self.coordinator = TwoPhaseCoordinator(cluster.reachable)
 
     def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
-        """Move the buffered events of some topics or of all; gives the number of events moved per topic.
+        """Move the events visible in the buffer now, of `topics` or of all; gives the number of events by topic.
 
-        It ends after `deadline` of `time.monotonic`. A shard that fails does not stop the other shards. Its error is
-        raised after they are done, unless the shard is down. Raises `DatabaseUnavailableError` if no shard is up.
+        Topics take turns, one batch each, so that a busy topic does not delay the others. A topic that another transfer
+        holds is left to it. A topic whose events cannot be moved does not stop the others; its error is raised at the
+        end. A failed batch is tried again with half as many events, and `StuckEventError` names an event that fails
+        alone. Unknown topics are ignored. No round begins after `deadline`, a time of `time.monotonic`.
+
+        A shard that fails does not stop the other shards. Its error is raised after they are done, unless the shard is
+        down. Raises `DatabaseUnavailableError` if no shard is up, `SequenceError` and other kinds of `DatabaseError`.
         """
         if self._cluster.lone is not None:
             return self._cluster.lone.transfer.run_once(topics, deadline=deadline)
@@ -248,12 +253,13 @@ class ClusterTransfer:
     ) -> None:
         """Transfer until `stop` is set, at once when a process announces events in the buffer.
 
-        Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. `on_moved` gets
-        the number of events moved per topic. Each of several shards has a thread, and so has a shard that joins.
+        Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. After a round
+        that moved events, it looks sooner and then slows down. It retries while the database is down or a topic's
+        events cannot be moved. `on_moved` gets the number of events by topic of each round. Each of several shards has
+        a thread, and so has a shard that joins.
         """
         if self._cluster.lone is not None:
-            self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
-            return
+            return self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
         running: dict[Shard, threading.Thread] = {}
         reporting = threading.Lock()
 
@@ -278,6 +284,7 @@ class ClusterTransfer:
             stop.wait(1.0)
         for thread in running.values():
             thread.join(10.0)
+        return None
 
 
 @checked
@@ -290,7 +297,14 @@ class ClusterRetainer:
     def run_once(
         self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
     ) -> list[Dropped]:
-        """Drop events that are no longer kept; without `execute`, only list them. See `Retainer.run_once`."""
+        """Drop the due segments of `topics`, or of all topics with a retention. Gives what was dropped by topic.
+
+        A segment that a registered consumer has not passed stays, unless `force` is set; the consumer loses its events
+        then. Closes the current segment when it holds its share. With `execute=False` nothing changes.
+
+        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long; the next run
+        continues.
+        """
         wanted = None if topics is None else list(topics)
         dropped = self._cluster.each_up(lambda shard: shard.retention.run_once(wanted, force=force, execute=execute))
         return [each for _, found in dropped for each in found]

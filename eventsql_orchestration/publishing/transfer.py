@@ -59,15 +59,7 @@ class Transfer:
         self._writer = LogWriter(database, batch=batch)
 
     def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
-        """Move the events visible in the buffer now, of `topics` or of all. Gives the number of events by topic.
-
-        Topics take turns, one batch each, so that a busy topic does not delay the others. A topic that another transfer
-        holds is left to it. A topic whose events cannot be moved does not stop the others; its error is raised at the
-        end. A failed batch is tried again with half as many events, and `StuckEventError` names an event that fails
-        alone. Unknown topics are ignored. No round begins after `deadline`, a time of `time.monotonic`.
-
-        Raises `DatabaseUnavailableError`, `SequenceError` and other kinds of `DatabaseError`.
-        """
+        """Move the events visible in the buffer now. See `ClusterTransfer.run_once`."""
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
         failed: dict[str, EventSQLError] = {}
@@ -90,11 +82,7 @@ class Transfer:
         wake: threading.Event | None = None,
         on_moved: Callable[[dict[str, int]], None] | None = None,
     ) -> None:
-        """Transfer until `stop` is set. Looks every `polling_delay` seconds, and when `wake` is set.
-
-        After a wake-up, and after a round that moved events, it looks sooner and then slows down. It retries while the
-        database is down or a topic's events cannot be moved. `on_moved` gets the events by topic of each round.
-        """
+        """Transfer until `stop` is set, also when `wake` is set. See `ClusterTransfer.run`."""
         wake = wake or stop
         delay = 0.0
         failed: dict[str, EventSQLError] = {}
@@ -145,7 +133,7 @@ class Transfer:
                     try:
                         counts[topic] = self._writer.move(topic, newest)
                     except SmallerBatchError as error:
-                        logger.info("the next batch is smaller: %s", error)
+                        logger.info("the next batch is smaller, because this one failed: %s", error)
                         again = True
                     except (psycopg.Error, DatabaseError) as error:
                         if self._writer.broken:
@@ -165,7 +153,7 @@ class Transfer:
         known = self._database.meaning(error)
         # The error for a missing right names the role that has it.
         why = str(known) if isinstance(known, PermissionDeniedError) else describe(error)
-        # Nobody gave the transfer a value that it could refuse.
+        # The transfer was given no value that could be invalid.
         kind = DatabaseError if isinstance(known, ValidationError) else type(known)
         fault = kind(f"the events of topic {topic!r} stay in the buffer of {self._database}: {why}")
         fault.__cause__ = error

@@ -11,6 +11,7 @@ from psycopg.types.string import TextBinaryLoader
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import query_first
 from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
 from eventsql_orchestration.topics.registry import Registry
 
@@ -35,12 +36,7 @@ def fetch(
     cursor.adapters.register_loader("json", TextBinaryLoader)
     cursor.execute(
         queries("read" if partition == NOT_PARTITIONED else "read_partition", topic=topic),
-        {
-            "partition": partition,
-            "after": after,
-            "upto": MAX_OFFSET if upto is None else upto,
-            "limit": limit,
-        },
+        {"partition": partition, "after": after, "upto": MAX_OFFSET if upto is None else upto, "limit": limit},
         binary=True,
         prepare=False,
     )
@@ -110,9 +106,6 @@ class Reader:
 
     def _scalar(self, name: str, topic: str, partition: int | None, **values: int) -> Any:
         wanted = self._partition(topic, partition)
-        query = name if wanted == NOT_PARTITIONED else f"{name}_partition"
-        with self._database.connection() as connection:
-            row = connection.execute(
-                self._queries(query, topic=topic), {"partition": wanted, **values}, prepare=False
-            ).fetchone()
-            return None if row is None else row[0]
+        query = self._queries(name if wanted == NOT_PARTITIONED else f"{name}_partition", topic=topic)
+        row = query_first(self._database, query, {"partition": wanted, **values}, prepare=False)
+        return None if row is None else row[0]
