@@ -108,7 +108,7 @@ class LagReader:
         if state.until is None:
             return None
         if state.until == HELD:
-            return "until it has consumed what was before on the other shards, as `eventsql shard status` shows"
+            return "until it has consumed the earlier events on the other shards, see `eventsql shard status`"
         partitions, detail = ahead(state.topic, state.name, state.until)
         # A consumer whose partitions all reached the end of the layout continues at the next look.
         return None if not partitions or state.partition in partitions else detail

@@ -111,7 +111,7 @@ class Acknowledgement:
             if waited is None:
                 waited = self._waited = threading.Event()
         if not waited.wait(timeout) and not self._done:
-            raise TimeoutError(f"the event was not committed within {timeout} s: it is still on its way")
+            raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
 
     def _call(self, callback: Callable[[Acknowledgement], object]) -> None:
         try:

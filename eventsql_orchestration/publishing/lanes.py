@@ -40,10 +40,9 @@ MAX_FLUSHES: Final = 1_000
 _OF_AN_EVENT: Final = frozenset({"22", "23", "44", "54", "P0"})
 """SQLSTATE classes that concern the written data: data, constraints, views' checks, limits of a row, triggers."""
 
-_LEFT: Final = "not published: the publisher was closed and waited for {} s only"
+_LEFT: Final = "the event was not published: the publisher was closed and waited for {} s only"
 _UNKNOWN: Final = (
-    "it is not known whether the event is published: its commit was under way when the publisher was closed, and took "
-    "longer than {} s"
+    "it is not known whether the event was published: its commit took longer than {} s after the publisher was closed"
 )
 
 Acknowledged = TypeVar("Acknowledged")
@@ -207,7 +206,7 @@ class Lanes(Generic[Acknowledged]):
         if not self._settled.wait_for(lambda: self._closed or not self._full(size), timeout):
             raise DatabaseBusyError(
                 f"the buffer is full: {self._pending_events} events ({self._pending_bytes} bytes) wait for the "
-                f"database, and none was committed within {timeout} s. Publish more slowly, wait longer, or raise "
+                f"database, and none was committed within {timeout} s: publish more slowly, wait longer, or raise "
                 "max_pending_events and max_pending_bytes"
             )
 
@@ -237,8 +236,8 @@ class Lanes(Generic[Acknowledged]):
     def _refuse_in_lane(self, why: str) -> None:
         if threading.get_ident() in self._threads:
             raise DatabaseBusyError(
-                f"{why}, and a callback of an acknowledgement cannot wait for it: the callback runs in the thread that "
-                "commits. Wait in a thread of your own"
+                f"{why}, and a callback of an acknowledgement runs in the thread that commits, so it cannot wait: wait "
+                "in another thread"
             )
 
     # Waiting for commits
@@ -253,8 +252,8 @@ class Lanes(Generic[Acknowledged]):
             wanted = [(lane, lane.given) for lane in self._lanes]
             if not self._settled.wait_for(lambda: all(lane.settled >= given for lane, given in wanted), timeout):
                 raise DatabaseBusyError(
-                    f"{self._pending_events} events were not committed within {timeout} s. They are still on their "
-                    "way: wait for them again"
+                    f"{self._pending_events} events were not committed within {timeout} s, and may be committed "
+                    "later: wait for them again"
                 )
 
     def close(self, timeout: float | None) -> None:
@@ -371,7 +370,6 @@ class Lanes(Generic[Acknowledged]):
 
 
 def _by_topic(entries: Sequence[Entry[Acknowledged]]) -> list[list[Entry[Acknowledged]]]:
-    """The events of each topic, in their order."""
     parts: dict[str, list[Entry[Acknowledged]]] = {}
     for entry in entries:
         parts.setdefault(entry[0].topic, []).append(entry)

@@ -303,7 +303,8 @@ def check_publication(publication: object) -> Publication:
 
 
 def _redefined(topics: list[str]) -> RedefinitionError:
-    return RedefinitionError(f"topic {', '.join(topics)} was redefined meanwhile. Nothing was published: publish again")
+    names = ", ".join(topics)
+    return RedefinitionError(f"topic {names} was redefined meanwhile, and nothing was published: publish again")
 
 
 def read_ahead(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
