@@ -164,11 +164,7 @@ NO_METADATA: Final = Metadata()
 
 
 def check_metadata(
-    metadata: object,
-    *,
-    of: str = "",
-    most: int = MAX_METADATA_BYTES,
-    error: type[ValidationError] = ValidationError,
+    metadata: object, *, of: str = "", most: int = MAX_METADATA_BYTES, error: type[ValidationError] = ValidationError
 ) -> Metadata:
     """A copy of `metadata` that cannot be changed, or `error`: text by text without NUL, up to `most` bytes in all."""
     if not isinstance(metadata, Mapping):

@@ -21,12 +21,7 @@ from eventsql_orchestration.consuming.commit_retry import CommitRetry, is_reject
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.failures import Failure, record_failure, transaction_lost
-from eventsql_orchestration.consuming.partition import (
-    TRANSACTION_ENDED,
-    ConsumerPartition,
-    LockedPartition,
-    advance,
-)
+from eventsql_orchestration.consuming.partition import TRANSACTION_ENDED, ConsumerPartition, LockedPartition, advance
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.errors import ConsumptionError, DatabaseError, ValidationError
@@ -309,11 +304,7 @@ class BatchRunner:
         return self._conclude(connection, batch, events, failed)
 
     def _conclude(
-        self,
-        connection: Connection,
-        batch: Batch,
-        events: Sequence[Event],
-        failed: _FailedEvent | None,
+        self, connection: Connection, batch: Batch, events: Sequence[Event], failed: _FailedEvent | None
     ) -> BatchResult:
         """Move the offset past the handled events, and record the failure of the event after them."""
         locked = batch.locked

@@ -79,13 +79,7 @@ class Reader:
             return fetch(connection, self._queries, topic, partition=wanted, after=after, upto=upto, limit=limit)
 
     def stream(
-        self,
-        topic: str,
-        *,
-        after: int = 0,
-        upto: int | None = None,
-        partition: int | None = None,
-        batch: int = 5_000,
+        self, topic: str, *, after: int = 0, upto: int | None = None, partition: int | None = None, batch: int = 5_000
     ) -> Iterator[list[Event]]:
         """The same events in lists of at most `batch`, each read when it is needed; ends at the log's end."""
         while events := self.read(topic, after=after, upto=upto, partition=partition, limit=batch):

@@ -14,12 +14,7 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
 from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.queries import event_table
-from eventsql_orchestration.errors import (
-    InvalidNameError,
-    RedefinitionError,
-    RegistryError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts, segments

@@ -80,11 +80,7 @@ class Rollups:
             joined.execute(self._queries("add_to_rollup"), values)
 
     def read(
-        self,
-        rollup: str,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        dimension: str | None = None,
+        self, rollup: str, since: datetime | None = None, until: datetime | None = None, dimension: str | None = None
     ) -> list[RollupBucket]:
         """The buckets with `since <= bucket < until`, of one dimension or of all, ordered by both."""
         check_range(since, until)
