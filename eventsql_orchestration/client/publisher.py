@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import NoReturn
 
-import sqlalchemy
-
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.client.streaming import publish_stream, raise_first
-from eventsql_orchestration.database import Connection, driver_connection
+from eventsql_orchestration.database import CallersConnection, driver_connection
 from eventsql_orchestration.errors import (
     RedefinitionError,
     RegistryError,
@@ -87,9 +85,7 @@ class ClusterPublisher:
         )
 
     @checks_itself
-    def publish(
-        self, publication: Publication, *, connection: Connection | sqlalchemy.Connection | None = None
-    ) -> None:
+    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> None:
         """Publish one event. It is committed when this returns.
 
         With `connection`, of psycopg or SQLAlchemy and to the same database, the event joins the caller's transaction
@@ -121,9 +117,7 @@ class ClusterPublisher:
             topic=publication.topic,
         )
 
-    def publish_all(
-        self, publications: Iterable[Publication], *, connection: Connection | sqlalchemy.Connection | None = None
-    ) -> int:
+    def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """Publish any number of events, of any topics, in order and in one commit on each shard; gives their number.
 
         `publications` may be longer than memory: beyond the first 16 MiB it is read as it is written. If it raises, or
@@ -148,7 +142,7 @@ class ClusterPublisher:
         return publish_stream(self._cluster, router, chain(first, map(check_publication, rest)))
 
     @contextmanager
-    def _joined(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Publisher]:
+    def _joined(self, connection: CallersConnection) -> Iterator[Publisher]:
         """The publisher of the shard of a caller's connection."""
         try:
             yield self._cluster.of_connection(driver_connection(connection)).publisher

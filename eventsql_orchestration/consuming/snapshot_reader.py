@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
-import sqlalchemy
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database import CallersConnection, Connection, Database
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.translation import describe
@@ -131,7 +130,7 @@ class SnapshotReader:
         *,
         limit: int = 1_000,
         only: Mapping[str, object] | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        connection: CallersConnection | None = None,
     ) -> list[SnapshotRow]:
         """The next rows after a checkpoint, at most `limit`, none beyond the horizon.
 
@@ -160,13 +159,13 @@ class SnapshotReader:
             yield rows
             after = rows[-1].checkpoint
 
-    def horizon(self, connection: Connection | sqlalchemy.Connection | None = None) -> int:
+    def horizon(self, connection: CallersConnection | None = None) -> int:
         """The oldest transaction that may still write. Its rows and later ones are not read yet."""
         with self._on(connection) as joined:
             return int(fetch_one(joined, self._compose("horizon"))[0])
 
     def held_back(
-        self, *, only: Mapping[str, object] | None = None, connection: Connection | sqlalchemy.Connection | None = None
+        self, *, only: Mapping[str, object] | None = None, connection: CallersConnection | None = None
     ) -> int:
         """The number of committed rows beyond the horizon, which wait for a running transaction."""
         conditions = _conditions(only)
@@ -175,7 +174,7 @@ class SnapshotReader:
             return 0 if row is None else int(row[0])
 
     @contextmanager
-    def _on(self, connection: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
+    def _on(self, connection: CallersConnection | None) -> Iterator[Connection]:
         with self._database.joined(connection) as joined:
             try:
                 yield joined

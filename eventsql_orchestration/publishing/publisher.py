@@ -14,13 +14,12 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
-import sqlalchemy
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import Json
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.model import Publication, Topic, check_partition
@@ -53,9 +52,7 @@ Encoded: TypeAlias = tuple[str, bytes]
 class TransactionPublisher(Protocol):
     """Publishes batches as part of a caller's transaction, on one database or over several shards."""
 
-    def publish_all(
-        self, publications: Iterable[Publication], *, connection: Connection | sqlalchemy.Connection | None = None
-    ) -> int:
+    def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """Publish any number of events in order; gives their number. See `Publisher.publish_all`."""
 
 
@@ -96,11 +93,7 @@ class Publisher:
 
     @checks_itself
     def publish(
-        self,
-        publication: Publication,
-        *,
-        connection: Connection | sqlalchemy.Connection | None = None,
-        placed: ShardSet | None = None,
+        self, publication: Publication, *, connection: CallersConnection | None = None, placed: ShardSet | None = None
     ) -> None:
         """Publish one event. See `ClusterPublisher.publish`.
 
@@ -124,7 +117,7 @@ class Publisher:
         self,
         publications: Iterable[Publication],
         *,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        connection: CallersConnection | None = None,
         placed: ShardSet | None = None,
     ) -> int:
         """Publish any number of events in order and with one commit. See `ClusterPublisher.publish_all`."""
@@ -157,10 +150,7 @@ class Publisher:
         return self._publish_buffered(publications, None, placed)
 
     def _publish_buffered(
-        self,
-        publications: Iterable[Publication],
-        connection: Connection | sqlalchemy.Connection | None,
-        placed: ShardSet | None,
+        self, publications: Iterable[Publication], connection: CallersConnection | None, placed: ShardSet | None
     ) -> int:
         # One definition for the whole batch: the one that chose the partitions is checked in the end.
         topics: dict[str, Topic] = {}
@@ -265,7 +255,7 @@ class Publisher:
             raise _redefined(redefined)
 
     @contextmanager
-    def _transaction(self, given: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
+    def _transaction(self, given: CallersConnection | None) -> Iterator[Connection]:
         with self._database.joined(given) as connection:
             if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
                 with connection.transaction():

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-import sqlalchemy
 from psycopg.rows import class_row, scalar_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.errors import MessageNotFoundError
 from eventsql_orchestration.queue.message import Message, QueueDepth, check_body, check_key, check_max_messages
 from eventsql_orchestration.validation import NO_METADATA, Duration, check_metadata, check_name, check_seconds
@@ -38,7 +37,7 @@ class Queue:
         key: str | None = None,
         metadata: Mapping[str, str] = NO_METADATA,
         delay: Duration = 0.0,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        connection: CallersConnection | None = None,
     ) -> int:
         """Send one message and return its id.
 
@@ -74,7 +73,7 @@ class Queue:
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(Message)) as cursor:
             return cursor.execute(self._queries("receive"), values, binary=True).fetchall()
 
-    def acknowledge(self, message: Message, *, connection: Connection | sqlalchemy.Connection | None = None) -> None:
+    def acknowledge(self, message: Message, *, connection: CallersConnection | None = None) -> None:
         """Delete a message whose work is done; with `connection`, when the caller's transaction commits.
 
         After its visibility timeout, a message can still be acknowledged until somebody receives it again. Raises
@@ -96,7 +95,7 @@ class Queue:
             assert counted is not None, "an aggregate without GROUP BY has one row"
             return counted
 
-    def _settle(self, statement: str, message: Message, connection: Connection | sqlalchemy.Connection | None) -> None:
+    def _settle(self, statement: str, message: Message, connection: CallersConnection | None) -> None:
         values = {"queue": self.name, "id": message.id, "receipt": message.receipt}
         with self._database.joined(connection) as joined:
             settled = joined.execute(self._queries(statement), values).rowcount

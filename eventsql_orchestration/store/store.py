@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sqlalchemy
 from psycopg.errors import SerializationFailure
 from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.errors import ConcurrentAppendError, ValidationError
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, encode
 from eventsql_orchestration.validation import check_name, check_whole
@@ -32,7 +31,7 @@ class Store:
 
     def append(
         self,
-        connection: Connection | sqlalchemy.Connection,
+        connection: CallersConnection,
         aggregate_type: str,
         aggregate_id: str,
         changes: Sequence[Change],
@@ -76,7 +75,7 @@ class Store:
         *,
         after_version: int = 0,
         upto_version: int | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        connection: CallersConnection | None = None,
     ) -> list[RecordedChange]:
         """The changes with `after_version < version <= upto_version`, in order; empty for an unknown aggregate.
 
@@ -89,7 +88,7 @@ class Store:
 
     def save_snapshot(
         self,
-        connection: Connection | sqlalchemy.Connection,
+        connection: CallersConnection,
         aggregate_type: str,
         aggregate_id: str,
         version: int,
@@ -119,7 +118,7 @@ class Store:
         aggregate_id: str,
         *,
         upto_version: int | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        connection: CallersConnection | None = None,
     ) -> Snapshot | None:
         """The newest snapshot, or the newest up to `upto_version`; None without one."""
         values = self._values(aggregate_type, aggregate_id, upto_version)

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-import sqlalchemy
 from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import check_name, check_range, check_text, check_time, check_whole
 
@@ -37,9 +36,7 @@ class Logs:
         self._database = database
         self._queries = Queries("views", database.schema)
 
-    def write(
-        self, connection: Connection | sqlalchemy.Connection, log: str, rows: Iterable[tuple[str, str, datetime]]
-    ) -> int:
+    def write(self, connection: CallersConnection, log: str, rows: Iterable[tuple[str, str, datetime]]) -> int:
         """Write `(resource, line, written_at)` rows in the caller's transaction, with one statement. Gives their
         number.
 

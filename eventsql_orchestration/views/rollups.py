@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-import sqlalchemy
 from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import check_name, check_range, check_text, check_time, check_whole
 
@@ -43,12 +42,7 @@ class Rollups:
         self._database = database
         self._queries = Queries("views", database.schema)
 
-    def add(
-        self,
-        connection: Connection | sqlalchemy.Connection,
-        rollup: str,
-        rows: Iterable[tuple[datetime, str, int, int]],
-    ) -> None:
+    def add(self, connection: CallersConnection, rollup: str, rows: Iterable[tuple[datetime, str, int, int]]) -> None:
         """Add `(bucket, dimension, count, sum)` rows in the caller's transaction, with one statement.
 
         Rows of the same bucket and dimension are added up; negative numbers subtract. The buckets stay locked until the
