@@ -72,13 +72,11 @@ def check_topic_name(name: object) -> str:
     """
     if not isinstance(name, str) or not _TOPIC_NAME.fullmatch(name):
         raise InvalidNameError(
-            f"topic name {shown(name)} is not usable: start with a lower-case letter, go on with lower-case letters, "
-            "digits and underscores"
+            f"topic name {shown(name)} is not usable: take lower-case letters, digits and underscores, first a letter"
         )
     if len(name) > MAX_TOPIC_NAME_LENGTH:
         raise InvalidNameError(
-            f"topic name {shown(name)} has {len(name)} characters; {MAX_TOPIC_NAME_LENGTH} are allowed, "
-            "because its table is named after it"
+            f"topic name {shown(name)} has {len(name)} characters; {MAX_TOPIC_NAME_LENGTH} are allowed"
         )
     return name
 
@@ -89,8 +87,7 @@ def check_partitions(partitions: object) -> int:
         raise ValidationError(f"partitions must be a whole number, not {shown(partitions)}")
     if partitions != NOT_PARTITIONED and not 1 <= partitions <= MAX_PARTITIONS:
         raise ValidationError(
-            f"{shown(partitions)} partitions are not possible: take 1 to {MAX_PARTITIONS}, or -1 for a topic that is "
-            "not partitioned"
+            f"{shown(partitions)} partitions are not possible: take 1 to {MAX_PARTITIONS}, or -1 for no partitions"
         )
     return partitions
 
@@ -102,8 +99,7 @@ def check_partition(topic: str, partition: object, partitions: int) -> int:
     if partitions == NOT_PARTITIONED:
         if partition != NOT_PARTITIONED:
             raise PartitionOutOfRangeError(
-                f"partition {shown(partition)} is out of range: topic {topic!r} is not partitioned (its only partition "
-                "is -1)"
+                f"partition {shown(partition)} is out of range: topic {topic!r} is not partitioned, so it has only -1"
             )
     elif not 0 <= partition < partitions:
         raise PartitionOutOfRangeError(

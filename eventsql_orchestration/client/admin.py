@@ -34,6 +34,8 @@ from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordina
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.offsets import AtOffset, Position
 
+_ONE_SHARD: Final = "name one shard (--shard NAME, in Python platform.shards[i])"
+
 ABANDONED_SECONDS: Final = 5.0
 """Seconds until a repartitioning gives up a publication over several shards that is announced and not decided. The
 repartitioning of its topic ends the publication in any case."""
@@ -98,10 +100,7 @@ class ClusterSeeker:
 
     def _check(self, topic: str, consumer: str, position: Position, partition: int | None) -> None:
         if isinstance(position, AtOffset):
-            raise ValidationError(
-                "each shard has another event at this offset: seek to a time, or seek on one shard (--shard NAME, "
-                "platform.shards[i].seeker)"
-            )
+            raise ValidationError(f"each shard counts its offsets by itself: seek to a time, or {_ONE_SHARD}")
         states = self._registry.consumer(topic, consumer)
         choose_partitions([state for state in states if state.shard == states[0].shard], partition)
 
@@ -209,10 +208,7 @@ class ClusterDeadLetters:
         """
         if self._lone is not None:
             return self._lone.show(topic, letter_id)
-        raise ShardError(
-            f"each shard has another letter at offset {letter_id} of topic {topic!r}: name one shard (--shard NAME, "
-            "platform.shards[i].dead_letters)"
-        )
+        raise ShardError(f"each shard counts its dead letters of topic {topic!r} by itself: {_ONE_SHARD}")
 
     def of_backfills(self, topic: str) -> dict[str, int]:
         """The number of dead letters of `topic` that were not redriven, by the id of their backfill.
@@ -248,10 +244,7 @@ class ClusterDeadLetters:
         if self._lone is not None or letters is None:
             return
         if letters.ids is not None or letters.after or letters.upto is not None:
-            raise ValidationError(
-                "each shard counts its dead letters by itself: name one shard (--shard NAME, "
-                "platform.shards[i].dead_letters), or select letters without their offsets"
-            )
+            raise ValidationError(f"each shard counts its dead letters by itself: give no offsets, or {_ONE_SHARD}")
 
 
 @checked

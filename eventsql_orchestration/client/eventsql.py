@@ -126,9 +126,8 @@ class EventSQL:
         if self._cluster.lone is not None:
             return self._cluster.lone
         raise SingleShardError(
-            f"platform.{name} is of one database, and this platform has {len(self.shards)}: use "
-            f"platform.shards[i].{name}, or --shard NAME on the command line; a queue, an event store and views "
-            "live on one of them"
+            f"platform.{name} belongs to one database, and this platform has {len(self.shards)}: use "
+            f"platform.shards[i].{name} or --shard NAME; a queue, an event store and views live on one of them"
         )
 
     # The shards

@@ -97,10 +97,10 @@ class ClusterRegistry:
         if forms == {None}:
             self.topic(name)
         if len(forms) > 1:
+            differing = ", ".join(f"{_form(topic)} on {shard!r}" for shard, topic in found.items())
             raise ShardsDifferError(
-                f"topic {name!r} is not the same on all shards "
-                f"({', '.join(f'{_form(topic)} on {shard!r}' for shard, topic in found.items())}): complete it with "
-                f"`eventsql topic create {name} --partitions N`, or `eventsql topic alter`"
+                f"topic {name!r} is not the same on all shards ({differing}): complete it with `eventsql topic create "
+                f"{name} --partitions N`, or `eventsql topic alter`"
             )
         self._compared.add(name)
 
@@ -237,10 +237,8 @@ class ClusterRegistry:
         mixed = len({state.partition == NOT_PARTITIONED for state in states}) > 1
         if lacking or mixed:
             which = "is partitioned on some shards only" if mixed else f"is missing on shard {lacking[0]!r}"
-            raise ShardsDifferError(
-                f"consumer {name!r} of topic {topic!r} {which}: complete it with `eventsql consumer create {topic} "
-                f"{name}`"
-            )
+            command = f"eventsql consumer create {topic} {name}"
+            raise ShardsDifferError(f"consumer {name!r} of topic {topic!r} {which}: complete it with `{command}`")
 
     def unregister_consumer(self, topic: str, name: str) -> None:
         """Delete a consumer with its offsets. Waits for a running consumption."""

@@ -57,10 +57,7 @@ def check_handler(handler: object, *arguments: str) -> None:
     name = getattr(handler, "__qualname__", None) or repr(handler)
     for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004 - a partial has none of its own
         if is_asynchronous(function):
-            raise ValidationError(
-                f"handler {name} is asynchronous and would never run: make it a plain function, which may call "
-                "asyncio.run"
-            )
+            raise ValidationError(f"handler {name} is asynchronous and would never run: make it a plain function")
         if inspect.isgeneratorfunction(function):
             raise ValidationError(f"handler {name} is a generator function and would never run: remove `yield`")
 
@@ -83,7 +80,7 @@ def check_returned(returned: object) -> None:
     if inspect.iscoroutine(returned):
         # Python would warn that nothing awaited it.
         returned.close()
-    raise TypeError("the handler returned an awaitable or a generator, and nothing of it has run")
+    raise TypeError("the handler returned an awaitable or a generator, which has not run")
 
 
 def one_by_one(handler: EventHandler) -> BatchHandler:

@@ -112,8 +112,7 @@ class Claims:
         row = query_first(self._database, self._queries("claim"), {"claim": claim_id})
         if row is None:
             raise ClaimLostError(
-                f"claim {claim_id} does not exist: its consumer or topic was deleted, or it ended long ago and "
-                "was deleted then"
+                f"claim {claim_id} does not exist: it ended long ago, or its consumer or topic was deleted"
             )
         return Claim.of_row(row), str(row[9])
 

@@ -180,8 +180,8 @@ class SnapshotReader:
                 yield joined
             except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
                 raise DatabaseError(
-                    f"table {self._table} of {self._database} cannot be read ({describe(error)}): make the table with "
-                    "these columns, or name the one that is there, and its schema"
+                    f"table {self._table} of {self._database} cannot be read ({describe(error)}): check its name, its "
+                    "schema and its columns"
                 ) from error
 
     def _compose(self, name: str, *conditions: str) -> sql.Composed:
@@ -196,8 +196,7 @@ class SnapshotReader:
     def _check(self, row: tuple[Any, ...] | None) -> None:
         if row is not None and row[1]:
             raise DatabaseError(
-                f"table {self._table} has rows of transaction {row[0]}, which this server has not had yet: they come "
-                "from another server, by a dump or by replication; give their rows transaction ids of this one before "
-                "it is read, in their order, or begin a new table"
+                f"table {self._table} has rows of transaction {row[0]} of another server, copied by a dump or by "
+                "replication: give these rows transaction ids of this server in their order, or begin a new table"
             )
         self._checked = True

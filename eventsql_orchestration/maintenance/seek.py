@@ -113,8 +113,8 @@ class Seeker:
                 )
         except DatabaseBusyError as error:
             raise DatabaseBusyError(
-                f"consumer {consumer!r} of topic {topic!r} did not move: a batch or a change of the registry held its "
-                f"partitions for {LOCK_SECONDS} s. Stop the consumption, or try again"
+                f"consumer {consumer!r} of topic {topic!r} did not move, because others held its partitions for "
+                f"{LOCK_SECONDS} s: stop its consumption, or try again"
             ) from error
         connection.execute(text("SET LOCAL statement_timeout TO DEFAULT"))
         if not {state.partition for state in locked}.issuperset(partitions):
@@ -178,7 +178,4 @@ def _refuse_leased(moves: Sequence[Move]) -> None:
     for move in moves:
         if move.owner is not None:
             key = ConsumerPartition(move.topic, move.consumer, move.partition)
-            raise PartitionLeasedError(
-                f"{key} did not move, because {move.owner} leases it: stop {move.owner} first, or force the seek to "
-                "fence it off"
-            )
+            raise PartitionLeasedError(f"{key} did not move: {move.owner} leases it; stop it, or force the seek")

@@ -236,8 +236,7 @@ class Lanes(Generic[Acknowledged]):
     def _refuse_in_lane(self, why: str) -> None:
         if threading.get_ident() in self._threads:
             raise DatabaseBusyError(
-                f"{why}, and a callback of an acknowledgement runs in the thread that commits, so it cannot wait: wait "
-                "in another thread"
+                f"{why}, and a callback of an acknowledgement cannot wait for commits: wait in another thread"
             )
 
     # Waiting for commits
@@ -252,8 +251,7 @@ class Lanes(Generic[Acknowledged]):
             wanted = [(lane, lane.given) for lane in self._lanes]
             if not self._settled.wait_for(lambda: all(lane.settled >= given for lane, given in wanted), timeout):
                 raise DatabaseBusyError(
-                    f"{self._pending_events} events were not committed within {timeout} s, and may be committed "
-                    "later: wait for them again"
+                    f"{self._pending_events} events were not committed within {timeout} s yet: wait for them again"
                 )
 
     def close(self, timeout: float | None) -> None:

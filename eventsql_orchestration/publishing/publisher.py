@@ -277,8 +277,7 @@ def check_many(publications: object) -> None:
     """Raise `ValidationError` unless `publications` is iterable and no string."""
     if isinstance(publications, str | bytes) or not isinstance(publications, Iterable):
         raise ValidationError(
-            f"publish_all takes an iterable of publications, not {type(publications).__name__}: "
-            "use publish for a single publication"
+            f"publish_all takes an iterable of publications, not {type(publications).__name__}: use publish for one"
         )
 
 
@@ -287,8 +286,7 @@ def check_publication(publication: object) -> Publication:
     if isinstance(publication, Publication):
         return publication
     raise ValidationError(
-        f"publication must be a Publication, not {type(publication).__name__}: "
-        "Publication(topic, value, key=…, metadata=…)"
+        f"publication must be a Publication(topic, value, key=…, metadata=…), not {type(publication).__name__}"
     )
 
 

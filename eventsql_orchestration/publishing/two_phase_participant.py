@@ -185,7 +185,7 @@ class TwoPhaseParticipant:
             missing = self.publish(connection, publication)
         if missing:
             logger.warning(
-                "publication %s was published on %s without %d of its events: their topic was deleted meanwhile",
+                "publication %s was published on %s without %d of its events, whose topic was deleted",
                 publication, self._database, missing,
             )  # fmt: skip
 
@@ -224,9 +224,8 @@ def refuse_open_parts(connection: psycopg.Connection[Any], schema: str) -> None:
     if parts:
         others = "" if len(parts) == 1 else f", and {len(parts) - 1} more"
         raise OpenPartsError(
-            f"events of a publication over several shards are not in the buffer yet: {parts[0]}{others}. Shard "
-            f"{parts[0].decider!r} knows whether the publication takes place. Run `eventsql shard status` with the "
-            "URLs of all shards: it brings the events here or gives them up, and says if something prevents that"
+            f"events of a publication over several shards are not in the buffer yet ({parts[0]}{others}): run "
+            "`eventsql shard status` with the URLs of all shards, which brings the events here or gives them up"
         )
 
 

@@ -101,6 +101,6 @@ class Queue:
             settled = joined.execute(self._queries(statement), values).rowcount
         if not settled:
             raise MessageNotFoundError(
-                f"queue {self.name!r} does not hold message {message.id} under this receipt any more: it was "
-                "acknowledged or released, or its visibility timeout ended and another receiver took it"
+                f"queue {self.name!r} has no message {message.id} with this receipt: it was acknowledged or released, "
+                "or its visibility timeout ended and another receiver took it"
             )

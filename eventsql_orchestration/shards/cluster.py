@@ -189,8 +189,7 @@ class Cluster:
             if shard.name == name:
                 return shard
         raise ShardSetError(
-            f"this process has no URL of shard {name!r}, which was added: open the platform with the URLs of all "
-            "shards, or call `platform.add_url(…)`"
+            f"this process has no URL of shard {name!r}: open the platform with it, or call `platform.add_url(…)`"
         )
 
     def owner(self, key: str) -> Shard:

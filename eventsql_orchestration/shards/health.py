@@ -135,8 +135,7 @@ def ask(shards: Iterable[Shard]) -> dict[Shard, ShardState | DatabaseUnavailable
         except TimeoutError:
             if database.exhausted:
                 raise DatabaseBusyError(
-                    f"{database} was not asked for {seconds:.0f} seconds, because every connection of this process is "
-                    "taken: use fewer threads at once"
+                    f"every connection of this process to {database} was in use for {seconds:.0f} s: use fewer threads"
                 ) from None
             found[shard] = DatabaseUnavailableError(f"{database} has not answered for {seconds:.0f} seconds")
         except DatabaseUnavailableError as error:

@@ -160,12 +160,10 @@ def check_form(consumer: Consumer, existing: Sequence[ConsumerState]) -> None:
     name, topic = consumer.name, consumer.topic
     if all((state.partition != NOT_PARTITIONED) == consumer.partitioned for state in existing):
         return
-    form = "not partitioned" if consumer.partitioned else "partitioned"
-    option = "without `--partitioned`" if consumer.partitioned else "with `--partitioned`"
+    form, option = ("not partitioned", "without") if consumer.partitioned else ("partitioned", "with")
     raise RedefinitionError(
-        f"consumer {name!r} of topic {topic!r} exists and is {form}, so nothing was changed: register it {option} "
-        f"(in Python partitioned={not consumer.partitioned}), or delete it and its offsets first with "
-        f"`eventsql consumer delete {shlex.quote(topic)} {shlex.quote(name)}`"
+        f"consumer {name!r} of topic {topic!r} exists and is {form}: register it {option} `--partitioned`, or delete "
+        f"it and its offsets first with `eventsql consumer delete {shlex.quote(topic)} {shlex.quote(name)}`"
     )
 
 

@@ -177,8 +177,7 @@ def check_same_layout(known: Sequence[Layout], offset: int, targets: Sequence[in
         places.add(bounds_at(known, offset).layout)
     if len(places) > 1:
         raise ValidationError(
-            "the topic was repartitioned between these offsets, and all partitions of a consumer are in one layout: "
-            "seek all of them to one offset or time"
+            "the topic was repartitioned between these offsets: seek all partitions to one offset or time"
         )
 
 

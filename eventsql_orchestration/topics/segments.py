@@ -151,9 +151,10 @@ def _check_dependents(connection: Connection, schema: str, topic: str) -> None:
     log = sql.Identifier(schema, event_table(topic)).as_string(connection)
     dependents = fetch_all(connection, Queries("retention", schema)("dependents"), {"table": log})
     if dependents:
+        names = ", ".join(name for (name,) in dependents)
         raise RegistryError(
-            f"topic {topic!r} cannot have a retention yet: {', '.join(name for (name,) in dependents)} would stay "
-            "with its first segment; drop these objects, set the retention, and make them anew"
+            f"topic {topic!r} cannot have a retention yet, because {names} would stay with its first segment: drop "
+            "these objects, set the retention, and make them anew"
         )
 
 
