@@ -96,15 +96,10 @@ def check_partition(topic: str, partition: object, partitions: int) -> int:
     """Return `partition`, or raise `PartitionOutOfRangeError` when a topic of `partitions` has no such partition."""
     if isinstance(partition, bool) or not isinstance(partition, int):
         raise PartitionOutOfRangeError(f"a partition of topic {topic!r} is a whole number, not {shown(partition)}")
-    if partitions == NOT_PARTITIONED:
-        if partition != NOT_PARTITIONED:
-            raise PartitionOutOfRangeError(
-                f"partition {shown(partition)} is out of range: topic {topic!r} is not partitioned, so it has only -1"
-            )
-    elif not 0 <= partition < partitions:
-        raise PartitionOutOfRangeError(
-            f"partition {shown(partition)} is out of range: topic {topic!r} has partitions 0 to {partitions - 1}"
-        )
+    least, most = (0, partitions - 1) if partitions != NOT_PARTITIONED else (NOT_PARTITIONED, NOT_PARTITIONED)
+    if not least <= partition <= most:
+        having = f"has partitions 0 to {most}" if most >= 0 else "is not partitioned (its only partition is -1)"
+        raise PartitionOutOfRangeError(f"partition {shown(partition)} is out of range: topic {topic!r} {having}")
     return partition
 
 
@@ -128,7 +123,7 @@ class Retention:
                 raise ValidationError(f"the age of a retention must be a number of seconds, not {shown(seconds)}")
             if not 0 < seconds <= MAX_AGE.total_seconds():
                 raise ValidationError(
-                    f"the age of a retention must be above 0 and at most a hundred years, not {shown(seconds)} s"
+                    f"the age of a retention must be above 0 and up to 100 years, not {shown(seconds)} s"
                 )
         for what, bound in (("size in bytes", self.bytes), ("number of events", self.events)):
             if bound is not None:

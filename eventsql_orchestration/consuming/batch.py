@@ -132,13 +132,9 @@ class BatchResult:
 
     def __add__(self, later: BatchResult) -> BatchResult:
         return BatchResult(
-            self.consumed + later.consumed,
-            later.offset,
-            self.skipped + later.skipped,
-            later.failure,
-            self.dead_letters + later.dead_letters,
-            {**self.metadata, **later.metadata},
-        )
+            self.consumed + later.consumed, later.offset, self.skipped + later.skipped, later.failure,
+            self.dead_letters + later.dead_letters, {**self.metadata, **later.metadata},
+        )  # fmt: skip
 
 
 class BatchSource(Protocol):

@@ -50,15 +50,11 @@ class Repository(Generic[A]):
             snapshot = self._store.snapshot(self._type, aggregate_id, upto_version=upto_version, connection=connection)
             if snapshot is not None:
                 aggregate.restore_at(snapshot.version, snapshot.state)
-        aggregate.replay(
-            self._store.load(
-                self._type,
-                aggregate_id,
-                after_version=aggregate.stored_version,
-                upto_version=upto_version,
-                connection=connection,
-            )
-        )
+        changes = self._store.load(
+            self._type, aggregate_id,
+            after_version=aggregate.stored_version, upto_version=upto_version, connection=connection,
+        )  # fmt: skip
+        aggregate.replay(changes)
         return aggregate
 
     def save(

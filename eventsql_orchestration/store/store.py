@@ -49,13 +49,10 @@ class Store:
         if not changes:
             raise ValidationError(f"there are no changes to append to {aggregate_type} {aggregate_id!r}")
         values = {
-            "type": aggregate_type,
-            "id": aggregate_id,
-            "expected_version": expected_version,
-            "new_version": expected_version + len(changes),
-            "kinds": [change.kind for change in changes],
-            "data": [change.encoded for change in changes],
-        }
+            "type": aggregate_type, "id": aggregate_id,
+            "expected_version": expected_version, "new_version": expected_version + len(changes),
+            "kinds": [change.kind for change in changes], "data": [change.encoded for change in changes],
+        }  # fmt: skip
         with self.database.callers(connection) as joined:
             try:
                 appended = joined.execute(self._queries("append"), values).rowcount

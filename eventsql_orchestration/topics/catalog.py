@@ -35,13 +35,8 @@ REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
 _t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
 
 _TOPICS: Final = select(
-    _t.eql_name,
-    _t.eql_partitions,
-    _t.eql_created_at,
-    _t.eql_retention_seconds,
-    _t.eql_retention_bytes,
-    _t.eql_retention_events,
-    _t.eql_layout,
+    _t.eql_name, _t.eql_partitions, _t.eql_created_at,
+    _t.eql_retention_seconds, _t.eql_retention_bytes, _t.eql_retention_events, _t.eql_layout,
     select(
         func.json_build_object(
             "set", _s.eql_set, "name", _s.eql_name, "active", _s.eql_active,
@@ -109,24 +104,11 @@ def consumer_states(
     Every lock of several partitions is taken here: in different orders, two transactions could wait for each other.
     """
     query = select(
-        _c.eql_topic,
-        _c.eql_name,
-        _c.eql_partition,
-        func.coalesce(_c.eql_last_event_id, 0),
-        _c.eql_consumed_events,
-        _c.eql_last_consumption_at,
-        _c.eql_paused,
-        _c.eql_epoch,
-        _c.eql_lease_owner,
-        _c.eql_lease_expires_at,
-        _c.eql_failed_event_id,
-        _c.eql_attempts,
-        _c.eql_failure,
-        _c.eql_retry_at,
-        _c.eql_max_attempts,
-        _c.eql_filter,
-        _c.eql_until,
-    ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)
+        _c.eql_topic, _c.eql_name, _c.eql_partition, func.coalesce(_c.eql_last_event_id, 0), _c.eql_consumed_events,
+        _c.eql_last_consumption_at, _c.eql_paused, _c.eql_epoch, _c.eql_lease_owner, _c.eql_lease_expires_at,
+        _c.eql_failed_event_id, _c.eql_attempts, _c.eql_failure, _c.eql_retry_at, _c.eql_max_attempts,
+        _c.eql_filter, _c.eql_until,
+    ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)  # fmt: skip
     if topic is not None:
         query = query.where(_c.eql_topic == topic)
     if consumer is not None:
