@@ -123,7 +123,7 @@ class Retention:
                 raise ValidationError(f"the age of a retention must be a number of seconds, not {shown(seconds)}")
             if not 0 < seconds <= MAX_AGE.total_seconds():
                 raise ValidationError(
-                    f"the age of a retention must be above 0 and up to 100 years, not {shown(seconds)} s"
+                    f"the age of a retention must be above 0 and at most a hundred years, not {shown(seconds)} s"
                 )
         for what, bound in (("size in bytes", self.bytes), ("number of events", self.events)):
             if bound is not None:
@@ -132,6 +132,11 @@ class Retention:
     @property
     def for_ever(self) -> bool:
         return self.seconds is None and self.bytes is None and self.events is None
+
+    def reached(self, *, seconds: float, size: int, events: int) -> bool:
+        """Whether an age, a size in bytes or a number of events reaches its bound."""
+        bounds = ((seconds, self.seconds), (size, self.bytes), (events, self.events))
+        return any(bound is not None and value >= bound for value, bound in bounds)
 
 
 @dataclass(frozen=True, slots=True)

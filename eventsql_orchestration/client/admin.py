@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from builtins import list as list_of
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Final
@@ -23,8 +23,8 @@ from eventsql_orchestration.consuming.dead_letters import (
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardError, TopicNotFoundError, ValidationError
-from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning
-from eventsql_orchestration.maintenance.seek import Move
+from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning, Step
+from eventsql_orchestration.maintenance.seek import Choose, Move
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.barriers import Barriers, HeldBack
@@ -63,15 +63,9 @@ class ClusterSeeker:
         return [replace(move, shard=shard.label) for shard, moves in planned for move in moves]
 
     def execute(
-        self,
-        topic: str,
-        consumer: str,
-        position: Position,
-        *,
-        partition: int | None = None,
-        force: bool = False,
-        choose: Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]] | None = None,
-    ) -> list[Move]:
+        self, topic: str, consumer: str, position: Position,
+        *, partition: int | None = None, force: bool = False, choose: Choose | None = None,
+    ) -> list[Move]:  # fmt: skip
         """Move a consumer to `position`, in one partition or in all at once. Gives the moves.
 
         `choose` gets the locked partitions and gives those to move. If it raises, nothing moves.
@@ -259,12 +253,7 @@ class ClusterRepartitioner:
         self._coordinator = TwoPhaseCoordinator(cluster.reachable)
 
     def repartition(
-        self,
-        topic: str,
-        partitions: int,
-        *,
-        finish: Callable[[], object] = lambda: None,
-        timeout: float = RETRY_SECONDS,
+        self, topic: str, partitions: int, *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS
     ) -> Repartitioning | None:
         """Give a partitioned topic another number of partitions, more or fewer. None if it has that number already.
 

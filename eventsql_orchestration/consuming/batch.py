@@ -199,15 +199,9 @@ class BatchRunner:
         self._queries = Queries("log", database.schema)
 
     def run(
-        self,
-        source: BatchSource,
-        handler: BatchHandler,
-        *,
-        limit: int,
-        retry: CommitRetry,
-        each: bool = False,
+        self, source: BatchSource, handler: BatchHandler, *, limit: int, retry: CommitRetry, each: bool = False,
         cancellation: Cancellation | None = None,
-    ) -> BatchResult | None:
+    ) -> BatchResult | None:  # fmt: skip
         """Handle one batch of at most `limit` events; None if the source has none now.
 
         Raises `ClaimLostError` if the offset is not where the batch was read, errors of the database, rejections that
@@ -231,15 +225,9 @@ class BatchRunner:
         return self._conclude(connection, batch, events, _FailedEvent(0, events[0].id, error)) if events else None
 
     def _try(
-        self,
-        attempt: _Attempt,
-        source: BatchSource,
-        handler: BatchHandler,
-        *,
-        size: int,
-        retry: CommitRetry,
-        cancellation: Cancellation,
-    ) -> BatchResult | _Attempt | None:
+        self, attempt: _Attempt, source: BatchSource, handler: BatchHandler,
+        *, size: int, retry: CommitRetry, cancellation: Cancellation,
+    ) -> BatchResult | _Attempt | None:  # fmt: skip
         """Handle a batch in one transaction. If it is rolled back, returns the attempt to make next."""
         outcome: BatchResult | _Attempt | None = None
         events: Sequence[Event] = ()

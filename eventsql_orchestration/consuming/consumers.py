@@ -172,13 +172,9 @@ class Consumers:
         return self._start(topic, consumer, polls.poll, options, workers)
 
     def _start(
-        self,
-        topic: str,
-        consumer: str,
-        poll: Callable[[ConsumerPartition, Cancellation], PollOutcome],
-        options: PollOptions,
-        workers: int,
-    ) -> Consumption:
+        self, topic: str, consumer: str, poll: Callable[[ConsumerPartition, Cancellation], PollOutcome],
+        options: PollOptions, workers: int,
+    ) -> Consumption:  # fmt: skip
         keys = self._keys(topic, consumer)
         partitioned = keys[0].partition != NOT_PARTITIONED
         started = Consumption(
@@ -250,14 +246,9 @@ class Consumers:
         return consumed, last
 
     def _poll(
-        self,
-        key: ConsumerPartition,
-        handler: BatchHandler,
-        options: PollOptions,
-        cancellation: Cancellation,
-        *,
-        each: bool = False,
-    ) -> PollOutcome:
+        self, key: ConsumerPartition, handler: BatchHandler, options: PollOptions, cancellation: Cancellation,
+        *, each: bool = False,
+    ) -> PollOutcome:  # fmt: skip
         """Handle the next batch of a partition, if there is one."""
         retry = self._retries.setdefault(key, CommitRetry(self.commit_retry))
         source = _UnleasedSource(self._queries, self._dead_letters, key, options)

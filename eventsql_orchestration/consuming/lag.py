@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
@@ -16,12 +16,9 @@ from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.sharding import HELD
-from eventsql_orchestration.topics.layouts import layouts
+from eventsql_orchestration.topics.layouts import layouts, named
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
-
-SHOWN_PARTITIONS: Final = 10
-"""Maximum number of partitions that a detail names."""
 
 Ahead: TypeAlias = Callable[[str, str, int], tuple[Sequence[int], str]]
 """Takes topic, consumer, offset. Returns the partitions that have not reached the offset, and a sentence about them."""
@@ -101,7 +98,8 @@ class LagReader:
         partitions = [partition for partition, _ in rows]
         ending = max((each.number for each in known if each.after < until), default=None)
         where = "" if ending is None else f", where layout {ending} of the topic ends"
-        return partitions, f"until {_named(partitions)} come to offset {until}{where}"
+        have = "has" if len(partitions) == 1 else "have"
+        return partitions, f"until {named(partitions)} {have} come to offset {until}{where}"
 
     def _held_back(self, state: ConsumerState, ahead: Ahead) -> str | None:
         """Why a partition gets no events though some wait; None if it may get them."""
@@ -154,8 +152,3 @@ def _cause(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause,
     if not in_log:
         return LagCause.TRANSFER, "not transferred yet; `eventsql transfer` moves events"
     return LagCause.WAITING, "not consumed yet"
-
-
-def _named(partitions: Sequence[int]) -> str:
-    named = ", ".join(map(str, partitions[:SHOWN_PARTITIONS])) + (", …" if len(partitions) > SHOWN_PARTITIONS else "")
-    return f"partition {named} has" if len(partitions) == 1 else f"partitions {named} have"

@@ -86,16 +86,9 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
 
 
 def advance(
-    connection: Connection,
-    queries: Queries,
-    key: ConsumerPartition,
-    *,
-    after: int,
-    upto: int,
-    first: int | None,
-    consumed: int,
-    transaction: str | None = None,
-) -> None:
+    connection: Connection, queries: Queries, key: ConsumerPartition,
+    *, after: int, upto: int, first: int | None, consumed: int, transaction: str | None = None,
+) -> None:  # fmt: skip
     """Move an offset from `after` to `upto`; `consumed` events lie between them, `first` is the id of the first.
 
     Raises `ClaimLostError` if the offset is not at `after`. Raises `psycopg.ProgrammingError` if the current

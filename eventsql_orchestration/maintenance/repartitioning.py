@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import psycopg
 
@@ -34,6 +34,9 @@ BUFFER_SECONDS: Final = 0.5
 
 RETRY_SECONDS: Final = 30.0
 """Seconds for which a change is retried."""
+
+Step: TypeAlias = Callable[[], object]
+"""A step that is called before each attempt."""
 
 MOST_BUFFERED: Final = 20_000
 """The most events that are moved while publishers wait. More events are moved before."""
@@ -76,12 +79,7 @@ class Repartitioner:
         self._layouts = Queries("layouts", database.schema)
 
     def repartition(
-        self,
-        topic: str,
-        partitions: int,
-        *,
-        finish: Callable[[], object] = lambda: None,
-        timeout: float = RETRY_SECONDS,
+        self, topic: str, partitions: int, *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS
     ) -> Repartitioning | None:
         """See `ClusterRepartitioner.repartition`."""
         if partitions == NOT_PARTITIONED:

@@ -230,11 +230,7 @@ class Retainer:
         first, age = row
         newest = fetch_first(connection, self._queries("last", segment=segment.table), prepare=False)
         events = newest[0] - first + 1 if newest is not None else 0
-        return (
-            (retention.seconds is not None and age * ROLL_SHARE >= retention.seconds)
-            or (retention.bytes is not None and segment.bytes * ROLL_SHARE >= retention.bytes)
-            or (retention.events is not None and events * ROLL_SHARE >= retention.events)
-        )
+        return retention.reached(seconds=age * ROLL_SHARE, size=segment.bytes * ROLL_SHARE, events=events * ROLL_SHARE)
 
     def _drop_due(
         self, connection: Connection, holder: Connection, topic: Topic, retention: Retention, newest: int,
@@ -328,12 +324,7 @@ def _due(contents: list[_Content], newest: int, retention: Retention, now: datet
         events -= content.events
         size -= content.segment.bytes
         age = math.inf if content.newest_at is None else (now - content.newest_at).total_seconds()
-        outlived = (
-            (retention.seconds is not None and age > retention.seconds)
-            or (retention.events is not None and events >= retention.events)
-            or (retention.bytes is not None and size >= retention.bytes)
-        )
-        if not outlived:
+        if not retention.reached(seconds=age, size=size, events=events):
             break
         due.append(content)
     return due

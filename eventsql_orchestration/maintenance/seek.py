@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from sqlalchemy import Connection, func, select, text
 
@@ -20,6 +21,9 @@ from eventsql_orchestration.topics.catalog import LOCK_SECONDS, choose_partition
 from eventsql_orchestration.topics.offsets import Position, resolve
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
+
+Choose: TypeAlias = Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]]
+"""Takes the locked partitions of a consumer. Returns those to move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +69,9 @@ class Seeker:
         return [self._counted(move) for move in moves]
 
     def execute(
-        self,
-        topic: str,
-        consumer: str,
-        position: Position,
-        *,
-        partition: int | None = None,
-        force: bool = False,
-        choose: Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]] | None = None,
-    ) -> list[Move]:
+        self, topic: str, consumer: str, position: Position,
+        *, partition: int | None = None, force: bool = False, choose: Choose | None = None,
+    ) -> list[Move]:  # fmt: skip
         """See `ClusterSeeker.execute`."""
         wanted = choose_partitions(self._registry.consumer(topic, consumer), partition)
         with self._database.core() as connection:
@@ -142,12 +140,9 @@ class Seeker:
         ]  # fmt: skip
 
     def _settle(
-        self,
-        connection: Connection,
-        before: Sequence[ConsumerState],
-        moves: Sequence[Move],
+        self, connection: Connection, before: Sequence[ConsumerState], moves: Sequence[Move],
         known: Sequence[layouts.Layout],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Give a consumer the partitions of its new position's layout, if its topic was repartitioned.
 
         `before` are all of its partitions as they were, locked.

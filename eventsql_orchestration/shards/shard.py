@@ -41,14 +41,9 @@ class Shard:
     """
 
     def __init__(
-        self,
-        dsn: str,
-        *,
-        schema: str = DEFAULT_SCHEMA,
-        migrate: bool = True,
-        transfer: bool = True,
-        straight: bool = True,
-    ) -> None:
+        self, dsn: str,
+        *, schema: str = DEFAULT_SCHEMA, migrate: bool = True, transfer: bool = True, straight: bool = True,
+    ) -> None:  # fmt: skip
         self.name: str | None = None
         self.active = False
         """Whether the shard takes events, as far as its cluster knows."""
@@ -60,12 +55,9 @@ class Shard:
         self.listener = Listener(self.database)
         self.notifier = Notifier(self.database)
         self.registry = Registry(self.database)
+        on_published = self._wake_transfer if transfer else self._announce_buffered
         self.publisher = Publisher(
-            self.database,
-            self.registry,
-            straight=straight,
-            on_published=self._wake_transfer if transfer else self._announce_buffered,
-            on_appended=self._announce,
+            self.database, self.registry, straight=straight, on_published=on_published, on_appended=self._announce
         )
         self.reader = Reader(self.database, self.registry)
         self.dead_letters = DeadLetters(self.database, self.registry, self.publisher, self.reader)

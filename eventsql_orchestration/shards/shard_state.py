@@ -7,7 +7,7 @@ each consumer until the consumer has consumed all events before the fences of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +15,7 @@ from typing import Final
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
-from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, TooManyBufferedError, drain
+from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Step, TooManyBufferedError, drain
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError
@@ -127,14 +127,9 @@ class ShardStore:
     # The fence
 
     def fence(
-        self,
-        generation: int,
-        names: Sequence[str],
-        transfer: Transfer,
-        *,
-        finish: Callable[[], object] = lambda: None,
-        timeout: float = RETRY_SECONDS,
-    ) -> bool:
+        self, generation: int, names: Sequence[str], transfer: Transfer,
+        *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS,
+    ) -> bool:  # fmt: skip
         """Begin a generation here: no publisher writes by the previous generation any more. False if it had begun.
 
         `finish` publishes here the open parts of publications over several shards. Their events come before the fence;

@@ -96,13 +96,9 @@ class TwoPhaseCoordinator:
         return list(left.values())
 
     def _settle(
-        self,
-        publication: Announcement,
-        decider: str,
-        shards: Mapping[str, TwoPhaseParticipant],
-        timeout: float,
-        age: float,
-    ) -> Unfinished | None:
+        self, publication: Announcement, decider: str, shards: Mapping[str, TwoPhaseParticipant],
+        timeout: float, age: float,
+    ) -> Unfinished | None:  # fmt: skip
         """Finish a publication or give it up; if neither works, gives the unfinished publication with the reason."""
 
         def left(reason: str, names: Iterable[str] = publication.shards) -> Unfinished:

@@ -94,7 +94,7 @@ class Layouts:
         rows = connection.execute(self._queries("behind", topic=topic), own, prepare=False).fetchall()
         if not rows:
             return None
-        return Settled(False, f"{_named([partition for partition, _ in rows])} come to offset {rows[0][1]} first")
+        return Settled(False, f"{named([partition for partition, _ in rows])} must come to offset {rows[0][1]} first")
 
 
 def _refusal(locked: Sequence[tuple[int, int | None, bool]]) -> Settled:
@@ -103,7 +103,7 @@ def _refusal(locked: Sequence[tuple[int, int | None, bool]]) -> Settled:
     if len(untils) != 1 or None in untils:
         return NOT_WAITING
     if leased := [partition for partition, _, leased in locked if leased]:
-        return Settled(False, f"{_named(leased)} be given back first")
+        return Settled(False, f"{named(leased)} must be given back first")
     if untils == {HELD}:
         return HELD_BACK
     return Settled(False, f"the events after offset {untils.pop()} may not be consumed yet")
@@ -181,6 +181,7 @@ def check_same_layout(known: Sequence[Layout], offset: int, targets: Sequence[in
         )
 
 
-def _named(partitions: Sequence[int]) -> str:
-    named = ", ".join(map(str, partitions[:10])) + (", …" if len(partitions) > 10 else "")
-    return f"partition{'s' if len(partitions) > 1 else ''} {named} must"
+def named(partitions: Sequence[int]) -> str:
+    """Some partitions in words: at most the first ten."""
+    numbers = ", ".join(map(str, partitions[:10])) + (", …" if len(partitions) > 10 else "")
+    return f"partition{'s' if len(partitions) > 1 else ''} {numbers}"

@@ -19,15 +19,9 @@ MAX_OFFSET: Final = 2**63 - 1
 
 
 def fetch(
-    connection: Connection,
-    queries: Queries,
-    topic: str,
-    *,
-    partition: int,
-    after: int,
-    upto: int | None = None,
-    limit: int | None = None,
-) -> list[Event]:
+    connection: Connection, queries: Queries, topic: str, *, partition: int, after: int,
+    upto: int | None = None, limit: int | None = None,
+) -> list[Event]:  # fmt: skip
     """Events with `after < id <= upto` of a partition (-1: of all), in order, on a connection of the caller's."""
     # The connection may be a caller's, with a row factory of its own.
     cursor = connection.cursor(row_factory=tuple_row)
