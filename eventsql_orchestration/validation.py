@@ -118,13 +118,9 @@ def check_range(since: datetime | None, until: datetime | None) -> None:
 
 
 def check_whole(
-    what: str,
-    number: object,
-    *,
-    least: int = -(2**63),
-    most: int = 2**63 - 1,
+    what: str, number: object, *, least: int = -(2**63), most: int = 2**63 - 1,
     error: type[ValidationError] = ValidationError,
-) -> int:
+) -> int:  # fmt: skip
     """Return `number` as an int, or raise `error`: a whole number within bounds, those of bigint by default.
 
     Whole numbers of other libraries, such as NumPy's, are taken too.

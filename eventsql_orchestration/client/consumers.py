@@ -17,10 +17,12 @@ from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching, Consumption, Running, stop_all
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, PartitionOutOfRangeError
 from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
+from eventsql_orchestration.publishing.transfer import Delay, OnMoved
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import Duration
 
 
@@ -244,13 +246,9 @@ class ClusterTransfer:
         return dict(moved)
 
     def run(
-        self,
-        stop: threading.Event,
-        *,
-        polling_delay: float | Callable[[], float] = 0.2,
-        wake: threading.Event | None = None,
-        on_moved: Callable[[dict[str, int]], None] | None = None,
-    ) -> None:
+        self, stop: threading.Event,
+        *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
+    ) -> None:  # fmt: skip
         """Transfer until `stop` is set, at once when a process announces events in the buffer.
 
         Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. After a round
@@ -271,14 +269,10 @@ class ClusterTransfer:
         while not stop.is_set():
             for shard in self._cluster.known():
                 if shard not in running:
-                    running[shard] = threading.Thread(
-                        target=shard.transfer_until,
-                        args=(stop,),
-                        kwargs={"polling_delay": polling_delay, "on_moved": report},
-                        name=f"eventsql-transfer-{shard.label}",
-                        daemon=True,
+                    name = f"transfer-{shard.label}"
+                    running[shard] = start_thread(
+                        name, shard.transfer_until, stop, polling_delay=polling_delay, on_moved=report
                     )
-                    running[shard].start()
             self.coordinator.finish()
             self._barriers.settle()
             stop.wait(1.0)
@@ -311,11 +305,6 @@ class ClusterRetainer:
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
         """Run once every `every` seconds until `stop` is set."""
-        threads = [
-            threading.Thread(target=shard.retention.run, args=(stop,), kwargs={"every": every}, daemon=True)
-            for shard in self._cluster.shards
-        ]
-        for thread in threads:
-            thread.start()
+        threads = [start_thread("retention", shard.retention.run, stop, every=every) for shard in self._cluster.shards]
         for thread in threads:
             thread.join()

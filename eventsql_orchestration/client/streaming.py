@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -15,6 +14,7 @@ from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.threads import start_thread
 
 _FEED_EVENTS: Final = 500
 _FEED_CHUNKS: Final = 8
@@ -35,10 +35,7 @@ class _Feed:
         self._chunks = iter(self._queue.get, None)
         self._pending: list[Publication] = []
         self._aborted = False
-        self._thread = threading.Thread(
-            target=self._run, args=(cluster, shard, placed), name="eventsql-publish", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("publish", self._run, cluster, shard, placed)
 
     def _run(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> None:
         try:

@@ -50,6 +50,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import check_seconds
 
 __all__ = ["Claim", "Claims", "LastClaim", "NoClaim", "PartitionClaims"]
@@ -73,19 +74,10 @@ class Claims:
         self._pruning = ClaimPruning(database)
 
     def claim(
-        self,
-        topic: str,
-        consumer: str,
-        partition: int = NOT_PARTITIONED,
-        *,
-        owner: str,
-        min_events: int = 1,
-        max_events: int = 10_000,
-        max_wait: float = 10.0,
-        lease: float = 60.0,
-        timeout: float = 10.0,
-        isolate: bool = False,
-    ) -> Claim | NoClaim:
+        self, topic: str, consumer: str, partition: int = NOT_PARTITIONED,
+        *, owner: str, min_events: int = 1, max_events: int = 10_000, max_wait: float = 10.0,
+        lease: float = 60.0, timeout: float = 10.0, isolate: bool = False,
+    ) -> Claim | NoClaim:  # fmt: skip
         """Claim the next `min_events` to `max_events` of a consumer partition for `owner`.
 
         Fewer than `min_events` are claimed once the oldest has waited `max_wait` seconds. The claim holds for `lease`
@@ -201,8 +193,7 @@ class Claims:
                 except EventSQLError as error:
                     logger.warning("%s could not be renewed: %s", claim, error)
 
-        thread = threading.Thread(target=beat, name=f"eventsql-claim-{claim.id}", daemon=True)
-        thread.start()
+        thread = start_thread(f"claim-{claim.id}", beat)
         try:
             yield lost
         finally:
@@ -319,14 +310,9 @@ class Claims:
             return failure
 
     def process(
-        self,
-        claim: Claim,
-        handler: BatchHandler,
-        *,
-        batch: int = 1_000,
-        lease: float = 60.0,
+        self, claim: Claim, handler: BatchHandler, *, batch: int = 1_000, lease: float = 60.0,
         max_dead_letters: int | None = None,
-    ) -> BatchResult:
+    ) -> BatchResult:  # fmt: skip
         """Hand the rest of a claim to `handler(events, connection)`, `batch` events at a time, and commit it.
 
         Each batch's effects through `connection` and its offset are one transaction, which holds the consumer's row:

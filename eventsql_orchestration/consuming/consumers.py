@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Unpack
 
 from eventsql_orchestration.boundary import checked
@@ -30,6 +30,7 @@ from eventsql_orchestration.consuming.worker_pool import (
     MAX_WORKERS,
     Batching,
     Consumption,
+    Poll,
     PollOptions,
     PollOutcome,
     stop_all,
@@ -172,20 +173,16 @@ class Consumers:
         return self._start(topic, consumer, polls.poll, options, workers)
 
     def _start(
-        self, topic: str, consumer: str, poll: Callable[[ConsumerPartition, Cancellation], PollOutcome],
+        self, topic: str, consumer: str, poll: Poll,
         options: PollOptions, workers: int,
     ) -> Consumption:  # fmt: skip
         keys = self._keys(topic, consumer)
         partitioned = keys[0].partition != NOT_PARTITIONED
         started = Consumption(
-            keys,
-            look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned),
-            poll=poll,
-            polling_delay=options.polling_delay,
-            workers=workers,
-            listener=self._listener,
-            throttle=self.throttles.of(topic, consumer),
-        )
+            keys, look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned), poll=poll,
+            polling_delay=options.polling_delay, workers=workers,
+            listener=self._listener, throttle=self.throttles.of(topic, consumer),
+        )  # fmt: skip
         with self._running_lock:
             self._running.add(started)
         return started

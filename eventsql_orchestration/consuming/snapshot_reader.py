@@ -99,15 +99,9 @@ class SnapshotReader:
     """Reads one table in the order of snapshots. Keeps no connection and no state, so any thread may use it."""
 
     def __init__(
-        self,
-        database: Database,
-        table: str,
-        columns: Sequence[str],
-        *,
-        transaction: str = "eql_transaction",
-        position: str = "eql_id",
-        schema: str | None = None,
-    ) -> None:
+        self, database: Database, table: str, columns: Sequence[str],
+        *, transaction: str = "eql_transaction", position: str = "eql_id", schema: str | None = None,
+    ) -> None:  # fmt: skip
         """`transaction` and `position` name the columns that order `table`. `schema` defaults to the platform's."""
         for name in (table, transaction, position, *columns):
             check_name("name of a table or column", name)
@@ -125,13 +119,9 @@ class SnapshotReader:
         self._checked = False
 
     def read(
-        self,
-        after: Checkpoint = START,
-        *,
-        limit: int = 1_000,
-        only: Mapping[str, object] | None = None,
+        self, after: Checkpoint = START, *, limit: int = 1_000, only: Mapping[str, object] | None = None,
         connection: CallersConnection | None = None,
-    ) -> list[SnapshotRow]:
+    ) -> list[SnapshotRow]:  # fmt: skip
         """The next rows after a checkpoint, at most `limit`, none beyond the horizon.
 
         `only` maps columns to the values that they must have. With `connection`, of psycopg or SQLAlchemy, rows are

@@ -18,6 +18,7 @@ from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError, ValidationError
+from eventsql_orchestration.threads import join_all, start_thread
 from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logging.getLogger(__name__)
@@ -61,13 +62,9 @@ class PollOptions:
 
     @classmethod
     def of(
-        cls,
-        *,
-        min_events: int = 1,
-        max_events: int = 1_000,
-        polling_delay: Duration = 1.0,
+        cls, *, min_events: int = 1, max_events: int = 1_000, polling_delay: Duration = 1.0,
         max_polling_delay: Duration = 10.0,
-    ) -> PollOptions:
+    ) -> PollOptions:  # fmt: skip
         """Raises `ValidationError`."""
         if min_events > max_events:
             raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
@@ -93,6 +90,10 @@ class PollOutcome:
     deaf: bool = False
     least: int = 1
     last: bool = False
+
+
+Poll: TypeAlias = Callable[[ConsumerPartition, Cancellation], PollOutcome]
+"""Handles the next batch of a partition."""
 
 
 class _Slot:
@@ -163,16 +164,10 @@ class Consumption(Running):
     """
 
     def __init__(
-        self,
-        keys: Sequence[ConsumerPartition],
-        *,
-        look: Look,
-        poll: Callable[[ConsumerPartition, Cancellation], PollOutcome],
-        polling_delay: float,
-        workers: int = MAX_WORKERS,
-        listener: Listener | None = None,
-        throttle: Throttle | None = None,
-    ) -> None:
+        self, keys: Sequence[ConsumerPartition],
+        *, look: Look, poll: Poll, polling_delay: float, workers: int = MAX_WORKERS,
+        listener: Listener | None = None, throttle: Throttle | None = None,
+    ) -> None:  # fmt: skip
         self._keys = keys
         self._throttle = throttle or Throttle()
         self._look = look
@@ -207,9 +202,8 @@ class Consumption(Running):
             self._begin(str(worker), self._work)
 
     def _begin(self, name: str, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name=f"eventsql-{self._keys[0].consumer}-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        # A thread begins with the lock, which the caller holds.
+        self._threads.append(start_thread(f"{self._keys[0].consumer}-{name}", target))
 
     # Stopping
 
@@ -227,8 +221,7 @@ class Consumption(Running):
         if threading.current_thread() in self._threads:
             # Two handlers that stop their consumption would wait for each other, and roll each other back.
             return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        join_all(self._threads, deadline)
         if not any(thread.is_alive() for thread in self._threads):
             return True
         logger.warning("%s does not end in time: its running batches are rolled back", self._name)

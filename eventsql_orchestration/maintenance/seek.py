@@ -128,13 +128,9 @@ class Seeker:
         targets = resolve(driver_connection(connection), self._database.schema, topic, position, offsets)
         return [
             Move(
-                topic, state.name, state.partition,
-                offset=state.last_event_id,
-                target=targets[state.partition].offset,
-                again=0,
-                skipped=0,
-                clamped=targets[state.partition].clamped,
-                owner=state.lease_owner if state.leased(now) else None,
+                topic, state.name, state.partition, again=0, skipped=0,
+                offset=state.last_event_id, target=targets[state.partition].offset,
+                clamped=targets[state.partition].clamped, owner=state.lease_owner if state.leased(now) else None,
             )
             for state in states
         ]  # fmt: skip

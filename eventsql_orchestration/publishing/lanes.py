@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Publication, Topic
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import check_seconds, check_whole
 
 CLOSE_TIMEOUT: Final = 30.0
@@ -215,9 +216,7 @@ class Lanes(Generic[Acknowledged]):
             raise PublisherClosedError
         lane = self._lanes[event.lane]
         if lane.thread is None:
-            thread = threading.Thread(target=self._run, args=(lane,), name="eventsql-flush", daemon=True)
-            thread.start()
-            lane.thread = thread
+            lane.thread = start_thread("flush", self._run, lane)
 
         before = lane.waiting_bytes
         lane.waiting.append((event.publication, acknowledged))

@@ -61,14 +61,9 @@ class Publisher:
     """Publishes events. One instance serves any number of threads."""
 
     def __init__(
-        self,
-        database: Database,
-        registry: Registry,
-        *,
-        straight: bool = True,
-        on_published: Callable[[], None] = lambda: None,
-        on_appended: Callable[[str], None] = lambda _topic: None,
-    ) -> None:
+        self, database: Database, registry: Registry, *, straight: bool = True,
+        on_published: Callable[[], None] = lambda: None, on_appended: Callable[[str], None] = lambda _topic: None,
+    ) -> None:  # fmt: skip
         """With `straight`, batches may go to the log directly.
 
         `on_published` is called after events went to the buffer, `on_appended` with the topic after a batch went to its
@@ -114,12 +109,9 @@ class Publisher:
         self._on_published()
 
     def publish_all(
-        self,
-        publications: Iterable[Publication],
-        *,
-        connection: CallersConnection | None = None,
+        self, publications: Iterable[Publication], *, connection: CallersConnection | None = None,
         placed: ShardSet | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Publish any number of events in order and with one commit. See `ClusterPublisher.publish_all`."""
         check_many(publications)
         if connection is None:

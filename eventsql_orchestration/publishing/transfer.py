@@ -32,6 +32,13 @@ Announce: TypeAlias = Callable[[Iterable[str]], None]
 """Is called with topics whose consumers have something new."""
 
 
+Delay: TypeAlias = float | Callable[[], float]
+"""Seconds, or a function that gives them."""
+
+OnMoved: TypeAlias = Callable[[dict[str, int]], None]
+"""Takes the number of moved events by topic."""
+
+
 class _Round(NamedTuple):
     """The newest buffer id of a round, the events moved by topic, and whether to try a smaller batch."""
 
@@ -75,13 +82,9 @@ class Transfer:
         return dict(moved)
 
     def run(
-        self,
-        stop: threading.Event,
-        *,
-        polling_delay: float | Callable[[], float] = 0.2,
-        wake: threading.Event | None = None,
-        on_moved: Callable[[dict[str, int]], None] | None = None,
-    ) -> None:
+        self, stop: threading.Event,
+        *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
+    ) -> None:  # fmt: skip
         """Transfer until `stop` is set, also when `wake` is set. See `ClusterTransfer.run`."""
         wake = wake or stop
         delay = 0.0

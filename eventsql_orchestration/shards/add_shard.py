@@ -63,13 +63,9 @@ class ShardAddition:
     """Adds the database of `new` to the shards `old`."""
 
     def __init__(
-        self,
-        old: Sequence[Shard],
-        new: Shard,
-        *,
-        name: str | None = None,
-        on_step: Callable[[str], None] = lambda _step: None,
-    ) -> None:
+        self, old: Sequence[Shard], new: Shard,
+        *, name: str | None = None, on_step: Callable[[str], None] = lambda _step: None,
+    ) -> None:  # fmt: skip
         """`name` is the new shard's; by default the next free `shard-N`. `on_step` gets a text after each step."""
         self._old = list(old)
         self._new = new

@@ -19,9 +19,10 @@ from eventsql_orchestration.maintenance.repartitioning import Repartitioner
 from eventsql_orchestration.maintenance.retention import Retainer
 from eventsql_orchestration.maintenance.seek import Seeker
 from eventsql_orchestration.publishing.publisher import Publisher
-from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.publishing.transfer import Delay, OnMoved, Transfer
 from eventsql_orchestration.sharding import pending
 from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
@@ -142,23 +143,14 @@ class Shard:
                 if not self._transferring:
                     self._unsubscribe()
                     self._unsubscribe = self.listener.subscribe(BUFFER, None, self._wake.set)
-                    self._background = threading.Thread(
-                        target=self.transfer.run,
-                        args=(self._stop,),
-                        kwargs={"wake": self._wake, "polling_delay": self._transfer_delay},
-                        name="eventsql-transfer",
-                        daemon=True,
+                    self._background = start_thread(
+                        "transfer", self.transfer.run, self._stop, wake=self._wake, polling_delay=self._transfer_delay
                     )
-                    self._background.start()
 
     def transfer_until(
-        self,
-        stop: threading.Event,
-        *,
-        polling_delay: float | Callable[[], float] = 0.2,
-        wake: threading.Event | None = None,
-        on_moved: Callable[[dict[str, int]], None] | None = None,
-    ) -> None:
+        self, stop: threading.Event,
+        *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
+    ) -> None:  # fmt: skip
         """Transfer until `stop` is set, at once on a notification of buffered events; see `Transfer.run`."""
         wake = wake or threading.Event()
         unsubscribe = self.listener.subscribe(BUFFER, None, wake.set)

@@ -30,14 +30,9 @@ class Store:
         self._queries = Queries("store", database.schema)
 
     def append(
-        self,
-        connection: CallersConnection,
-        aggregate_type: str,
-        aggregate_id: str,
-        changes: Sequence[Change],
-        *,
-        expected_version: int,
-    ) -> int:
+        self, connection: CallersConnection, aggregate_type: str, aggregate_id: str, changes: Sequence[Change],
+        *, expected_version: int,
+    ) -> int:  # fmt: skip
         """Append `changes` in the caller's transaction and return the aggregate's new version.
 
         `expected_version` is the version that the decision was based on, 0 for a new aggregate. Raises
@@ -66,14 +61,9 @@ class Store:
         return expected_version + len(changes)
 
     def load(
-        self,
-        aggregate_type: str,
-        aggregate_id: str,
-        *,
-        after_version: int = 0,
-        upto_version: int | None = None,
-        connection: CallersConnection | None = None,
-    ) -> list[RecordedChange]:
+        self, aggregate_type: str, aggregate_id: str, *, after_version: int = 0,
+        upto_version: int | None = None, connection: CallersConnection | None = None,
+    ) -> list[RecordedChange]:  # fmt: skip
         """The changes with `after_version < version <= upto_version`, in order; empty for an unknown aggregate.
 
         With `connection`, the caller's transaction reads and sees its own appends.
@@ -84,13 +74,9 @@ class Store:
             return cursor.execute(self._queries("load"), values, binary=True).fetchall()
 
     def save_snapshot(
-        self,
-        connection: CallersConnection,
-        aggregate_type: str,
-        aggregate_id: str,
-        version: int,
+        self, connection: CallersConnection, aggregate_type: str, aggregate_id: str, version: int,
         state: Mapping[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Store the aggregate's `state` at `version`, and replace an earlier snapshot of that version.
 
         Raises `ValidationError` for a version that the aggregate has not reached.
@@ -110,13 +96,9 @@ class Store:
             )
 
     def snapshot(
-        self,
-        aggregate_type: str,
-        aggregate_id: str,
-        *,
-        upto_version: int | None = None,
+        self, aggregate_type: str, aggregate_id: str, *, upto_version: int | None = None,
         connection: CallersConnection | None = None,
-    ) -> Snapshot | None:
+    ) -> Snapshot | None:  # fmt: skip
         """The newest snapshot, or the newest up to `upto_version`; None without one."""
         values = self._values(aggregate_type, aggregate_id, upto_version)
         with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:

@@ -92,13 +92,9 @@ def _as_topic(row: Sequence[Any]) -> Topic:
 
 
 def consumer_states(
-    connection: Connection,
-    topic: str | None,
-    consumer: str | None = None,
-    *,
-    partitions: Sequence[int] | None = None,
-    lock: bool = False,
-) -> list[ConsumerState]:
+    connection: Connection, topic: str | None, consumer: str | None = None,
+    *, partitions: Sequence[int] | None = None, lock: bool = False,
+) -> list[ConsumerState]:  # fmt: skip
     """Consumer partitions by topic, name and partition; with `lock`, locked after the consumptions under way.
 
     Every lock of several partitions is taken here: in different orders, two transactions could wait for each other.

@@ -59,14 +59,9 @@ class Reader:
         return check_partition(topic, partition, most)
 
     def read(
-        self,
-        topic: str,
-        *,
-        after: int = 0,
-        upto: int | None = None,
-        partition: int | None = None,
+        self, topic: str, *, after: int = 0, upto: int | None = None, partition: int | None = None,
         limit: int | None = None,
-    ) -> list[Event]:
+    ) -> list[Event]:  # fmt: skip
         """At most `limit` events with `after < id <= upto`, of one partition or of all, in order."""
         wanted = self._partition(topic, partition)
         with self._database.connection() as connection:

@@ -162,13 +162,10 @@ def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str
     log, name = sql.Identifier(schema, event_table(topic)), segment_name(topic, 0)
     sequence = fetch_one(connection, Queries("retention", schema)("sequence"), _log(connection, schema, topic))
     return {
-        "log": log,
-        "segment": sql.Identifier(schema, name),
-        "name": sql.Identifier(name),
-        "sequence": sql.Identifier(*sequence),
-        "check": sql.Identifier(ADOPTION_CHECK),
+        "log": log, "segment": sql.Identifier(schema, name), "name": sql.Identifier(name),
+        "sequence": sql.Identifier(*sequence), "check": sql.Identifier(ADOPTION_CHECK),
         "end": newest_id(connection, schema, topic) + SEGMENT_EVENTS,
-    }
+    }  # fmt: skip
 
 
 def _alter(connection: Connection, names: Mapping[str, sql.Composable | int], *statements: str) -> None:

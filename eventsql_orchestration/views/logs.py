@@ -56,15 +56,9 @@ class Logs:
         return len(checked)
 
     def search(
-        self,
-        log: str,
-        *,
-        resource: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        text: str | None = None,
-        limit: int = 100,
-    ) -> list[LogLine]:
+        self, log: str, *, resource: str | None = None, since: datetime | None = None,
+        until: datetime | None = None, text: str | None = None, limit: int = 100,
+    ) -> list[LogLine]:  # fmt: skip
         """The newest lines, newest first, `limit` at most.
 
         `since <= written_at < until`. `text` may be anywhere in a line, in upper or lower case. The search for text

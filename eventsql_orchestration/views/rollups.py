@@ -65,11 +65,9 @@ class Rollups:
         keys = sorted(added)
         values = {
             "rollup": rollup,
-            "buckets": [bucket for bucket, _ in keys],
-            "dimensions": [dimension for _, dimension in keys],
-            "counts": [added[key][0] for key in keys],
-            "sums": [added[key][1] for key in keys],
-        }
+            "buckets": [bucket for bucket, _ in keys], "dimensions": [dimension for _, dimension in keys],
+            "counts": [added[key][0] for key in keys], "sums": [added[key][1] for key in keys],
+        }  # fmt: skip
         with self._database.callers(connection) as joined:
             joined.execute(self._queries("add_to_rollup"), values)
 

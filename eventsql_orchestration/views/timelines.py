@@ -40,13 +40,9 @@ class Timelines:
         self._queries = Queries("views", database.schema)
 
     def append(
-        self,
-        connection: CallersConnection,
-        timeline: str,
-        resource: str,
-        data: Mapping[str, Any],
+        self, connection: CallersConnection, timeline: str, resource: str, data: Mapping[str, Any],
         occurred_at: datetime,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Append one entry in the caller's transaction. Raises `ValidationError` for values that cannot be stored."""
         self.append_all(connection, timeline, [(resource, data, occurred_at)])
 
