@@ -41,15 +41,10 @@ _INTEGER: Final = 2**31 - 1
 _BIGINT: Final = 2**63 - 1
 
 WHOLE: Final[Mapping[str, tuple[int, int]]] = {
-    "batch": (1, _INTEGER),
-    "claim_id": (1, _BIGINT),
-    "consumed": (0, _BIGINT),
-    "letter_id": (1, _BIGINT),
-    "limit": (0, _BIGINT),
-    "max_attempts": (1, _INTEGER),
-    "max_events": (1, _INTEGER),
+    **dict.fromkeys(("batch", "max_attempts", "max_events", "min_events"), (1, _INTEGER)),
+    **dict.fromkeys(("claim_id", "letter_id"), (1, _BIGINT)),
+    **dict.fromkeys(("consumed", "limit"), (0, _BIGINT)),
     "max_overflow": (-1, 10_000),
-    "min_events": (1, _INTEGER),
     "partition": (NOT_PARTITIONED, MAX_PARTITIONS),
     "pool_size": (0, 10_000),
     "workers": (1, 10_000),

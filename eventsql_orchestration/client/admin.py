@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from builtins import list as list_of
 from collections import Counter
 from collections.abc import Iterable
@@ -339,7 +340,7 @@ class ClusterLag:
     def _unreachable(self, shard: Shard, others: Iterable[ConsumerLag]) -> list[ConsumerLag]:
         """The partitions of a shard that is down, known from the other shards; their lag is not known."""
         partitions = sorted({(lag.topic, lag.consumer, lag.partition) for lag in others})
-        down = shard.seconds_down
+        down = time.monotonic() - shard.down_since
         return [
             ConsumerLag(
                 topic, consumer, partition, 0, down, 0, 0, 0, LagCause.UNREACHABLE, str(shard.down), shard.label

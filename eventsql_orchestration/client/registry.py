@@ -145,15 +145,12 @@ class ClusterRegistry:
                 if shard is required:
                     raise
 
-        # If only some shards have the topic, an earlier attempt stopped in between.
-        required = self._cluster.lone or self._without(name)
+        required = self._cluster.lone
+        if required is None and all(_find(shard, name) is None for shard in self._cluster.all()):
+            # If only some shards have the topic, an earlier attempt stopped in between.
+            required = self._cluster.all()[0]
         self._cluster.fan_out(unregister)
         self.forget(name)
-
-    def _without(self, name: str) -> Shard | None:
-        """The first shard if no shard has the topic; None otherwise."""
-        shards = self._cluster.all()
-        return shards[0] if all(_find(shard, name) is None for shard in shards) else None
 
     # Consumers
 

@@ -255,18 +255,15 @@ class Retainer:
             dropped.append(content)
         upto = max((content.newest for content in dropped), default=0)
         if dropped and execute:
-            self._drop_layouts(connection, topic, upto)
+            # Delete the layouts of dropped events that no consumer is in any more.
+            with connection.transaction():
+                lock_registry(connection)
+                passed = Queries("leftovers", schema)("passed_layouts")
+                connection.execute(passed, {"topic": topic.name, "dropped": upto})
         if held_by is not None:
             logger.info("topic %r keeps segments that are due: %s has not passed them", topic.name, held_by)
         events, size = sum(each.events for each in dropped), sum(each.segment.bytes for each in dropped)
         return Dropped(topic.name, len(dropped), events, size, upto, held_by)
-
-    def _drop_layouts(self, connection: Connection, topic: Topic, dropped: int) -> None:
-        """Delete the layouts of events up to offset `dropped` that no consumer is in any more."""
-        with connection.transaction():
-            lock_registry(connection)
-            passed = Queries("leftovers", self._database.schema)("passed_layouts")
-            connection.execute(passed, {"topic": topic.name, "dropped": dropped})
 
     def _content(self, connection: Connection, segment: Segment, newest: int) -> _Content:
         last = fetch_first(connection, self._queries("last", segment=segment.table), prepare=False)

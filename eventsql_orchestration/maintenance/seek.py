@@ -81,8 +81,10 @@ class Seeker:
             if not states:
                 return []
             moves = self._moves(connection, states, position)
-            if not force:
-                _refuse_leased(moves)
+            leased = next((move for move in moves if move.owner is not None and not force), None)
+            if leased is not None:
+                key = ConsumerPartition(topic, consumer, leased.partition)
+                raise PartitionLeasedError(f"{key} did not move: {leased.owner} leases it; stop it, or force the seek")
             own = {"topic": topic, "consumer": consumer, "partitions": [move.partition for move in moves]}
             driver = driver_connection(connection)
             driver.execute(self._queries("release_claims"), own)
@@ -163,10 +165,3 @@ class Seeker:
         between = self._reader.count(move.topic, after=after, upto=upto, partition=partition) if after < upto else 0
         back = move.target < move.offset
         return replace(move, again=between if back else 0, skipped=0 if back else between)
-
-
-def _refuse_leased(moves: Sequence[Move]) -> None:
-    for move in moves:
-        if move.owner is not None:
-            key = ConsumerPartition(move.topic, move.consumer, move.partition)
-            raise PartitionLeasedError(f"{key} did not move: {move.owner} leases it; stop it, or force the seek")

@@ -131,9 +131,6 @@ class _Lane(Generic[Acknowledged]):
         """Flush at once until this many of the given events are settled."""
         self.thread: threading.Thread | None = None
 
-    def is_settled(self) -> bool:
-        return self.settled == self.given
-
 
 class QueuedEvent(NamedTuple):
     """An event, its size in bytes, and the number of its lane."""
@@ -270,7 +267,7 @@ class Lanes(Generic[Acknowledged]):
         left: list[Entry[Acknowledged]] = []
         unknown: list[Entry[Acknowledged]] = []
         with self._lock:
-            if not self._settled.wait_for(lambda: all(lane.is_settled() for lane in self._lanes), timeout):
+            if not self._settled.wait_for(lambda: all(lane.settled == lane.given for lane in self._lanes), timeout):
                 self._given_up = True
                 for lane in self._lanes:
                     left += lane.waiting

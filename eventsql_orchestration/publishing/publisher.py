@@ -167,7 +167,8 @@ class Publisher:
             return False
         rows = self._rows(publications, topic)
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
-            appended = mine and writer.append(topic, _chunks(rows))
+            # In parts: the server stores one part while the next is encoded.
+            appended = mine and writer.append(topic, iter(lambda: list(islice(rows, _CHUNK_EVENTS)), []))
         if appended:
             self._on_appended(topic.name)
         return appended
@@ -298,12 +299,6 @@ def read_ahead(publications: Iterable[Publication]) -> tuple[list[Publication], 
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None
-
-
-def _chunks(rows: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """The rows in parts, so that the server stores one part while the next is encoded."""
-    while chunk := list(islice(rows, _CHUNK_EVENTS)):
-        yield chunk
 
 
 def _buffer_rows(encoded: Iterable[Encoded]) -> Iterator[tuple[int, bytes]]:

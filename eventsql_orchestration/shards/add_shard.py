@@ -229,6 +229,3 @@ def _register(new: Registry, topic: str, name: str, old: Registry) -> None:
     new.register_consumer(consumer, max_attempts=state.max_attempts, filter=state.filter, held=True)
     if state.paused:
         new.pause(topic, name)
-
-
-__all__ = ["Addition", "ShardAddition"]

@@ -51,6 +51,7 @@ class Shard:
         self.down: EventSQLError | None = None
         """Why the cluster counts the shard as down; None while it is up."""
         self.down_since = 0.0
+        """When it went down, by `time.monotonic`."""
         self.database = Database(dsn, schema=schema, migrate=migrate)
         self.store = ShardStore(self.database)
         self.listener = Listener(self.database)
@@ -86,11 +87,6 @@ class Shard:
     def label(self) -> str:
         """The shard's name, or its database while the name is not known."""
         return self.name or str(self.database)
-
-    @property
-    def seconds_down(self) -> float:
-        """How long the shard has been down, if it is down."""
-        return time.monotonic() - self.down_since
 
     def unavailable(self) -> ShardUnavailableError:
         """The error for an event or a change that needs this shard while it is down."""
@@ -159,12 +155,6 @@ class Shard:
         finally:
             unsubscribe()
 
-    def _transfer_the_last(self, deadline: float) -> None:
-        try:
-            self.transfer.run_once(deadline=deadline)
-        except EventSQLError as error:
-            logger.warning("events are left in the buffer for the next transfer: %s", error)
-
     def close(self, timeout: float = 10.0) -> bool:
         """Stop the consumers and the transfer of this object and close its connections, in about `timeout` seconds.
 
@@ -183,7 +173,10 @@ class Shard:
                     # The thread waits for the database, and ends with the process.
                     logger.warning("the transfer of %s does not end in time", self.database)
                 else:
-                    self._transfer_the_last(deadline)
+                    try:
+                        self.transfer.run_once(deadline=deadline)
+                    except EventSQLError as error:
+                        logger.warning("events stay in the buffer for the next transfer: %s", error)
                     self.transfer.close()
                 self._background = None
             else:

@@ -83,11 +83,9 @@ class Store:
         """
         _check_aggregate(aggregate_type, aggregate_id)
         values = {
-            "type": aggregate_type,
-            "id": aggregate_id,
-            "version": check_whole("version", version, least=1),
+            "type": aggregate_type, "id": aggregate_id, "version": check_whole("version", version, least=1),
             "state": encode(f"the state of {aggregate_type} {aggregate_id!r}", state),
-        }
+        }  # fmt: skip
         with self.database.callers(connection) as joined:
             saved = joined.execute(self._queries("save_snapshot"), values).rowcount
         if not saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -72,15 +73,10 @@ class Logs:
             "resource": None if resource is None else check_name("resource", resource),
             "since": since,
             "until": until,
-            "pattern": None if text is None else _containing(text),
+            "pattern": None if text is None else "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%",
             "limit": check_whole("limit", limit, least=1),
         }
         # Two statements, each with its own index.
         statement = "search_log" if resource is None else "search_log_of_resource"
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
             return found.execute(self._queries(statement), values).fetchall()
-
-
-def _containing(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-    return f"%{escaped}%"
