@@ -110,7 +110,7 @@ def test_what_is_no_publication_is_refused_with_what_to_pass(platform: EventSQL,
             platform.publisher.publish_all([ONE, bad], connection=mine)
         connection.rollback()
         single: Any = ONE
-        with pytest.raises(ValidationError, match="use publish for a single publication"):
+        with pytest.raises(ValidationError, match="use publish for one"):
             platform.publisher.publish_all(single, connection=mine)
     assert platform.transfer.run_once() == {}
 
