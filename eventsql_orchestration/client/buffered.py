@@ -239,9 +239,10 @@ class AsyncPublisher:
 
     async def _for_event(self, publication: Publication, deadline: float) -> AsyncCollector:
         topic, key = check_publication(publication).topic, publication.key
-        if topic in self._seen and key is not None and self._cluster.owner(key).down is None:
+        if topic in self._seen and key is not None and (shard := self._cluster.owner(key)).down is None:
             # Nothing to wait for: a thread for each event would take longer than the event.
-            return self._collectors.for_event(publication, deadline)
+            shard.check_active()
+            return self._collectors.on(shard)
         found = await asyncio.to_thread(self._collectors.for_event, publication, deadline)
         self._seen.add(topic)
         return found
