@@ -71,7 +71,9 @@ class ClusterConsumption(Running):
             each.stop_soon()
 
     def await_end(self, deadline: float) -> bool:
-        return stop_all(list(self._on.values()), deadline)
+        # Wait for each, without stopping at the first False: the last batches must be rolled back too.
+        ended = [each.await_end(deadline) for each in list(self._on.values())]
+        return all(ended)
 
 
 @checked
