@@ -114,7 +114,8 @@ class _Arguments:
         The fields of `**options: Unpack[…]` have rules by name too.
         """
         hints = typing.get_type_hints(self._function)
-        rules = {each.name: rule(each.name, hints.get(each.name, Any)) for each in self.parameters}
+        named = [each for each in self.parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        rules = {each.name: rule(each.name, hints.get(each.name, Any)) for each in named}
         for options in [hint for hint in hints.values() if get_origin(hint) is Unpack]:
             fields = typing.get_type_hints(get_args(options)[0])
             rules |= {name: rule(name, hint) for name, hint in fields.items()}
@@ -129,8 +130,10 @@ class _Arguments:
         """The checked arguments by position; checked arguments by name replace their values in `named`."""
         by_name, in_order, more = self._rules
         for name, value in named.items():
-            if name in by_name:
-                named[name] = by_name[name](value)
+            if name not in by_name:
+                # A method that takes options as `**options` would ignore it.
+                raise TypeError(f"{self._function.__qualname__}() got an unexpected keyword argument {name!r}")
+            named[name] = by_name[name](value)
         return [check(value) for check, value in zip(chain(in_order, repeat(more)), given, strict=False)]
 
 
