@@ -72,9 +72,7 @@ class EventSQL:
         on_shard_down: OnShardDown = "fail",
         shard_timeout: float = 10.0,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "schema": schema, "migrate": migrate, "transfer": transfer, "straight": straight,
-        }  # fmt: skip
+        self._options: Any = {"schema": schema, "migrate": migrate, "transfer": transfer, "straight": straight}
         shards = [Shard(each, **self._options) for each in (dsn, *more)]
         self._cluster = Cluster(shards, migrate=migrate, on_down=on_shard_down, timeout=shard_timeout)
         self._barriers = Barriers(self._cluster)
