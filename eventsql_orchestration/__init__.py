@@ -23,64 +23,33 @@ if TYPE_CHECKING:
     from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, ShiftBy
 
 __all__ = [
-    "EVERY_EVENT",
-    "NOT_PARTITIONED",
-    "Acknowledgement",
-    "AsyncPublisher",
-    "AtOffset",
-    "AtTime",
-    "Back",
-    "BufferedPublisher",
-    "Checkpoint",
-    "Claim",
-    "Connection",
-    "Consumer",
-    "ConsumerLag",
-    "ConsumerState",
-    "Database",
-    "Earliest",
-    "Event",
-    "EventFilter",
-    "EventSQL",
-    "Latest",
-    "OffsetRange",
-    "Publication",
-    "Retention",
-    "Shard",
-    "ShiftBy",
-    "SnapshotReader",
-    "Topic",
-]
+    "EVERY_EVENT", "NOT_PARTITIONED", "Acknowledgement", "AsyncPublisher", "AtOffset", "AtTime", "Back",
+    "BufferedPublisher", "Checkpoint", "Claim", "Connection", "Consumer", "ConsumerLag", "ConsumerState", "Database",
+    "Earliest", "Event", "EventFilter", "EventSQL", "Latest", "OffsetRange", "Publication", "Retention", "Shard",
+    "ShiftBy", "SnapshotReader", "Topic",
+]  # fmt: skip
 
 _ON_FIRST_USE = {
-    "Acknowledgement": "publishing.buffered",
-    "AsyncPublisher": "client.buffered",
-    "AtOffset": "topics.offsets",
-    "AtTime": "topics.offsets",
-    "Back": "topics.offsets",
-    "BufferedPublisher": "client.buffered",
-    "Checkpoint": "consuming.snapshot_reader",
-    "Claim": "consuming.claims",
-    "Connection": "database",
-    "ConsumerLag": "consuming.lag",
-    "Database": "database",
-    "Earliest": "topics.offsets",
-    "EventSQL": "client.eventsql",
-    "SnapshotReader": "consuming.snapshot_reader",
-    "Latest": "topics.offsets",
-    "Shard": "shards.shard",
-    "ShiftBy": "topics.offsets",
+    "client.buffered": ("AsyncPublisher", "BufferedPublisher"),
+    "client.eventsql": ("EventSQL",),
+    "consuming.claims": ("Claim",),
+    "consuming.lag": ("ConsumerLag",),
+    "consuming.snapshot_reader": ("Checkpoint", "SnapshotReader"),
+    "database": ("Connection", "Database"),
+    "publishing.buffered": ("Acknowledgement",),
+    "shards.shard": ("Shard",),
+    "topics.offsets": ("AtOffset", "AtTime", "Back", "Earliest", "Latest", "ShiftBy"),
 }
 """Where the names are that need SQLAlchemy. Each of Spark's Python workers imports this package, and SQLAlchemy would
 make that six times as long."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
-    globals()[name] = found
-    return found
+    for room, names in _ON_FIRST_USE.items():
+        if name in names:
+            found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{room}"), name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

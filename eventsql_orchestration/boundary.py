@@ -11,11 +11,11 @@ import inspect
 import operator
 import threading
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from itertools import chain, repeat
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import Any, Final, Literal, TypeAlias, TypeVar, Union, Unpack, get_args, get_origin
 
 import sqlalchemy
 
@@ -41,15 +41,10 @@ _INTEGER: Final = 2**31 - 1
 _BIGINT: Final = 2**63 - 1
 
 WHOLE: Final[Mapping[str, tuple[int, int]]] = {
-    "batch": (1, _INTEGER),
-    "claim_id": (1, _BIGINT),
-    "consumed": (0, _BIGINT),
-    "letter_id": (1, _BIGINT),
-    "limit": (0, _BIGINT),
-    "max_attempts": (1, _INTEGER),
-    "max_events": (1, _INTEGER),
+    **dict.fromkeys(("batch", "max_attempts", "max_events", "min_events"), (1, _INTEGER)),
+    **dict.fromkeys(("claim_id", "letter_id"), (1, _BIGINT)),
+    **dict.fromkeys(("consumed", "limit"), (0, _BIGINT)),
     "max_overflow": (-1, 10_000),
-    "min_events": (1, _INTEGER),
     "partition": (NOT_PARTITIONED, MAX_PARTITIONS),
     "pool_size": (0, 10_000),
     "workers": (1, 10_000),
@@ -114,9 +109,16 @@ class _Arguments:
 
     @functools.cached_property
     def _rules(self) -> tuple[dict[str, Rule], list[Rule], Rule]:
-        """The rules by name, by position, and of further arguments by position; made at the first call."""
+        """The rules by name, by position, and of further arguments by position; made at the first call.
+
+        The fields of `**options: Unpack[…]` have rules by name too.
+        """
         hints = typing.get_type_hints(self._function)
-        rules = {each.name: rule(each.name, hints.get(each.name, Any)) for each in self.parameters}
+        named = [each for each in self.parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        rules = {each.name: rule(each.name, hints.get(each.name, Any)) for each in named}
+        for options in [hint for hint in hints.values() if get_origin(hint) is Unpack]:
+            fields = typing.get_type_hints(get_args(options)[0])
+            rules |= {name: rule(name, hint) for name, hint in fields.items()}
         by_kind = {
             kind: [rules[each.name] for each in self.parameters if each.kind is kind]
             for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -128,8 +130,10 @@ class _Arguments:
         """The checked arguments by position; checked arguments by name replace their values in `named`."""
         by_name, in_order, more = self._rules
         for name, value in named.items():
-            if name in by_name:
-                named[name] = by_name[name](value)
+            if name not in by_name:
+                # A method that takes options as `**options` would ignore it.
+                raise TypeError(f"{self._function.__qualname__}() got an unexpected keyword argument {name!r}")
+            named[name] = by_name[name](value)
         return [check(value) for check, value in zip(chain(in_order, repeat(more)), given, strict=False)]
 
 
@@ -176,10 +180,12 @@ def _instance(name: str, kind: type | UnionType) -> Rule:
     return check
 
 
-def _function(name: str) -> Rule:
+def _only(name: str, fits: Callable[[Any], bool], wanted: str, *, by_value: bool = False) -> Rule:
+    """Accept values that fit; the error for another value shows the value, or its type."""
+
     def check(value: object) -> object:
-        if not callable(value):
-            raise ValidationError(f"{name} must be a function, not {type(value).__name__}")
+        if not fits(value):
+            raise ValidationError(f"{name} must be {wanted}, not {shown(value) if by_value else type(value).__name__}")
         return value
 
     return check
@@ -187,32 +193,21 @@ def _function(name: str) -> Rule:
 
 def _class(name: str, of: Any) -> Rule:
     bound: Any = of.__bound__ if isinstance(of, TypeVar) else of
-
-    def check(value: object) -> object:
-        if not isinstance(value, type) or not issubclass(value, bound):
-            raise ValidationError(f"{name} must be a class derived from {bound.__name__}, not {shown(value)}")
-        return value
-
-    return check
+    wanted = f"a class derived from {bound.__name__}"
+    return _only(name, lambda value: isinstance(value, type) and issubclass(value, bound), wanted, by_value=True)
 
 
 def _event(name: str) -> Rule:
-    def check(value: object) -> object:
-        # Events of multiprocessing are no subclass.
-        if not all(callable(getattr(value, method, None)) for method in ("is_set", "set", "wait")):
-            raise ValidationError(f"{name} must be a threading.Event, not {type(value).__name__}")
-        return value
-
-    return check
+    # Events of multiprocessing are no subclass.
+    methods = ("is_set", "set", "wait")
+    return _only(name, lambda value: all(callable(getattr(value, each, None)) for each in methods), "a threading.Event")
 
 
 def _choice(name: str, choices: tuple[object, ...]) -> Rule:
-    def check(value: object) -> object:
-        if not any(type(value) is type(each) and value == each for each in choices):
-            raise ValidationError(f"{name} must be {' or '.join(map(repr, choices))}, not {shown(value)}")
-        return value
+    def fits(value: object) -> bool:
+        return any(type(value) is type(each) and value == each for each in choices)
 
-    return check
+    return _only(name, fits, " or ".join(map(repr, choices)), by_value=True)
 
 
 def _duration(name: str) -> Rule:
@@ -234,29 +229,22 @@ def _items(name: str, kind: type, of: Any) -> Rule:
         return _anything
     each = _row(f"an item of {name}", of)
 
-    def check(value: Any) -> object:
+    def check(value: object) -> object:
         if isinstance(value, str | bytes) or not isinstance(value, kind):
             raise ValidationError(f"{name} must be several values, as in a list, not {type(value).__name__}")
-        return [each(item) for item in value] if isinstance(value, Collection) else _lazily(each, value)
+        items: Any = value
+        return [each(item) for item in items] if isinstance(items, Collection) else map(each, items)
 
     return check
-
-
-def _lazily(each: Rule, values: Any) -> Iterator[object]:
-    return map(each, values)
 
 
 def _row(name: str, hint: Any) -> Rule:
     if get_origin(hint) is not tuple:
         return rule(name, hint)
     length = len(get_args(hint))
-
-    def check(value: object) -> object:
-        if not isinstance(value, list | tuple) or len(value) != length:
-            raise ValidationError(f"{name} must be a tuple of {length}, not {shown(value)}")
-        return value
-
-    return check
+    return _only(
+        name, lambda row: isinstance(row, list | tuple) and len(row) == length, f"a tuple of {length}", by_value=True
+    )
 
 
 def _union(name: str, options: tuple[Any, ...]) -> Rule:
@@ -286,7 +274,7 @@ def _first_of(rules: list[Rule]) -> Rule:
 
 
 _RULES: Final[dict[Any, Callable[[str, tuple[Any, ...]], Rule]]] = {
-    Callable: lambda name, _: _function(name),
+    Callable: lambda name, _: _only(name, callable, "a function"),
     Literal: _choice,
     bytes: lambda name, _: _instance(name, bytes | bytearray | memoryview),
     datetime: lambda name, _: lambda value: check_time(name, value),

@@ -54,19 +54,16 @@ class EventFilter:
                 raise ValidationError(f"the keys of a filter must be a set of texts, not {type(keys).__name__}")
             if not 1 <= len(keys) <= MAX_FILTER_KEYS:
                 raise ValidationError(f"a filter has 1 to {MAX_FILTER_KEYS} keys, not {len(keys)}")
-            texts = [check_text("a key of a filter", key, most=MAX_KEY_BYTES) for key in keys]
-            object.__setattr__(self, "keys", frozenset(texts))
-        if self.key_prefix is not None and not check_text(
-            "the key prefix of a filter", self.key_prefix, most=MAX_KEY_BYTES
-        ):
+            texts = frozenset(check_text("a key of a filter", key, most=MAX_KEY_BYTES) for key in keys)
+            object.__setattr__(self, "keys", texts)
+        prefix = self.key_prefix
+        if prefix is not None and not check_text("the key prefix of a filter", prefix, most=MAX_KEY_BYTES):
             raise ValidationError("the key prefix of a filter is empty: leave it out")
         object.__setattr__(self, "metadata", check_metadata(self.metadata, of=" of a filter", most=MAX_KEY_BYTES))
-        if self.keys is None and self.key_prefix is None and not self.metadata:
+        if self.keys is None and prefix is None and not self.metadata:
             raise ValidationError("a filter needs a condition: keys, a key prefix or metadata")
-        if self.keys is not None and self.key_prefix is not None:
-            prefix = self.key_prefix
-            if not any(key.startswith(prefix) for key in self.keys):
-                raise ValidationError(f"no event can match: none of the filter's keys begins with {prefix!r}")
+        if self.keys is not None and prefix is not None and not any(key.startswith(prefix) for key in self.keys):
+            raise ValidationError(f"no event can match: none of the filter's keys begins with {prefix!r}")
 
     def __hash__(self) -> int:
         return hash((self.keys, self.key_prefix, frozenset(self.metadata.items())))

@@ -32,7 +32,7 @@ class ConfigurationError(EventSQLError):
 
 
 class MissingExtraError(ConfigurationError):
-    """A part of the package was asked for whose dependencies are not installed."""
+    """A part of the package is not installed."""
 
     def __init__(self, extra: str, needed_for: str) -> None:
         super().__init__(f"{needed_for} needs the extra [{extra}]: pip install 'eventsql-orchestration[{extra}]'")
@@ -55,7 +55,7 @@ class DatabaseUnavailableError(DatabaseError):
 
 
 class DatabaseBusyError(DatabaseError):
-    """The database did not get to it in time: a lock, a connection or an answer took too long. Try again."""
+    """A lock, a connection or an answer of the database took too long: try again."""
 
 
 class DatabaseFullError(DatabaseError):
@@ -67,7 +67,7 @@ class SchemaOutdatedError(DatabaseError):
 
 
 class SequenceError(DatabaseError):
-    """A sequence does not give ids out one by one and upwards, so events would be lost or stay behind.
+    """A sequence does not give ids one by one and upwards, so events would be lost or stay behind.
 
     `sequence` is its quoted name, `finding` says what is wrong with it, `remedy` is the SQL statement that mends it.
     """
@@ -101,7 +101,7 @@ class StuckEventError(DatabaseError):
 class PermissionDeniedError(DatabaseError):
     """The current role lacks a right: grant it the role that has it, see `eventsql roles list`.
 
-    `role` is the current role and `object` what it may not use, as far as the server names them.
+    `role` is the current role and `object` is the object that it may not use, as far as the server names them.
     """
 
     def __init__(
@@ -165,7 +165,11 @@ class PublisherClosedError(EventSQLError):
 
 
 class ShardError(EventSQLError):
-    """The shards of a platform cannot do what was asked of them together."""
+    """The shards of a platform cannot do together what was asked. `shard` is the name of the shard, if it is one."""
+
+    def __init__(self, message: str | None = None, *, shard: str = "") -> None:
+        super().__init__(message)
+        self.shard = shard
 
 
 class ShardSetError(ShardError, ConfigurationError):
@@ -173,11 +177,7 @@ class ShardSetError(ShardError, ConfigurationError):
 
 
 class WrongShardError(RegistryError, ShardError):
-    """An event of this key belongs to another shard; nothing was published. `shard` is that one's name."""
-
-    def __init__(self, message: str | None = None, *, shard: str = "") -> None:
-        super().__init__(message)
-        self.shard = shard
+    """An event of this key belongs to the shard `shard`; nothing was published."""
 
 
 class ShardPendingError(WrongShardError):
@@ -185,11 +185,7 @@ class ShardPendingError(WrongShardError):
 
 
 class ShardUnavailableError(DatabaseUnavailableError, ShardError):
-    """The shard that a key belongs to cannot be reached; nothing was published. `shard` is its name."""
-
-    def __init__(self, message: str | None = None, *, shard: str = "") -> None:
-        super().__init__(message)
-        self.shard = shard
+    """The shard that a key belongs to cannot be reached; nothing was published."""
 
 
 class ShardsDifferError(ShardError):
@@ -215,10 +211,10 @@ class PartlyPublishedError(ShardError):
 
 
 class PublicationUnfinishedError(ShardError):
-    """A publication over several shards is decided, and some of its events are not where they are read yet.
+    """A publication over several shards is decided, but some of its events are not in the buffer of their shard yet.
 
-    They will be, once their shard can be reached: the same writer's batch written again finishes it, and so does any
-    transfer over all shards. Published anew, they would be there twice.
+    Any transfer over all shards finishes the publication once the shard can be reached; so does the same batch of the
+    same writer, written again. Do not publish the events anew: they would be there twice.
     """
 
 
@@ -237,16 +233,12 @@ class ConsumptionError(EventSQLError):
         self.event = event
 
 
-class PartitionBlockedError(EventSQLError):
-    """A consumer partition stopped at an event that keeps failing and has no dead letter topic to go to."""
-
-
 class PartitionLeasedError(EventSQLError):
     """A consumer partition is leased by a consumption that is under way: stop it first."""
 
 
 class ClaimLostError(EventSQLError):
-    """The claim is not held any more: another owner took the partition, or its offset moved."""
+    """The claim is lost: another owner took the partition, or its offset moved."""
 
 
 # Using the log
@@ -268,7 +260,7 @@ class MessageNotFoundError(EventSQLError):
 
 
 class InputError(EventSQLError):
-    """A file or stream of events cannot be read, or a line in it is no event."""
+    """A file or stream of events cannot be read, or one of its lines is no event."""
 
 
 # Dagster on this machine

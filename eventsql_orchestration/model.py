@@ -72,13 +72,11 @@ def check_topic_name(name: object) -> str:
     """
     if not isinstance(name, str) or not _TOPIC_NAME.fullmatch(name):
         raise InvalidNameError(
-            f"topic name {shown(name)} is not usable: start with a lower-case letter, go on with lower-case letters, "
-            "digits and underscores"
+            f"topic name {shown(name)} is not usable: take lower-case letters, digits and underscores, first a letter"
         )
     if len(name) > MAX_TOPIC_NAME_LENGTH:
         raise InvalidNameError(
-            f"topic name {shown(name)} has {len(name)} characters; {MAX_TOPIC_NAME_LENGTH} are allowed, "
-            "because its table is named after it"
+            f"topic name {shown(name)} has {len(name)} characters; {MAX_TOPIC_NAME_LENGTH} are allowed"
         )
     return name
 
@@ -89,8 +87,7 @@ def check_partitions(partitions: object) -> int:
         raise ValidationError(f"partitions must be a whole number, not {shown(partitions)}")
     if partitions != NOT_PARTITIONED and not 1 <= partitions <= MAX_PARTITIONS:
         raise ValidationError(
-            f"{shown(partitions)} partitions are not possible: take 1 to {MAX_PARTITIONS}, or -1 for a topic that is "
-            "not partitioned"
+            f"{shown(partitions)} partitions are not possible: take 1 to {MAX_PARTITIONS}, or -1 for no partitions"
         )
     return partitions
 
@@ -99,16 +96,10 @@ def check_partition(topic: str, partition: object, partitions: int) -> int:
     """Return `partition`, or raise `PartitionOutOfRangeError` when a topic of `partitions` has no such partition."""
     if isinstance(partition, bool) or not isinstance(partition, int):
         raise PartitionOutOfRangeError(f"a partition of topic {topic!r} is a whole number, not {shown(partition)}")
-    if partitions == NOT_PARTITIONED:
-        if partition != NOT_PARTITIONED:
-            raise PartitionOutOfRangeError(
-                f"partition {shown(partition)} is out of range: topic {topic!r} is not partitioned (its only partition "
-                "is -1)"
-            )
-    elif not 0 <= partition < partitions:
-        raise PartitionOutOfRangeError(
-            f"partition {shown(partition)} is out of range: topic {topic!r} has partitions 0 to {partitions - 1}"
-        )
+    least, most = (0, partitions - 1) if partitions != NOT_PARTITIONED else (NOT_PARTITIONED, NOT_PARTITIONED)
+    if not least <= partition <= most:
+        having = f"has partitions 0 to {most}" if most >= 0 else "is not partitioned (its only partition is -1)"
+        raise PartitionOutOfRangeError(f"partition {shown(partition)} is out of range: topic {topic!r} {having}")
     return partition
 
 
@@ -141,6 +132,11 @@ class Retention:
     @property
     def for_ever(self) -> bool:
         return self.seconds is None and self.bytes is None and self.events is None
+
+    def reached(self, *, seconds: float, size: int, events: int) -> bool:
+        """Whether an age, a size in bytes or a number of events reaches its bound."""
+        bounds = ((seconds, self.seconds), (size, self.bytes), (events, self.events))
+        return any(bound is not None and value >= bound for value, bound in bounds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,19 +146,14 @@ def hide_passwords(text: str, *urls: str) -> str:
     return text
 
 
-def hide_in(error: BaseException, *urls: str) -> None:
-    """Remove the secrets of these URLs from an error's text, and from the texts of its causes."""
-    for each in _chain(error):
-        each.args = tuple(hide(part, *urls) if isinstance(part, str) else part for part in each.args)
-
-
 @contextmanager
 def hiding(*urls: str) -> Iterator[None]:
-    """Remove the secrets of these URLs from the errors of the block."""
+    """Remove the secrets of these URLs from the errors of the block and from their causes."""
     try:
         yield
     except Exception as error:
-        hide_in(error, *urls)
+        for each in _chain(error):
+            each.args = tuple(hide(part, *urls) if isinstance(part, str) else part for part in each.args)
         raise
 
 

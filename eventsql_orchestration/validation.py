@@ -118,13 +118,9 @@ def check_range(since: datetime | None, until: datetime | None) -> None:
 
 
 def check_whole(
-    what: str,
-    number: object,
-    *,
-    least: int = -(2**63),
-    most: int = 2**63 - 1,
+    what: str, number: object, *, least: int = -(2**63), most: int = 2**63 - 1,
     error: type[ValidationError] = ValidationError,
-) -> int:
+) -> int:  # fmt: skip
     """Return `number` as an int, or raise `error`: a whole number within bounds, those of bigint by default.
 
     Whole numbers of other libraries, such as NumPy's, are taken too.
@@ -164,11 +160,7 @@ NO_METADATA: Final = Metadata()
 
 
 def check_metadata(
-    metadata: object,
-    *,
-    of: str = "",
-    most: int = MAX_METADATA_BYTES,
-    error: type[ValidationError] = ValidationError,
+    metadata: object, *, of: str = "", most: int = MAX_METADATA_BYTES, error: type[ValidationError] = ValidationError
 ) -> Metadata:
     """A copy of `metadata` that cannot be changed, or `error`: text by text without NUL, up to `most` bytes in all."""
     if not isinstance(metadata, Mapping):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from builtins import list as list_of
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 from eventsql_orchestration.boundary import checked
@@ -22,8 +24,8 @@ from eventsql_orchestration.consuming.dead_letters import (
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardError, TopicNotFoundError, ValidationError
-from eventsql_orchestration.maintenance.repartitioning import PATIENCE_SECONDS, Repartitioning
-from eventsql_orchestration.maintenance.seek import Move
+from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning, Step
+from eventsql_orchestration.maintenance.seek import Choose, Move
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.barriers import Barriers, HeldBack
@@ -32,6 +34,8 @@ from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator, Unfinished
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.offsets import AtOffset, Position
+
+_ONE_SHARD: Final = "name one shard (--shard NAME, in Python platform.shards[i])"
 
 ABANDONED_SECONDS: Final = 5.0
 """Seconds until a repartitioning gives up a publication over several shards that is announced and not decided. The
@@ -49,7 +53,10 @@ class ClusterSeeker:
         self._barriers = barriers
 
     def plan(self, topic: str, consumer: str, position: Position, *, partition: int | None = None) -> list[Move]:
-        """The moves that `execute` would make now; nothing is changed."""
+        """The moves that `execute` would make now, in one partition or in all. Changes nothing.
+
+        Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `PartitionOutOfRangeError`.
+        """
         if self._lone is not None:
             return self._lone.plan(topic, consumer, position, partition=partition)
         self._check(topic, consumer, position, partition)
@@ -57,16 +64,19 @@ class ClusterSeeker:
         return [replace(move, shard=shard.label) for shard, moves in planned for move in moves]
 
     def execute(
-        self,
-        topic: str,
-        consumer: str,
-        position: Position,
-        *,
-        partition: int | None = None,
-        force: bool = False,
-        choose: Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]] | None = None,
-    ) -> list[Move]:
-        """Move the consumer, or one `partition`, or the partitions that `choose` gives. See `Seeker.execute`.
+        self, topic: str, consumer: str, position: Position,
+        *, partition: int | None = None, force: bool = False, choose: Choose | None = None,
+    ) -> list[Move]:  # fmt: skip
+        """Move a consumer to `position`, in one partition or in all at once. Gives the moves.
+
+        `choose` gets the locked partitions and gives those to move. If it raises, nothing moves.
+
+        Running and later consumptions go on from the new position. The failures of the failing event are forgotten, and
+        an uncommitted claim is released. The counts of consumed events stay, because they count handlings.
+
+        Waits at most 10 seconds for batches under way, then raises `DatabaseBusyError`. Raises `PartitionLeasedError`
+        if somebody leases a partition. With `force`, that owner is fenced off instead and cannot commit any more.
+        Otherwise raises as `plan`. If it raises, no partition of the shard has moved.
 
         All shards must be up. If a shard fails, the error says which shards have moved the consumer. If shards were
         added, the consumer gets the events of the new shards after it has consumed the older events of the old shards:
@@ -85,10 +95,7 @@ class ClusterSeeker:
 
     def _check(self, topic: str, consumer: str, position: Position, partition: int | None) -> None:
         if isinstance(position, AtOffset):
-            raise ValidationError(
-                "an offset means another place on each shard: seek to a time, or one shard by itself (--shard NAME, "
-                "platform.shards[i].seeker)"
-            )
+            raise ValidationError(f"each shard counts its offsets by itself: seek to a time, or {_ONE_SHARD}")
         states = self._registry.consumer(topic, consumer)
         choose_partitions([state for state in states if state.shard == states[0].shard], partition)
 
@@ -108,7 +115,13 @@ class ClusterDeadLetters:
         return self._factory
 
     def configure(self, factory: DeadLetterFactory | None) -> None:
-        """Make dead letters by `factory`; if it is None, put them into the topic's dead letter topic."""
+        """Make the dead letters of this object's consumers by `factory(event, cause)`; None restores the default.
+
+        The factory runs in the transaction that locks the partition, which also publishes its publication, to any
+        topic. `list` and `redrive` know those of `{topic}_dlt`. If it returns None, the partition stops at the event
+        until the consumer is resumed. If it raises, or if its publication fails, the event is tried again with backoff,
+        and the partition's failure says so.
+        """
         self._factory = factory
         for shard in self._cluster.shards:
             shard.dead_letters.configure(factory)
@@ -118,43 +131,54 @@ class ClusterDeadLetters:
         return shard.dead_letters
 
     def topic_of(self, topic: str, connection: Connection | None = None) -> str | None:
-        """The topic that takes the dead letters of `topic`; None if there is none."""
+        """The name of the topic's dead letter topic; None if none is registered."""
         return self._on(connection).topic_of(topic, connection)
 
     def accepts(self, topic: str, connection: Connection | None = None) -> bool:
-        """Whether a factory or a topic takes the dead letters of a topic."""
+        """Whether a factory or a dead letter topic may take an event of `topic` whose attempts are spent."""
         return self._on(connection).accepts(topic, connection)
 
     def blocking(self, state: ConsumerState, connection: Connection | None = None) -> str | None:
-        """Why a partition stays at the event that it retries; None if the event will be tried again."""
+        """The reason why a partition stays at its failed event; None if the event is tried again."""
         return self._on(connection).blocking(state, connection)
 
     def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
-        """Publish the dead letter of `event` in the caller's transaction; False if the topic takes no dead letters."""
+        """Publish the dead letter of `event` in the caller's transaction; False if the factory returned None.
+
+        Raises errors of the factory and the publisher.
+        """
         return self._on(connection).bury(connection, event, cause)
 
     def plan_redrive(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> RedrivePlan:
-        """The effect that `redrive` would have now; nothing is changed."""
+        """Plan a redrive without writing. Raises as `redrive`."""
         self._check_ids(letters)
-        planned = self._cluster.each_up(
-            lambda shard: shard.dead_letters.plan_redrive(topic, letters, limit=limit, again=again)
-        )
-        plans = [plan for _, plan in planned]
+        plans = [
+            plan
+            for _, plan in self._cluster.each_up(
+                lambda shard: shard.dead_letters.plan_redrive(topic, letters, limit=limit, again=again)
+            )
+        ]
         redrives = sum(plan.redrives for plan in plans)
         return RedrivePlan(
-            sum(plan.letters for plan in plans),
-            sum(plan.redriven_before for plan in plans),
-            redrives if limit is None else min(limit, redrives),
+            letters=sum(plan.letters for plan in plans),
+            redriven_before=sum(plan.redriven_before for plan in plans),
+            redrives=redrives if limit is None else min(limit, redrives),
         )
 
     def redrive(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> int:
-        """Publish the events of dead letters again; gives their number. See `DeadLetters.redrive`.
+        """Publish the oldest `limit` selected dead letters of `topic` to it again, in order. Gives their number.
 
-        Several shards redrive one after the other. Letters on a shard that is down stay there.
+        Each letter is redriven once, whatever runs side by side or crashes. With `again`, letters that were redriven
+        before are redriven too. Every 1,000 letters are one transaction, which stays committed if a later one fails.
+        Letters that come while this runs are left for the next redrive, so that events which fail again at once do not
+        keep it going. Several shards redrive one after the other. Letters on a shard that is down stay there.
+
+        Raises `TopicNotFoundError` if the topic or its dead letter topic does not exist, `EventSQLError` for ids that
+        no dead letter has, before anything is redriven; otherwise as `ClusterPublisher.publish_all`.
         """
         self._check_ids(letters)
         redriven = 0
@@ -165,23 +189,27 @@ class ClusterDeadLetters:
         return redriven
 
     def prune(self, topic: str | None = None) -> int:
-        """Delete the records of deleted letters; gives their number. See `DeadLetters.prune`."""
+        """Delete the marks of redriven letters that retention has removed, of `topic` or of all; gives their number.
+
+        Raises `TopicNotFoundError` if the topic has no dead letter topic.
+        """
         return sum(count for _, count in self._cluster.each_up(lambda shard: shard.dead_letters.prune(topic)))
 
     def show(self, topic: str, letter_id: int) -> DeadLetter:
-        """One dead letter by its offset. Raises `DeadLetterNotFoundError`; `ShardError` if there are several shards.
+        """One dead letter of `topic` by its offset.
 
-        Offsets are per shard: use `platform.shards[i].dead_letters`.
+        Raises `TopicNotFoundError`, `EventSQLError` if no letter has this offset, and `ShardError` if there are several
+        shards. Offsets are per shard: use `platform.shards[i].dead_letters`.
         """
         if self._lone is not None:
             return self._lone.show(topic, letter_id)
-        raise ShardError(
-            f"offset {letter_id} of topic {topic!r} means another letter on each shard: name one (--shard NAME, "
-            "platform.shards[i].dead_letters)"
-        )
+        raise ShardError(f"each shard counts its dead letters of topic {topic!r} by itself: {_ONE_SHARD}")
 
     def of_backfills(self, topic: str) -> dict[str, int]:
-        """The number of letters that each backfill has left in a dead letter topic, by the backfill's id."""
+        """The number of dead letters of `topic` that were not redriven, by the id of their backfill.
+
+        Raises `TopicNotFoundError` if the topic has no dead letter topic.
+        """
         found: Counter[str] = Counter()
         for _, counts in self._cluster.each_up(lambda shard: shard.dead_letters.of_backfills(topic)):
             found.update(counts)
@@ -190,7 +218,11 @@ class ClusterDeadLetters:
     def list(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int = 100, redriven: bool | None = None
     ) -> list_of[DeadLetter]:
-        """The oldest dead letters, each with its shard if there are several. See `DeadLetters.list`."""
+        """The oldest selected dead letters of `topic`: those that were `redriven`, that were not, or all.
+
+        Each has its shard if there are several. Raises `TopicNotFoundError` if the topic has no dead letter topic,
+        `EventSQLError` for ids that no letter has.
+        """
         if self._lone is not None:
             return self._lone.list(topic, letters, limit=limit, redriven=redriven)
         self._check_ids(letters)
@@ -207,10 +239,7 @@ class ClusterDeadLetters:
         if self._lone is not None or letters is None:
             return
         if letters.ids is not None or letters.after or letters.upto is not None:
-            raise ValidationError(
-                "offsets of dead letters mean others on each shard: name one (--shard NAME, "
-                "platform.shards[i].dead_letters), or say otherwise which are meant"
-            )
+            raise ValidationError(f"each shard counts its dead letters by itself: give no offsets, or {_ONE_SHARD}")
 
 
 @checked
@@ -225,35 +254,38 @@ class ClusterRepartitioner:
         self._coordinator = TwoPhaseCoordinator(cluster.reachable)
 
     def repartition(
-        self,
-        topic: str,
-        partitions: int,
-        *,
-        finish: Callable[[], object] = lambda: None,
-        patience: float = PATIENCE_SECONDS,
+        self, topic: str, partitions: int, *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS
     ) -> Repartitioning | None:
-        """Change the number of partitions; None if the topic has that number. See `Repartitioner.repartition`.
+        """Give a partitioned topic another number of partitions, more or fewer. None if it has that number already.
+
+        Publishers and consumers go on meanwhile. The change takes effect at one offset of the log: events up to there
+        have partitions by the old number, later events by the new number. A publisher that knows the old number notices
+        in its transaction and chooses again. A partitioned consumer consumes all old partitions up to that offset
+        before it goes on with the new ones, so each key's events stay in order.
+
+        Tries for up to `timeout` seconds while batches or publishers' transactions are under way, and makes other
+        partitions wait for at most three seconds, other publishers for half a second. Then raises `DatabaseBusyError`,
+        with nothing changed. `finish`, called before each attempt, finishes publications over several shards. Raises
+        `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned, `ValidationError`.
 
         With several shards, gives the result of the last shard that changed. Earlier publications over several shards
-        come first, on all of them. If they are not finished in `patience` seconds, nothing is changed and
-        `DatabaseBusyError` is raised. If a later shard fails, the shards before it have changed: call this again.
+        come first, on all of them; if they are not finished in `timeout` seconds, nothing is changed. If a later shard
+        fails, the shards before it have changed: call this again.
         """
         if self._cluster.lone is not None:
             lone = self._cluster.lone
-            return lone.repartitioner.repartition(topic, partitions, finish=finish, patience=patience)
+            return lone.repartitioner.repartition(topic, partitions, finish=finish, timeout=timeout)
 
         def finish_all() -> None:
             finish()
             self._finish()
 
-        begun = False
+        # Before the first shard changes, and only if all shards are up.
+        await_finished = cache(lambda: self._await_finished(topic, timeout))
 
         def change(shard: Shard) -> Repartitioning | None:
-            nonlocal begun
-            if not begun:
-                self._await_finished(topic, patience)
-                begun = True
-            return shard.repartitioner.repartition(topic, partitions, finish=finish_all, patience=patience)
+            await_finished()
+            return shard.repartitioner.repartition(topic, partitions, finish=finish_all, timeout=timeout)
 
         done = self._cluster.fan_out(change)
         return next((change for change in reversed(list_of(done.values())) if change is not None), None)
@@ -261,17 +293,17 @@ class ClusterRepartitioner:
     def _finish(self) -> list_of[Unfinished]:
         return self._coordinator.finish(abandoned_after=ABANDONED_SECONDS)
 
-    def _await_finished(self, topic: str, patience: float) -> None:
+    def _await_finished(self, topic: str, timeout: float) -> None:
         """Wait until the publications that are announced now are finished or given up."""
-        trying = Backoff(patience)
+        retry = Backoff(timeout)
         left = self._finish()
         # Each shard's repartitioning waits for publications that are announced later.
         known = {each.id for each in left}
         while left:
-            if not trying.lasts():
+            if not retry.lasts():
                 raise DatabaseBusyError(
                     f"topic {topic!r} keeps its partitions on all shards: {'; '.join(map(str, left))}; try again when "
-                    "`eventsql shard status` shows nothing that is not finished"
+                    "`eventsql shard status` shows no unfinished publication"
                 )
             left = [each for each in self._finish() if each.id in known]
 
@@ -308,7 +340,7 @@ class ClusterLag:
     def _unreachable(self, shard: Shard, others: Iterable[ConsumerLag]) -> list[ConsumerLag]:
         """The partitions of a shard that is down, known from the other shards; their lag is not known."""
         partitions = sorted({(lag.topic, lag.consumer, lag.partition) for lag in others})
-        down = shard.seconds_down
+        down = time.monotonic() - shard.down_since
         return [
             ConsumerLag(
                 topic, consumer, partition, 0, down, 0, 0, 0, LagCause.UNREACHABLE, str(shard.down), shard.label
@@ -321,7 +353,7 @@ class ClusterLag:
             return lag
         down = {shard.label for shard in self._cluster.known() if shard.down is not None}
         names = ", ".join(f"{name} (down)" if name in down else name for name in held.waits_for)
-        return replace(lag, detail=f"until it has consumed what was before on {names}")
+        return replace(lag, detail=f"until it has consumed the earlier events on {names}")
 
     def buffered(self) -> dict[str, int]:
         """The number of events of each topic that wait in the buffer; topics without buffered events are left out."""

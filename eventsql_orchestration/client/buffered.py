@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Generic, TypeVar, Unpack
 
 from eventsql_orchestration.boundary import checked, checks_itself
@@ -14,10 +15,17 @@ from eventsql_orchestration.errors import PublisherClosedError, WrongShardError
 from eventsql_orchestration.model import Publication, Topic
 from eventsql_orchestration.publishing.async_publisher import AsyncCollector
 from eventsql_orchestration.publishing.buffered import Acknowledgement, Collector
-from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, BufferOptions
+from eventsql_orchestration.publishing.lanes import (
+    CLOSE_TIMEOUT,
+    BatchPublisher,
+    BufferLimits,
+    BufferOptions,
+    time_left,
+)
 from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.topics.registry import Registry
 
 AnyCollector = TypeVar("AnyCollector", Collector, AsyncCollector)
 
@@ -49,13 +57,18 @@ class _Watched:
 class _PerShard(Generic[AnyCollector]):
     """A collector for each shard that has received an event."""
 
-    def __init__(self, cluster: Cluster, make: Callable[[Shard, BatchPublisher], AnyCollector]) -> None:
+    def __init__(
+        self, cluster: Cluster, registry: ClusterRegistry, make: Callable[[BatchPublisher, Registry], AnyCollector]
+    ) -> None:
         self._cluster = cluster
-        self._make: Callable[[Shard, BatchPublisher], AnyCollector] = make
+        self._registry = registry
+        self._make: Callable[[BatchPublisher, Registry], AnyCollector] = make
         self._lock = threading.Lock()
-        self.closed = False
         self._of: dict[Shard, AnyCollector] = {}
-        self.lone: AnyCollector | None = None if cluster.lone is None else make(cluster.lone, cluster.lone.publisher)
+        self.closed = False
+        self.lone: AnyCollector | None = None
+        if cluster.lone is not None:
+            self.lone = make(cluster.lone.publisher, cluster.lone.registry)
 
     def on(self, shard: Shard) -> AnyCollector:
         """The collector of a shard. Raises `PublisherClosedError`."""
@@ -65,9 +78,20 @@ class _PerShard(Generic[AnyCollector]):
                 if self.closed:
                     raise PublisherClosedError
                 if shard not in self._of:
-                    self._of[shard] = self._make(shard, _Watched(self._cluster, shard))
+                    self._of[shard] = self._make(_Watched(self._cluster, shard), shard.registry)
                 found = self._of[shard]
         return found
+
+    def for_event(self, publication: Publication, deadline: float) -> AnyCollector:
+        """The collector of an event's shard. It waits until the shard can be reached. Raises as `publish`."""
+        self._registry.check_same(check_publication(publication).topic)
+        if publication.key is None:
+            return self.on(self._cluster.any())
+        shard = self._cluster.owner(publication.key)
+        if shard.down is not None:
+            self._cluster.health.reach(shard, deadline)
+        shard.check_active()
+        return self.on(shard)
 
     def all(self) -> list[AnyCollector]:
         return [self.lone] if self.lone is not None else list(self._of.values())
@@ -99,13 +123,10 @@ class BufferedPublisher:
     """
 
     def __init__(self, cluster: Cluster, registry: ClusterRegistry, **limits: Unpack[BufferOptions]) -> None:
-        BufferLimits(**limits)
         self._cluster = cluster
-        self._registry = registry
         self._collectors: _PerShard[Collector] = _PerShard(
-            cluster, lambda shard, to: Collector(to, shard.registry, **limits)
+            cluster, registry, partial(Collector, limits=BufferLimits(**limits))
         )
-        self._lone = self._collectors.lone
 
     @property
     def closed(self) -> bool:
@@ -130,19 +151,12 @@ class BufferedPublisher:
         Callbacks of the acknowledgement run in the thread that commits. They should be short and must not wait for
         other events.
         """
-        if self._lone is not None:
-            return self._lone.publish(publication, timeout=timeout)
-        self._registry.check_same(check_publication(publication).topic)
-        if publication.key is None:
-            return self._collectors.on(self._cluster.any()).publish(publication, timeout=timeout)
+        if self._collectors.lone is not None:
+            return self._collectors.lone.publish(publication, timeout=timeout)
         deadline = time.monotonic() + self._cluster.timeout
         while True:
-            shard = self._cluster.owner(publication.key)
-            if shard.down is not None:
-                self._cluster.health.reach(shard, deadline)
             try:
-                shard.check_active()
-                return self._collectors.on(shard).publish(publication, timeout=timeout)
+                return self._collectors.for_event(publication, deadline).publish(publication, timeout=timeout)
             except WrongShardError as error:
                 self._cluster.reconsider(error, [publication.topic], deadline)
 
@@ -151,9 +165,9 @@ class BufferedPublisher:
 
         Raises `DatabaseBusyError` if that takes longer than `timeout` seconds; the events are still on their way.
         """
-        deadline = _deadline(timeout)
+        left = time_left(timeout)
         for each in self._collectors.all():
-            each.flush(timeout=_left(deadline))
+            each.flush(timeout=left())
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
         """Take no more events, and commit those that were given.
@@ -161,9 +175,9 @@ class BufferedPublisher:
         An event that is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its
         outcome is known.
         """
-        deadline = _deadline(timeout)
+        left = time_left(timeout)
         for each in self._collectors.close():
-            each.close(_left(deadline))
+            each.close(left())
 
     def __enter__(self) -> BufferedPublisher:
         return self
@@ -185,14 +199,11 @@ class AsyncPublisher:
     """
 
     def __init__(self, cluster: Cluster, registry: ClusterRegistry, **limits: Unpack[BufferOptions]) -> None:
-        BufferLimits(**limits)
         self._cluster = cluster
-        self._registry = registry
         self._collectors: _PerShard[AsyncCollector] = _PerShard(
-            cluster, lambda shard, to: AsyncCollector(to, shard.registry, **limits)
+            cluster, registry, partial(AsyncCollector, limits=BufferLimits(**limits))
         )
-        self._lone = self._collectors.lone
-        self._compared: set[str] = set()
+        self._seen: set[str] = set()
 
     @property
     def closed(self) -> bool:
@@ -217,24 +228,24 @@ class AsyncPublisher:
         is not published then. It is not published either if the task is cancelled before this returns. The future has
         the errors of an acknowledgement of `BufferedPublisher.publish`.
         """
-        if self._lone is not None:
-            return await self._lone.enqueue(publication)
-        if check_publication(publication).topic not in self._compared:
-            await asyncio.to_thread(self._registry.check_same, publication.topic)
-            self._compared.add(publication.topic)
-        if publication.key is None:
-            shard = await asyncio.to_thread(self._cluster.any)
-            return await self._collectors.on(shard).enqueue(publication)
+        if self._collectors.lone is not None:
+            return await self._collectors.lone.enqueue(publication)
         deadline = time.monotonic() + self._cluster.timeout
         while True:
-            shard = self._cluster.owner(publication.key)
-            if shard.down is not None:
-                await asyncio.to_thread(self._cluster.health.reach, shard, deadline)
             try:
-                shard.check_active()
-                return await self._collectors.on(shard).enqueue(publication)
+                return await (await self._for_event(publication, deadline)).enqueue(publication)
             except WrongShardError as error:
                 await asyncio.to_thread(self._cluster.reconsider, error, [publication.topic], deadline)
+
+    async def _for_event(self, publication: Publication, deadline: float) -> AsyncCollector:
+        topic, key = check_publication(publication).topic, publication.key
+        if topic in self._seen and key is not None and (shard := self._cluster.owner(key)).down is None:
+            # Nothing to wait for: a thread for each event would take longer than the event.
+            shard.check_active()
+            return self._collectors.on(shard)
+        found = await asyncio.to_thread(self._collectors.for_event, publication, deadline)
+        self._seen.add(topic)
+        return found
 
     async def flush(self) -> None:
         """Wait until every event that was given before is committed, or has failed; its future is done then."""
@@ -242,31 +253,19 @@ class AsyncPublisher:
             await each.flush()
 
     async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - the rest is reported
-        """Take no more events, and commit those that were given.
-
-        An event that is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its
-        outcome is known.
-        """
-        deadline = _deadline(timeout)
+        """Take no more events, and commit those that were given. See `BufferedPublisher.close`."""
+        left = time_left(timeout)
         for each in self._collectors.close():
-            await each.aclose(_left(deadline))
+            await each.aclose(left())
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
         """As `aclose`, for code that is not a task. The calling thread waits, even if it runs the event loop."""
-        deadline = _deadline(timeout)
+        left = time_left(timeout)
         for each in self._collectors.close():
-            each.close(_left(deadline))
+            each.close(left())
 
     async def __aenter__(self) -> AsyncPublisher:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

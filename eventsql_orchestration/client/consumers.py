@@ -7,31 +7,28 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from typing import Unpack
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.consuming.batch import BatchHandler, EventHandler
 from eventsql_orchestration.consuming.leases import LeasedHandler
 from eventsql_orchestration.consuming.throttle import Throttles
-from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Consumption
-from eventsql_orchestration.errors import (
-    DatabaseError,
-    DatabaseUnavailableError,
-    EventSQLError,
-    PartitionOutOfRangeError,
-)
+from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching, Consumption, Running, stop_all
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, PartitionOutOfRangeError
 from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
+from eventsql_orchestration.publishing.transfer import Delay, OnMoved
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import Duration
 
 
 @checked
-class ClusterConsumption:
-    """A running consumer of this process. It starts on a shard that is down, or joins later, when the shard is up."""
+class ClusterConsumption(Running):
+    """A consumer that runs on all shards. On a shard that is down, or joins later, it starts when the shard is up."""
 
     def __init__(self, cluster: Cluster, begin: Callable[[Shard], Consumption]) -> None:
         self._cluster = cluster
@@ -66,20 +63,7 @@ class ClusterConsumption:
             if shard.down is None and shard not in self._on:
                 self._take(shard)
 
-    def stop(self, timeout: float = 10.0) -> bool:
-        """Finish the current batches and end.
-
-        False if some batches still run after `timeout` seconds. They are then rolled back, and later writes by their
-        handlers fail. Their partitions are given up, so that other processes may consume them.
-
-        A handler may call this. The call then returns at once, and says whether the other batches have ended. The
-        handler's own batch is finished, and no other batch begins.
-        """
-        self.stop_soon()
-        return self.await_end(time.monotonic() + timeout)
-
     def stop_soon(self) -> None:
-        """Begin no more batches; returns at once."""
         self._cluster.background.remove(self._take_missing)
         with self._taking:
             self._ending = True
@@ -87,18 +71,9 @@ class ClusterConsumption:
             each.stop_soon()
 
     def await_end(self, deadline: float) -> bool:
-        """The rest of `stop`, until a time of `time.monotonic`."""
-        # Call each, without stopping at the first False: the last batches must be rolled back too.
+        # Wait for each, without stopping at the first False: the last batches must be rolled back too.
         ended = [each.await_end(deadline) for each in list(self._on.values())]
         return all(ended)
-
-    def __enter__(self) -> ClusterConsumption:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 @checked
@@ -125,73 +100,62 @@ class ClusterConsumers:
         shard.consumers.throttles = self._throttles
 
     def start(
-        self,
-        topic: str,
-        consumer: str,
-        handler: EventHandler,
-        *,
+        self, topic: str, consumer: str, handler: EventHandler, *, workers: int = MAX_WORKERS,
         polling_delay: Duration = 1.0,
-        workers: int = MAX_WORKERS,
-    ) -> ClusterConsumption:
+    ) -> ClusterConsumption:  # fmt: skip
         """Hand each event to `handler(event, connection)`, in order within each consumer partition.
 
-        The handler's writes through `connection` commit together with the offset: exactly once. See `Consumers.start`
-        for failures and the options.
+        Writes through `connection` commit together with the offset: exactly once. All other effects happen at least
+        once. When the handler raises, its writes for that event are rolled back and the event is tried again, with
+        backoff, up to the consumer's `max_attempts`. The handler must not end the transaction: if it does, as with
+        `COMMIT`, the partition stays where it is.
+
+        `polling_delay` is the delay in seconds after a look that found nothing. A consumer with notifications looks
+        when it is notified, and otherwise every 10 seconds.
+
+        `workers` (at least 1) is the maximum number of partitions that are consumed side by side, each by a thread with
+        a connection.
+
+        Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`.
         """
         return self._start(
-            topic,
-            consumer,
-            lambda shard: shard.consumers.start(topic, consumer, handler, polling_delay=polling_delay, workers=workers),
-        )
+            topic, consumer,
+            lambda shard: shard.consumers.start(topic, consumer, handler, workers=workers, polling_delay=polling_delay),
+        )  # fmt: skip
 
     def start_batch(
-        self,
-        topic: str,
-        consumer: str,
-        handler: BatchHandler,
-        *,
-        min_events: int = 1,
-        max_events: int = 1_000,
-        polling_delay: Duration = 1.0,
-        max_polling_delay: Duration = 10.0,
-        workers: int = MAX_WORKERS,
-    ) -> ClusterConsumption:
-        """Hand events to `handler(events, connection)`, `min_events` to `max_events` at a time.
+        self, topic: str, consumer: str, handler: BatchHandler, *, workers: int = MAX_WORKERS,
+        **batching: Unpack[Batching],
+    ) -> ClusterConsumption:  # fmt: skip
+        """Hand events to `handler(events, connection)`, `min_events` (1) to `max_events` (1,000) at a time.
 
-        See `Consumers.start_batch`.
+        Fewer than `min_events` wait for more, at most `max_polling_delay` (10.0) seconds. A failed batch is handed over
+        again event by event, so that only the failing event is held up. Otherwise as `start`.
         """
         return self._start(
-            topic,
-            consumer,
-            lambda shard: shard.consumers.start_batch(
-                topic, consumer, handler, min_events=min_events, max_events=max_events, polling_delay=polling_delay,
-                max_polling_delay=max_polling_delay, workers=workers,
-            ),
+            topic, consumer,
+            lambda shard: shard.consumers.start_batch(topic, consumer, handler, workers=workers, **batching),
         )  # fmt: skip
 
     def start_leased(
-        self,
-        topic: str,
-        consumer: str,
-        handler: LeasedHandler,
-        *,
-        lease: Duration = 60.0,
-        min_events: int = 1,
-        max_events: int = 1_000,
-        polling_delay: Duration = 1.0,
-        max_polling_delay: Duration = 10.0,
-        workers: int = MAX_WORKERS,
-    ) -> ClusterConsumption:
+        self, topic: str, consumer: str, handler: LeasedHandler, *, lease: Duration = 60.0, workers: int = MAX_WORKERS,
+        **batching: Unpack[Batching],
+    ) -> ClusterConsumption:  # fmt: skip
         """Hand events to `handler(events, lease)` outside of any transaction: for work that takes longer than seconds.
 
-        See `Consumers.start_leased`.
+        The partition is leased for `lease` seconds, and the lease is renewed while the handler runs. When this process
+        dies, another takes the events over after that time. Writes in `lease.transaction()` commit together with the
+        offset: exactly once. Without such a transaction, the offset is committed when the handler returns: at least
+        once. `lease.lost` is set when the partition was taken over, and nothing can be committed any more.
+
+        A handler that raises `ConsumptionError(event)` names the failed event, and the events before it are done.
+        After any other error, the events are handed over again, one at a time. The event that fails then is tried again
+        with backoff, up to the consumer's `max_attempts`. Otherwise as `start_batch`.
         """
         return self._start(
-            topic,
-            consumer,
+            topic, consumer,
             lambda shard: shard.consumers.start_leased(
-                topic, consumer, handler, lease=lease, min_events=min_events, max_events=max_events,
-                polling_delay=polling_delay, max_polling_delay=max_polling_delay, workers=workers,
+                topic, consumer, handler, lease=lease, workers=workers, **batching
             ),
         )  # fmt: skip
 
@@ -206,10 +170,11 @@ class ClusterConsumers:
     def consume_once(
         self, topic: str, consumer: str, handler: BatchHandler, *, partition: int | None = None, max_events: int = 1_000
     ) -> int:
-        """Consume the waiting events once, in this thread; gives the number of events.
+        """Handle one batch of `partition`, or of each partition, in the caller's thread; gives the number of events.
 
-        With several shards, this consumes on each shard that is up, and `partition` is a number on every shard. Raises
-        `TopicNotFoundError`, `ConsumerNotFoundError`, `PartitionOutOfRangeError`, and the handler's errors.
+        Skips partitions that another consumption has. With several shards, this consumes on each shard that is up, and
+        `partition` is a number on every shard. Raises `TopicNotFoundError`, `ConsumerNotFoundError`,
+        `PartitionOutOfRangeError`, and the handler's errors.
         """
         if self._cluster.lone is not None:
             return self._cluster.lone.consumers.consume_once(
@@ -233,11 +198,8 @@ class ClusterConsumers:
         """Stop all consumptions that were started here or on a shard, within `timeout` seconds in all."""
         deadline = time.monotonic() + timeout
         self._cluster.background.remove(self._barriers.settle)
-        stopping = list(self._started)
+        ended = [stop_all(list(self._started), deadline)]
         self._started.clear()
-        for each in stopping:
-            each.stop_soon()
-        ended = [each.await_end(deadline) for each in stopping]
         ended += [shard.consumers.close(max(0.0, deadline - time.monotonic())) for shard in self._cluster.shards]
         return all(ended)
 
@@ -255,16 +217,21 @@ class ClusterTransfer:
         self.coordinator = TwoPhaseCoordinator(cluster.reachable)
 
     def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
-        """Move the buffered events of some topics or of all; gives the number of events moved per topic.
+        """Move the events visible in the buffer now, of `topics` or of all; gives the number of events by topic.
 
-        It ends after `deadline` of `time.monotonic`. A shard that fails does not stop the other shards. Its error is
-        raised after they are done, unless the shard is down. Raises `DatabaseUnavailableError` if no shard is up.
+        Topics take turns, one batch each, so that a busy topic does not delay the others. A topic that another transfer
+        holds is left to it. A topic whose events cannot be moved does not stop the others; its error is raised at the
+        end. A failed batch is tried again with half as many events, and `StuckEventError` names an event that fails
+        alone. Unknown topics are ignored. No round begins after `deadline`, a time of `time.monotonic`.
+
+        A shard that fails does not stop the other shards. Its error is raised after they are done, unless the shard is
+        down. Raises `DatabaseUnavailableError` if no shard is up, `SequenceError` and other kinds of `DatabaseError`.
         """
         if self._cluster.lone is not None:
             return self._cluster.lone.transfer.run_once(topics, deadline=deadline)
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
-        failed: list[EventSQLError] = []
+        failed: list[DatabaseError] = []
         self.coordinator.finish()
         for shard in self._cluster.up():
             try:
@@ -281,21 +248,18 @@ class ClusterTransfer:
         return dict(moved)
 
     def run(
-        self,
-        stop: threading.Event,
-        *,
-        polling_delay: float | Callable[[], float] = 0.2,
-        wake: threading.Event | None = None,
-        on_moved: Callable[[dict[str, int]], None] | None = None,
-    ) -> None:
+        self, stop: threading.Event,
+        *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
+    ) -> None:  # fmt: skip
         """Transfer until `stop` is set, at once when a process announces events in the buffer.
 
-        Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. `on_moved` gets
-        the number of events moved per topic. Each of several shards has a thread, and so has a shard that joins.
+        Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. After a round
+        that moved events, it looks sooner and then slows down. It retries while the database is down or a topic's
+        events cannot be moved. `on_moved` gets the number of events by topic of each round. Each of several shards has
+        a thread, and so has a shard that joins.
         """
         if self._cluster.lone is not None:
-            self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
-            return
+            return self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
         running: dict[Shard, threading.Thread] = {}
         reporting = threading.Lock()
 
@@ -307,19 +271,16 @@ class ClusterTransfer:
         while not stop.is_set():
             for shard in self._cluster.known():
                 if shard not in running:
-                    running[shard] = threading.Thread(
-                        target=shard.transfer_until,
-                        args=(stop,),
-                        kwargs={"polling_delay": polling_delay, "on_moved": report},
-                        name=f"eventsql-transfer-{shard.label}",
-                        daemon=True,
+                    name = f"transfer-{shard.label}"
+                    running[shard] = start_thread(
+                        name, shard.transfer_until, stop, polling_delay=polling_delay, on_moved=report
                     )
-                    running[shard].start()
             self.coordinator.finish()
             self._barriers.settle()
             stop.wait(1.0)
         for thread in running.values():
             thread.join(10.0)
+        return None
 
 
 @checked
@@ -332,18 +293,20 @@ class ClusterRetainer:
     def run_once(
         self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
     ) -> list[Dropped]:
-        """Drop events that are no longer kept; without `execute`, only list them. See `Retainer.run_once`."""
+        """Drop the due segments of `topics`, or of all topics with a retention. Gives what was dropped by topic.
+
+        A segment that a registered consumer has not passed stays, unless `force` is set; the consumer loses its events
+        then. Closes the current segment when it holds its share. With `execute=False` nothing changes.
+
+        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long; the next run
+        continues.
+        """
         wanted = None if topics is None else list(topics)
         dropped = self._cluster.each_up(lambda shard: shard.retention.run_once(wanted, force=force, execute=execute))
         return [each for _, found in dropped for each in found]
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
         """Run once every `every` seconds until `stop` is set."""
-        threads = [
-            threading.Thread(target=shard.retention.run, args=(stop,), kwargs={"every": every}, daemon=True)
-            for shard in self._cluster.shards
-        ]
-        for thread in threads:
-            thread.start()
+        threads = [start_thread("retention", shard.retention.run, stop, every=every) for shard in self._cluster.shards]
         for thread in threads:
             thread.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from eventsql_orchestration.shards.barriers import Barriers, HeldBack
 from eventsql_orchestration.shards.cluster import Cluster, OnShardDown
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import Unfinished
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
@@ -72,9 +72,7 @@ class EventSQL:
         on_shard_down: OnShardDown = "fail",
         shard_timeout: float = 10.0,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "schema": schema, "migrate": migrate, "transfer": transfer, "straight": straight,
-        }  # fmt: skip
+        self._options: Any = {"schema": schema, "migrate": migrate, "transfer": transfer, "straight": straight}
         shards = [Shard(each, **self._options) for each in (dsn, *more)]
         self._cluster = Cluster(shards, migrate=migrate, on_down=on_shard_down, timeout=shard_timeout)
         self._barriers = Barriers(self._cluster)
@@ -126,9 +124,8 @@ class EventSQL:
         if self._cluster.lone is not None:
             return self._cluster.lone
         raise SingleShardError(
-            f"platform.{name} is of one database, and this platform has {len(self.shards)}: use "
-            f"platform.shards[i].{name}, or --shard NAME on the command line; a queue, an event store and views "
-            "live on one of them"
+            f"platform.{name} belongs to one database, and this platform has {len(self.shards)}: use "
+            f"platform.shards[i].{name} or --shard NAME; a queue, an event store and views live on one of them"
         )
 
     # The shards
@@ -252,15 +249,11 @@ class EventSQL:
             return self._cluster.lone.close(max(0.0, deadline - time.monotonic())) and ended
         # Close shards side by side: a shard that is down must not take the time of the other shards.
         results: list[bool] = []
-        closing = [
-            threading.Thread(
-                target=lambda shard=shard: results.append(shard.close(max(0.5, deadline - time.monotonic())))
-            )
-            for shard in self.shards
-        ]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
+
+        def close(shard: Shard) -> None:
+            results.append(shard.close(max(0.5, deadline - time.monotonic())))
+
+        for thread in [start_thread("close", close, shard) for shard in self.shards]:
             thread.join()
         return ended and all(results)
 

@@ -10,14 +10,11 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import NoReturn
 
-import sqlalchemy
-
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
-from eventsql_orchestration.client.streaming import Stream
-from eventsql_orchestration.database import Connection, driver_connection
+from eventsql_orchestration.client.streaming import publish_stream, raise_first
+from eventsql_orchestration.database import CallersConnection, driver_connection
 from eventsql_orchestration.errors import (
-    PartlyPublishedError,
     RedefinitionError,
     RegistryError,
     ShardSetError,
@@ -25,15 +22,7 @@ from eventsql_orchestration.errors import (
     WrongShardError,
 )
 from eventsql_orchestration.model import Publication, Topic
-from eventsql_orchestration.publishing import copy_format
-from eventsql_orchestration.publishing.publisher import (
-    STRAIGHT_BYTES,
-    STRAIGHT_MOST,
-    Publisher,
-    check_many,
-    check_publication,
-)
-from eventsql_orchestration.sharding import ShardSet
+from eventsql_orchestration.publishing.publisher import Publisher, check_many, check_publication, read_ahead
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
 from eventsql_orchestration.shards.shard import Shard
@@ -87,23 +76,28 @@ class ClusterPublisher:
         Raises `TopicNotFoundError`, and `PartitionOutOfRangeError` if the topic does not have the partition.
         """
         check_publication(publication)
-        if self._lone is not None or publication.key is None:
-            return self._cluster.any().publisher.partition_of(publication, topic)
-        return self._cluster.keyed(
+        if self._lone is not None:
+            return self._lone.partition_of(publication, topic)
+        return self._cluster.placed(
             publication.key,
-            lambda shard, _set: shard.publisher.partition_of(publication, topic),
+            lambda shard, _shards: shard.publisher.partition_of(publication, topic),
             topic=publication.topic,
         )
 
     @checks_itself
-    def publish(
-        self, publication: Publication, *, connection: Connection | sqlalchemy.Connection | None = None
-    ) -> None:
-        """Publish one event; it is committed when this returns.
+    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> None:
+        """Publish one event. It is committed when this returns.
 
-        With `connection` (psycopg or SQLAlchemy, on the same database), the event is part of the caller's transaction,
-        and is published when the transaction commits (an outbox). See `Publisher.publish` for connections that cannot
-        be used, and for errors.
+        With `connection`, of psycopg or SQLAlchemy and to the same database, the event joins the caller's transaction
+        and is published when that commits (an outbox). A psycopg connection in autocommit mode has a transaction inside
+        `with connection.transaction():`. Outside of it, the event is committed at once, and a batch of `publish_all` in
+        its own transaction. Raises `ValidationError`, with nothing written, for a connection to another database, a
+        SQLAlchemy connection in AUTOCOMMIT, which cannot roll back, or any other object.
+
+        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, or `RedefinitionError` if the
+        topic keeps being redefined; nothing was published then. Raises `DatabaseUnavailableError` if the connection is
+        lost; if it is lost during the commit, the outcome is unknown. A caller's transaction that is not
+        `READ COMMITTED` fails with `DatabaseBusyError` if the topic has changed since the transaction began.
 
         With several shards, the event goes to the shard of its key; without a key, to any shard that can be reached. A
         `connection` must lead to the shard of the key: otherwise `WrongShardError` names the shard. `shard_of` finds
@@ -112,33 +106,18 @@ class ClusterPublisher:
         `shard_timeout`. Nothing was published then.
         """
         if self._lone is not None:
-            self._lone.publish(publication, connection=connection)
-            return
+            return self._lone.publish(publication, connection=connection)
         self._registry.check_same(check_publication(publication).topic)
         if connection is not None:
             with self._joined(connection) as publisher:
-                publisher.publish(publication, connection=connection)
-        elif publication.key is None:
-            shard = self._cluster.any()
-            with self._cluster.using(shard):
-                shard.publisher.publish(publication)
-        else:
-            self._cluster.keyed(
-                publication.key,
-                lambda shard, shards: self._publish_on(shard, publication, shards),
-                topic=publication.topic,
-            )
+                return publisher.publish(publication, connection=connection)
+        return self._cluster.placed(
+            publication.key,
+            lambda shard, shards: shard.publisher.publish(publication, placed=shards),
+            topic=publication.topic,
+        )
 
-    def _publish_on(self, shard: Shard, publication: Publication, shards: ShardSet) -> None:
-        with self._cluster.using(shard):
-            shard.publisher.publish(publication, placed=shards)
-
-    def publish_all(
-        self,
-        publications: Iterable[Publication],
-        *,
-        connection: Connection | sqlalchemy.Connection | None = None,
-    ) -> int:
+    def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """Publish any number of events, of any topics, in order and in one commit on each shard; gives their number.
 
         `publications` may be longer than memory: beyond the first 16 MiB it is read as it is written. If it raises, or
@@ -156,14 +135,14 @@ class ClusterPublisher:
             with self._joined(connection) as publisher:
                 return publisher.publish_all(publications, connection=connection)
         check_many(publications)
-        first, rest = _begin(publications)
+        first, rest = read_ahead(publications)
         router = Router(self._cluster, self._registry.check_same)
         if rest is None:
             return _Batch(self._cluster, router, self._submit).publish(first)
-        return Stream(self._cluster, router).publish(chain(first, map(check_publication, rest)))
+        return publish_stream(self._cluster, router, chain(first, map(check_publication, rest)))
 
     @contextmanager
-    def _joined(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Publisher]:
+    def _joined(self, connection: CallersConnection) -> Iterator[Publisher]:
         """The publisher of the shard of a caller's connection."""
         try:
             yield self._cluster.of_connection(driver_connection(connection)).publisher
@@ -177,18 +156,6 @@ class ClusterPublisher:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(thread_name_prefix="eventsql-publish")
             return self._threads.submit(work)
-
-
-def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
-    """The first events, up to the limits of memory, and an iterator over the rest if there may be more."""
-    first: list[Publication] = []
-    size, source = 0, iter(publications)
-    for publication in source:
-        first.append(publication)
-        size += copy_format.size(check_publication(publication))
-        if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
-            return first, source
-    return first, None
 
 
 class _Batch:
@@ -271,6 +238,4 @@ class _Batch:
         self._router.refresh()
 
     def _fail(self, failed: Mapping[str, Exception]) -> NoReturn:
-        if self._committed:
-            raise PartlyPublishedError(self._committed, failed) from next(iter(failed.values()))
-        raise next(iter(failed.values()))
+        raise_first(failed, self._committed)

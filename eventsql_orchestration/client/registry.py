@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from typing import Unpack
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter
+from eventsql_orchestration.consumer import Consumer, ConsumerState
 from eventsql_orchestration.errors import (
-    ConsumerNotFoundError,
     DatabaseUnavailableError,
     ShardsDifferError,
     TopicNotFoundError,
@@ -18,9 +18,10 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.topics.catalog import check_form
-from eventsql_orchestration.topics.offsets import AtOffset, Start, starting_at
+from eventsql_orchestration.topics.catalog import check_form, no_consumer
+from eventsql_orchestration.topics.offsets import AtOffset, starting_at
 from eventsql_orchestration.topics.registration import Registration, merged
+from eventsql_orchestration.topics.registry import ConsumerSettings
 
 
 @checked
@@ -45,7 +46,13 @@ class ClusterRegistry:
         return self
 
     def declare_topic(self, topic: Topic) -> Registration:
-        """Create `topic`, or find the same topic. Raises `RedefinitionError` if it exists in another form."""
+        """Create `topic`, or find it as it is, and tell the changes.
+
+        Its number of partitions can change while it has neither events nor consumers; `RedefinitionError` otherwise.
+        Its retention can always change; a topic that names none keeps the retention that it has. Raises
+        `InvalidNameError` for a name that a table of the platform has taken, and `DatabaseBusyError` when publishers
+        are in the way.
+        """
         done = self._cluster.fan_out(lambda shard: shard.registry.declare_topic(topic))
         return merged(list(done.values()))
 
@@ -90,7 +97,11 @@ class ClusterRegistry:
         if forms == {None}:
             self.topic(name)
         if len(forms) > 1:
-            raise ShardsDifferError(_difference(name, found))
+            differing = ", ".join(f"{_form(topic)} on {shard!r}" for shard, topic in found.items())
+            raise ShardsDifferError(
+                f"topic {name!r} is not the same on all shards ({differing}): complete it with `eventsql topic create "
+                f"{name} --partitions N`, or `eventsql topic alter`"
+            )
         self._compared.add(name)
 
     @checks_itself
@@ -113,13 +124,18 @@ class ClusterRegistry:
             shard.registry.forget(name)
 
     def set_retention(self, name: str, retention: Retention | None) -> None:
-        """Change how long a topic keeps its events. Raises `TopicNotFoundError`."""
+        """Set how much of a topic is kept; with None, or without a bound, everything for ever.
+
+        The call itself drops nothing. Raises `TopicNotFoundError`.
+        """
         self._cluster.fan_out(lambda shard: shard.registry.set_retention(name, retention))
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
-        """Delete a topic.
+        """Delete a topic with all its events.
 
-        Raises `TopicNotFoundError`, and, without `force`, `RegistryError` if it has events or consumers.
+        The call waits for a transfer and a consumption that are under way. Raises `TopicNotFoundError`,
+        `RegistryError` while the topic has consumers or events, unless `force` is set, and `DatabaseBusyError` when
+        publishers or readers are in the way.
         """
 
         def unregister(shard: Shard) -> None:
@@ -129,69 +145,60 @@ class ClusterRegistry:
                 if shard is required:
                     raise
 
-        # If only some shards have the topic, an earlier attempt stopped in between.
-        required = self._cluster.lone or self._without(name)
+        required = self._cluster.lone
+        if required is None and all(_find(shard, name) is None for shard in self._cluster.all()):
+            # If only some shards have the topic, an earlier attempt stopped in between.
+            required = self._cluster.all()[0]
         self._cluster.fan_out(unregister)
         self.forget(name)
 
-    def _without(self, name: str) -> Shard | None:
-        """The first shard if no shard has the topic; None otherwise."""
-        shards = self._cluster.all()
-        return shards[0] if all(_find(shard, name) is None for shard in shards) else None
-
     # Consumers
 
-    def register_consumer(
-        self,
-        consumer: Consumer,
-        *,
-        max_attempts: int | None = None,
-        start: Start = "earliest",
-        filter: DeclaredFilter = None,  # noqa: A002 - the field's word
-        held: bool = False,
-    ) -> ClusterRegistry:
+    def register_consumer(self, consumer: Consumer, **settings: Unpack[ConsumerSettings]) -> ClusterRegistry:
         """As `declare_consumer`; gives the registry, for the next registration."""
-        self.declare_consumer(consumer, max_attempts=max_attempts, start=start, filter=filter, held=held)
+        self.declare_consumer(consumer, **settings)
         return self
 
-    def declare_consumer(
-        self,
-        consumer: Consumer,
-        *,
-        max_attempts: int | None = None,
-        start: Start = "earliest",
-        filter: DeclaredFilter = None,  # noqa: A002 - the field's word
-        held: bool = False,
-    ) -> Registration:
-        """Create `consumer`, or find the same consumer; settings that are given change it.
+    def declare_consumer(self, consumer: Consumer, **settings: Unpack[ConsumerSettings]) -> Registration:
+        """Create `consumer`, or find it as it is, and tell the changes.
+
+        The offsets of a consumer that exists never move: only a seek moves them. It takes the `max_attempts` and the
+        `filter` that are given, from its next batch on, and keeps a setting that is None. `EVERY_EVENT` ends a filter;
+        events that it passed over do not come back. A partitioned consumer that lacks partitions of its topic gets
+        them, from their earliest events on.
+
+        `max_attempts` (at least 1, and 5 for a new consumer) is how often an event is tried before it goes to the dead
+        letter topic. `start` ("earliest" by default) says where a new consumer begins: at the earliest event, after the
+        latest, at the first event from an offset on, or at the first that entered the log at a time or later, so long
+        ago for `Back`. A start outside of the log is moved to the nearest end of the log. With a `filter`, the
+        consumer's functions get the events that match; its offset moves past the others, which count as lag until then.
+        A reader of a claim's range gets all of its events. A new consumer that is `held` gets no events until it is let
+        go (shards/shard_state.py).
 
         With several shards, `start` may not be an offset. A shard that joined holds a new consumer back until the
         consumer has consumed the older events of the other shards: so it gets the events of a key in order. If a shard
         lacks the consumer, it takes the settings that are not given from another shard.
 
-        Raises `TopicNotFoundError`, `RedefinitionError` if it exists in another form, `ValidationError`.
+        Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic that is not, or an unusable
+        start or filter; `RedefinitionError` if the consumer exists in the other form.
         """
         if self._lone is not None:
-            return self._lone.declare_consumer(
-                consumer, max_attempts=max_attempts, start=start, filter=filter, held=held
-            )
-        if isinstance(starting_at(start), AtOffset):
-            raise ValidationError(
-                "start: an offset means another place on each shard: begin at a time, earliest or latest"
-            )
+            return self._lone.declare_consumer(consumer, **settings)
+        if isinstance(starting_at(settings.get("start", "earliest")), AtOffset):
+            raise ValidationError("start: each shard counts offsets by itself: begin at a time, earliest or latest")
         existing = [state for state in self.consumers(consumer.topic) if state.name == consumer.name]
         check_form(consumer, existing)
         having = {state.shard for state in existing}
 
         def register(shard: Shard) -> Registration:
-            attempts, conditions = max_attempts, filter
+            given = settings.copy()
+            given["held"] = settings.get("held", False) or self._cluster.generation_of(shard) > 0
             if existing and shard.name not in having:
-                attempts = existing[0].max_attempts if attempts is None else attempts
-                conditions = existing[0].filter if conditions is None else conditions
-            return shard.registry.declare_consumer(
-                consumer, max_attempts=attempts, start=start, filter=conditions,
-                held=held or self._cluster.generation_of(shard) > 0,
-            )  # fmt: skip
+                if given.get("max_attempts") is None:
+                    given["max_attempts"] = existing[0].max_attempts
+                if given.get("filter") is None:
+                    given["filter"] = existing[0].filter
+            return shard.registry.declare_consumer(consumer, **given)
 
         done = self._cluster.fan_out(register)
         self._barriers.settle()
@@ -211,9 +218,7 @@ class ClusterRegistry:
             return self._lone.consumer(topic, name)
         states = [state for state in self.consumers(topic) if state.name == name]
         if not states:
-            raise ConsumerNotFoundError(
-                f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`"
-            )
+            raise no_consumer(topic, name)
         return states
 
     def check_same_consumer(self, topic: str, name: str) -> None:
@@ -229,10 +234,8 @@ class ClusterRegistry:
         mixed = len({state.partition == NOT_PARTITIONED for state in states}) > 1
         if lacking or mixed:
             which = "is partitioned on some shards only" if mixed else f"is missing on shard {lacking[0]!r}"
-            raise ShardsDifferError(
-                f"consumer {name!r} of topic {topic!r} {which}: complete it with `eventsql consumer create {topic} "
-                f"{name}`"
-            )
+            command = f"eventsql consumer create {topic} {name}"
+            raise ShardsDifferError(f"consumer {name!r} of topic {topic!r} {which}: complete it with `{command}`")
 
     def unregister_consumer(self, topic: str, name: str) -> None:
         """Delete a consumer with its offsets. Waits for a running consumption."""
@@ -261,14 +264,6 @@ def _find(shard: Shard, name: str) -> Topic | None:
         return shard.registry.topic(name)
     except TopicNotFoundError:
         return None
-
-
-def _difference(name: str, found: dict[str, Topic | None]) -> str:
-    forms = ", ".join(f"{_form(topic)} on {shard!r}" for shard, topic in found.items())
-    return (
-        f"topic {name!r} is not the same on all shards ({forms}): complete it with `eventsql topic create {name} "
-        "--partitions N`, or `eventsql topic alter`"
-    )
 
 
 def _form(topic: Topic | None) -> str:

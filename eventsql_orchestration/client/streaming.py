@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Final
+from typing import Final, NoReturn
 
 from eventsql_orchestration.errors import PartlyPublishedError
 from eventsql_orchestration.model import Publication
@@ -14,6 +14,7 @@ from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.threads import start_thread
 
 _FEED_EVENTS: Final = 500
 _FEED_CHUNKS: Final = 8
@@ -28,16 +29,13 @@ class _Feed:
     """One shard's part of a batch that is longer than memory: its thread reads the events of the caller's thread."""
 
     def __init__(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> None:
-        self.name = shard.label
         self.error: BaseException | None = None
         self.published = 0
-        self._chunks: queue.Queue[list[Publication] | None] = queue.Queue(_FEED_CHUNKS)
+        self._queue: queue.Queue[list[Publication] | None] = queue.Queue(_FEED_CHUNKS)
+        self._chunks = iter(self._queue.get, None)
         self._pending: list[Publication] = []
         self._aborted = False
-        self._thread = threading.Thread(
-            target=self._run, args=(cluster, shard, placed), name="eventsql-publish", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("publish", self._run, cluster, shard, placed)
 
     def _run(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> None:
         try:
@@ -45,91 +43,75 @@ class _Feed:
                 self.published = shard.publisher.publish_all(self._read(), placed=placed)
         except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
             self.error = error
+            # The caller's thread must not wait for room.
+            deque(self._chunks, maxlen=0)
 
     def _read(self) -> Iterator[Publication]:
-        while (chunk := self._chunks.get()) is not None:
-            yield from chunk
+        for chunk in self._chunks:
+            yield from chunk or ()
         if self._aborted:
             raise _AbortedError
 
     def put(self, publication: Publication) -> None:
         self._pending.append(publication)
         if len(self._pending) >= _FEED_EVENTS:
-            self._put(self._pending)
+            self._queue.put(self._pending)
             self._pending = []
 
-    def _put(self, chunk: list[Publication] | None) -> None:
-        while True:
-            if not self._thread.is_alive():
-                raise self.error or _AbortedError()
-            try:
-                return self._chunks.put(chunk, timeout=0.1)
-            except queue.Full:
-                continue
+    def check(self) -> None:
+        """Raise the error of the shard, if it failed."""
+        if self.error is not None:
+            raise self.error
 
-    def end(self) -> None:
-        """End the events, and commit."""
-        if self._pending:
-            self._put(self._pending)
-        self._put(None)
-
-    def abort(self) -> None:
-        self._aborted = True
-        while self._thread.is_alive():
-            try:
-                self._chunks.put(None, timeout=0.1)
-                break
-            except queue.Full:
-                continue
+    def end(self, *, abort: bool) -> None:
+        """End the events, and commit or `abort`."""
+        self._aborted = abort
+        self._queue.put(self._pending)
+        self._queue.put(None)
 
     def join(self) -> None:
         self._thread.join()
 
 
-class Stream:
-    """One call of `publish_all` with a batch that is longer than memory."""
-
-    def __init__(self, cluster: Cluster, router: Router) -> None:
-        self._cluster = cluster
-        self._router = router
-        self._feeds: dict[str, _Feed] = {}
-
-    def publish(self, publications: Iterator[Publication]) -> int:
-        try:
-            while chunk := list(islice(publications, _FEED_EVENTS)):
-                for name, group in self._router.groups(chunk).items():
-                    feed = self._feed(name)
-                    for publication in group:
-                        feed.put(publication)
-        except BaseException:
-            self._abort()
-            raise
+def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publication]) -> int:
+    """Publish a batch that is longer than memory; gives the number of its events. Raises `PartlyPublishedError`."""
+    feeds: dict[str, _Feed] = {}
+    abort = True
+    try:
+        while chunk := list(islice(publications, _FEED_EVENTS)):
+            for name, group in router.groups(chunk).items():
+                if name not in feeds:
+                    shard = cluster.named(name)
+                    cluster.health.reach(shard)
+                    feeds[name] = _Feed(cluster, shard, router.shards)
+                feeds[name].check()
+                for publication in group:
+                    feeds[name].put(publication)
+        for feed in feeds.values():
+            feed.check()
         # Commit only after all events were read.
-        for feed in self._feeds.values():
-            feed.end()
-        for feed in self._feeds.values():
+        abort = False
+    finally:
+        for feed in feeds.values():
+            feed.end(abort=abort)
+        for feed in feeds.values():
             feed.join()
-        failed = {name: feed.error for name, feed in self._feeds.items() if feed.error is not None}
-        for error in failed.values():
-            if not isinstance(error, Exception):
-                raise error
-        if failed:
-            committed = {name: feed.published for name, feed in self._feeds.items() if name not in failed}
-            faults = {name: error for name, error in failed.items() if isinstance(error, Exception)}
-            if committed:
-                raise PartlyPublishedError(committed, faults) from next(iter(faults.values()))
-            raise next(iter(faults.values()))
-        return sum(feed.published for feed in self._feeds.values())
 
-    def _feed(self, name: str) -> _Feed:
-        if name not in self._feeds:
-            shard = self._cluster.named(name)
-            self._cluster.health.reach(shard)
-            self._feeds[name] = _Feed(self._cluster, shard, self._router.shards)
-        return self._feeds[name]
+    committed = {name: feed.published for name, feed in feeds.items() if feed.error is None}
+    failed: dict[str, Exception] = {}
+    for name, feed in feeds.items():
+        if isinstance(feed.error, Exception):
+            failed[name] = feed.error
+        else:
+            feed.check()
+    if failed:
+        raise_first(failed, committed)
+    return sum(committed.values())
 
-    def _abort(self) -> None:
-        for feed in self._feeds.values():
-            feed.abort()
-        for feed in self._feeds.values():
-            feed.join()
+
+def raise_first(failed: Mapping[str, Exception], committed: Mapping[str, int]) -> NoReturn:
+    """Raise the first error of the shards that failed; `PartlyPublishedError` if others have committed."""
+    first = next(iter(failed.values()))
+    if committed:
+        raise PartlyPublishedError(committed, failed) from first
+    raise first

@@ -21,12 +21,7 @@ from eventsql_orchestration.consuming.commit_retry import CommitRetry, is_reject
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.failures import Failure, record_failure, transaction_lost
-from eventsql_orchestration.consuming.partition import (
-    TRANSACTION_ENDED,
-    ConsumerPartition,
-    LockedPartition,
-    advance,
-)
+from eventsql_orchestration.consuming.partition import TRANSACTION_ENDED, ConsumerPartition, LockedPartition, advance
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.errors import ConsumptionError, DatabaseError, ValidationError
@@ -62,10 +57,7 @@ def check_handler(handler: object, *arguments: str) -> None:
     name = getattr(handler, "__qualname__", None) or repr(handler)
     for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004 - a partial has none of its own
         if is_asynchronous(function):
-            raise ValidationError(
-                f"handler {name} is asynchronous and would never run: make it a plain function, which may call "
-                "asyncio.run"
-            )
+            raise ValidationError(f"handler {name} is asynchronous and would never run: make it a plain function")
         if inspect.isgeneratorfunction(function):
             raise ValidationError(f"handler {name} is a generator function and would never run: remove `yield`")
 
@@ -88,7 +80,7 @@ def check_returned(returned: object) -> None:
     if inspect.iscoroutine(returned):
         # Python would warn that nothing awaited it.
         returned.close()
-    raise TypeError("the handler returned an awaitable or a generator, and nothing of it has run")
+    raise TypeError("the handler returned an awaitable or a generator, which has not run")
 
 
 def one_by_one(handler: EventHandler) -> BatchHandler:
@@ -140,13 +132,9 @@ class BatchResult:
 
     def __add__(self, later: BatchResult) -> BatchResult:
         return BatchResult(
-            self.consumed + later.consumed,
-            later.offset,
-            self.skipped + later.skipped,
-            later.failure,
-            self.dead_letters + later.dead_letters,
-            {**self.metadata, **later.metadata},
-        )
+            self.consumed + later.consumed, later.offset, self.skipped + later.skipped, later.failure,
+            self.dead_letters + later.dead_letters, {**self.metadata, **later.metadata},
+        )  # fmt: skip
 
 
 class BatchSource(Protocol):
@@ -211,15 +199,9 @@ class BatchRunner:
         self._queries = Queries("log", database.schema)
 
     def run(
-        self,
-        source: BatchSource,
-        handler: BatchHandler,
-        *,
-        limit: int,
-        retry: CommitRetry,
-        each: bool = False,
+        self, source: BatchSource, handler: BatchHandler, *, limit: int, retry: CommitRetry, each: bool = False,
         cancellation: Cancellation | None = None,
-    ) -> BatchResult | None:
+    ) -> BatchResult | None:  # fmt: skip
         """Handle one batch of at most `limit` events; None if the source has none now.
 
         Raises `ClaimLostError` if the offset is not where the batch was read, errors of the database, rejections that
@@ -243,15 +225,9 @@ class BatchRunner:
         return self._conclude(connection, batch, events, _FailedEvent(0, events[0].id, error)) if events else None
 
     def _try(
-        self,
-        attempt: _Attempt,
-        source: BatchSource,
-        handler: BatchHandler,
-        *,
-        size: int,
-        retry: CommitRetry,
-        cancellation: Cancellation,
-    ) -> BatchResult | _Attempt | None:
+        self, attempt: _Attempt, source: BatchSource, handler: BatchHandler,
+        *, size: int, retry: CommitRetry, cancellation: Cancellation,
+    ) -> BatchResult | _Attempt | None:  # fmt: skip
         """Handle a batch in one transaction. If it is rolled back, returns the attempt to make next."""
         outcome: BatchResult | _Attempt | None = None
         events: Sequence[Event] = ()
@@ -309,11 +285,7 @@ class BatchRunner:
         return self._conclude(connection, batch, events, failed)
 
     def _conclude(
-        self,
-        connection: Connection,
-        batch: Batch,
-        events: Sequence[Event],
-        failed: _FailedEvent | None,
+        self, connection: Connection, batch: Batch, events: Sequence[Event], failed: _FailedEvent | None
     ) -> BatchResult:
         """Move the offset past the handled events, and record the failure of the event after them."""
         locked = batch.locked

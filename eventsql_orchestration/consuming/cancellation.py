@@ -15,6 +15,7 @@ import psycopg
 
 from eventsql_orchestration.database import Connection, is_pooled
 from eventsql_orchestration.errors import ClaimLostError, EventSQLError
+from eventsql_orchestration.threads import join_all, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +80,7 @@ class Cancellation:
                 lost.set()
                 releases.append(release)
 
-        threads = [threading.Thread(target=_try, args=(each,), daemon=True) for each in releases]
-        deadline = time.monotonic() + CANCEL_SECONDS
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        join_all([start_thread("cancel", _try, each) for each in releases], time.monotonic() + CANCEL_SECONDS)
 
 
 def _shut(connection: Connection) -> Callable[[], object] | None:

@@ -10,6 +10,7 @@ from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ConsumerNotFoundError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, how_often
 from eventsql_orchestration.topics.catalog import check_readable
@@ -61,10 +62,8 @@ class ClaimMaker:
         min_events, max_events = wanted.min_events, wanted.max_events
         with self._database.transaction() as connection:
             # A tick whose caller has given up must not keep the partition locked.
-            limit_waits(
-                connection, wanted.timeout,
-                "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout",
-            )  # fmt: skip
+            limits = "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"
+            limit_waits(connection, wanted.timeout, *limits)
             locked = lock(connection, self._queries, wanted.key, wait=False)
             if locked is None:
                 return self._not_lockable(connection, wanted.key)
@@ -73,13 +72,12 @@ class ClaimMaker:
 
             if wanted.isolate and locked.state.failing:
                 min_events = max_events = 1
-            row = connection.execute(
+            events, upto, waited = fetch_one(
+                connection,
                 self._queries("waiting" if partition == NOT_PARTITIONED else "waiting_partition", topic=topic),
                 {"partition": partition, "after": locked.offset, "upto": locked.upto, "limit": max_events},
                 prepare=False,
-            ).fetchone()
-            assert row is not None, "an aggregate gives one row"
-            events, upto, waited = row
+            )
             if not events and locked.state.until is not None:
                 return None
             if not events:
@@ -92,8 +90,8 @@ class ClaimMaker:
             return self._insert(connection, locked, upto=upto, events=events, owner=wanted.owner, lease=wanted.lease)
 
     def _not_lockable(self, connection: Connection, key: ConsumerPartition) -> NoClaim:
-        row = connection.execute(self._queries("consumer_exists"), key.parameters()).fetchone()
-        if row is None or not row[0]:
+        (exists,) = fetch_one(connection, self._queries("consumer_exists"), key.parameters())
+        if not exists:
             check_readable(connection, self._database.schema, key.topic)
             raise ConsumerNotFoundError(f"{key} does not exist: create it with `eventsql consumer create`")
         return NoClaim("another consumption has the partition locked")
@@ -122,21 +120,12 @@ class ClaimMaker:
     ) -> Claim:
         key, epoch = locked.key, locked.state.epoch + 1
         connection.execute(self._queries("release_live_claim"), key.parameters())
-        row = connection.execute(
-            self._queries("insert_claim"),
-            {
-                **key.parameters(),
-                "after": locked.offset,
-                "upto": upto,
-                "events": events,
-                "epoch": epoch,
-                "owner": owner,
-            },
-        ).fetchone()
-        assert row is not None, "INSERT … RETURNING gives a row"
-        connection.execute(self._queries("lease"), {**key.parameters(), "epoch": epoch, "owner": owner, "lease": lease})
+        own = {**key.parameters(), "epoch": epoch, "owner": owner}
+        claimed = {**own, "after": locked.offset, "upto": upto, "events": events}
+        (claim_id,) = fetch_one(connection, self._queries("insert_claim"), claimed)
+        connection.execute(self._queries("lease"), {**own, "lease": lease})
         offsets = OffsetRange(key.topic, key.partition, locked.offset, upto)
-        return Claim(row[0], key.consumer, offsets, events, epoch, owner, locked.offset)
+        return Claim(claim_id, key.consumer, offsets, events, epoch, owner, locked.offset)
 
 
 def limit_waits(connection: Connection, seconds: float, *settings: str) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from psycopg.pq import TransactionStatus
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.consuming.batch import Batch, BatchResult
 from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.consuming.partition import LockedPartition, lock
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.connections import check_encoding
+from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClaimLostError, ValidationError
+from eventsql_orchestration.model import Event, OffsetRange
 from eventsql_orchestration.topics.reader import fetch
 
 
@@ -27,8 +28,8 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
         raise ClaimLostError(f"{claim} is void: the consumer was deleted")
 
     # A consumer that was deleted and registered anew counts its epochs anew. Ids of claims never come again.
-    cursor = connection.cursor(row_factory=tuple_row).execute(queries("claim"), {"claim": claim.id})
-    state = None if (row := cursor.fetchone()) is None else row[9]
+    row = fetch_first(connection, queries("claim"), {"claim": claim.id})
+    state = None if row is None else row[9]
     if state != "claimed" or locked.state.epoch != claim.epoch:
         raise ClaimLostError(f"{claim} was taken over or released")
     if locked.offset != claim.position:
@@ -36,6 +37,16 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
             f"{claim} is void: another consumption moved the offset from {claim.position} to {locked.offset}"
         )
     return locked
+
+
+def read_range(
+    connection: Connection, queries: Queries, wanted: OffsetRange, *, limit: int | None = None
+) -> list[Event]:
+    """The events of a range, at most `limit`."""
+    return fetch(
+        connection, queries, wanted.topic,
+        partition=wanted.partition, after=wanted.after, upto=wanted.upto, limit=limit,
+    )  # fmt: skip
 
 
 def finish_claim(connection: Connection, queries: Queries, claim: Claim, state: str) -> bool:
@@ -70,10 +81,7 @@ class ClaimSource:
     def open(self, connection: Connection, limit: int) -> Batch:
         rest = self._claim.remaining
         locked = lock_claim(connection, self._queries, self._claim)
-        events = fetch(
-            connection, self._queries, rest.topic,
-            partition=rest.partition, after=rest.after, upto=rest.upto, limit=limit,
-        )  # fmt: skip
+        events = read_range(connection, self._queries, rest, limit=limit)
         return Batch(locked, events, rest.upto if len(events) < limit else events[-1].id)
 
     def close(self, connection: Connection, result: BatchResult) -> None:

@@ -13,6 +13,7 @@ import psycopg
 
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import EventSQLError
 
 logger = logging.getLogger(__name__)
@@ -64,9 +65,7 @@ class ClaimPruning:
         }  # fmt: skip
         with self._database.transaction() as connection:
             connection.execute("SET LOCAL statement_timeout TO '5s'")
-            row = connection.execute(self._queries("prune"), values).fetchone()
-        assert row is not None, "a SELECT without FROM gives a row"
-        looked_at, upto, deleted = row
+            looked_at, upto, deleted = fetch_one(connection, self._queries("prune"), values)
         if deleted or looked_at < BATCH:
             self._looked_upto.pop(key, None)
         else:

@@ -89,10 +89,5 @@ class PartitionClaims:
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> PartitionClaims:
         partition, waiting, leased, owner, seconds, *claim = row
-        return cls(
-            partition,
-            waiting,
-            leased,
-            None if claim[0] is None else Claim.of_row(claim),
-            None if owner is None else LastClaim(owner, seconds),
-        )
+        live = None if claim[0] is None else Claim.of_row(claim)
+        return cls(partition, waiting, leased, live, None if owner is None else LastClaim(owner, seconds))

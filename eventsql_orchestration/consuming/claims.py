@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from psycopg.rows import tuple_row
-
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.consuming.batch import (
@@ -33,6 +31,7 @@ from eventsql_orchestration.consuming.claim_processing import (
     finish_claim,
     holder,
     lock_claim,
+    read_range,
 )
 from eventsql_orchestration.consuming.claim_pruning import ClaimPruning
 from eventsql_orchestration.consuming.claim_values import Claim, LastClaim, NoClaim, PartitionClaims
@@ -42,6 +41,7 @@ from eventsql_orchestration.consuming.failures import Failure, record_failure
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.rows import fetch_one, query_all, query_first
 from eventsql_orchestration.errors import (
     ClaimLostError,
     DatabaseBusyError,
@@ -50,7 +50,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
-from eventsql_orchestration.topics.reader import fetch
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import check_seconds
 
 __all__ = ["Claim", "Claims", "LastClaim", "NoClaim", "PartitionClaims"]
@@ -74,19 +74,10 @@ class Claims:
         self._pruning = ClaimPruning(database)
 
     def claim(
-        self,
-        topic: str,
-        consumer: str,
-        partition: int = NOT_PARTITIONED,
-        *,
-        owner: str,
-        min_events: int = 1,
-        max_events: int = 10_000,
-        max_wait: float = 10.0,
-        lease: float = 60.0,
-        timeout: float = 10.0,
-        isolate: bool = False,
-    ) -> Claim | NoClaim:
+        self, topic: str, consumer: str, partition: int = NOT_PARTITIONED,
+        *, owner: str, min_events: int = 1, max_events: int = 10_000, max_wait: float = 10.0,
+        lease: float = 60.0, timeout: float = 10.0, isolate: bool = False,
+    ) -> Claim | NoClaim:  # fmt: skip
         """Claim the next `min_events` to `max_events` of a consumer partition for `owner`.
 
         Fewer than `min_events` are claimed once the oldest has waited `max_wait` seconds. The claim holds for `lease`
@@ -110,34 +101,29 @@ class Claims:
 
     def get(self, claim_id: int) -> tuple[Claim, str]:
         """A claim and its state: `claimed`, `committed` or `released`. Raises `ClaimLostError` for an unknown id."""
-        with self._database.connection() as connection:
-            row = connection.execute(self._queries("claim"), {"claim": claim_id}).fetchone()
+        row = query_first(self._database, self._queries("claim"), {"claim": claim_id})
         if row is None:
             raise ClaimLostError(
-                f"claim {claim_id} does not exist: its consumer or topic was deleted, or it ended long ago and "
-                "was deleted then"
+                f"claim {claim_id} does not exist: it ended long ago, or its consumer or topic was deleted"
             )
         return Claim.of_row(row), str(row[9])
 
     def live(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> Claim | None:
         """The partition's claim that is neither committed nor released, even if its lease has expired."""
         key = ConsumerPartition(topic, consumer, partition)
-        with self._database.connection() as connection:
-            row = connection.execute(self._queries("live_claim"), key.parameters()).fetchone()
+        row = query_first(self._database, self._queries("live_claim"), key.parameters())
         return None if row is None else Claim.of_row(row)
 
     def last(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> LastClaim | None:
         """The latest claim of a partition, in any state; None if none is left."""
         key = ConsumerPartition(topic, consumer, partition)
-        with self._database.connection() as connection:
-            row = connection.execute(self._looks("last"), key.parameters()).fetchone()
+        row = query_first(self._database, self._looks("last"), key.parameters())
         return None if row is None else LastClaim(*row)
 
     def first_of(self, owner: str, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> int | None:
         """The id of the first claim of a partition that an owner has committed; None if none is left."""
         parameters = {**ConsumerPartition(topic, consumer, partition).parameters(), "owner": owner}
-        with self._database.connection() as connection:
-            row = connection.execute(self._looks("first_of_owner"), parameters).fetchone()
+        row = query_first(self._database, self._looks("first_of_owner"), parameters)
         return None if row is None else row[0]
 
     def standings(self, consumer: Consumer) -> list[PartitionClaims]:
@@ -145,12 +131,8 @@ class Claims:
 
         Empty if the consumer does not exist. Raises `TopicNotFoundError`.
         """
-        name = "standings" if consumer.partitioned else "standings_topic"
-        with self._database.connection() as connection:
-            rows = connection.execute(
-                self._looks(name, topic=consumer.topic),
-                {"topic": consumer.topic, "consumer": consumer.name}, prepare=False,
-            ).fetchall()  # fmt: skip
+        query = self._looks("standings" if consumer.partitioned else "standings_topic", topic=consumer.topic)
+        rows = query_all(self._database, query, {"topic": consumer.topic, "consumer": consumer.name}, prepare=False)
         return [PartitionClaims.of_row(row) for row in rows]
 
     def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0) -> Claim:
@@ -211,8 +193,7 @@ class Claims:
                 except EventSQLError as error:
                     logger.warning("%s could not be renewed: %s", claim, error)
 
-        thread = threading.Thread(target=beat, name=f"eventsql-claim-{claim.id}", daemon=True)
-        thread.start()
+        thread = start_thread(f"claim-{claim.id}", beat)
         try:
             yield lost
         finally:
@@ -236,10 +217,7 @@ class Claims:
             try:
                 with self._database.transaction() as connection:
                     locked = lock_claim(connection, self._queries, claim)
-                    events = fetch(
-                        connection, self._queries, rest.topic,
-                        partition=rest.partition, after=rest.after, upto=rest.upto, limit=size,
-                    )  # fmt: skip
+                    events = read_range(connection, self._queries, rest, limit=size)
             except (DatabaseError, MemoryError) as error:
                 if size == 1 or not too_much(error):
                     raise
@@ -261,25 +239,19 @@ class Claims:
         `ClaimLostError`; the caller must then roll back.
         """
         with self._database.errors(connection):
-            return self._commit(connection, claim, consumed=consumed, upto=upto)
-
-    def _commit(self, connection: Connection, claim: Claim, *, consumed: int | None, upto: int | None) -> Claim:
-        locked = lock_claim(connection, self._queries, claim)
-        rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
-        row = connection.cursor(row_factory=tuple_row).execute(
-            self._queries("extent" if rest.partition == NOT_PARTITIONED else "extent_partition", topic=rest.topic),
-            {"partition": rest.partition, "after": rest.after, "upto": rest.upto}, prepare=False,
-        ).fetchone()  # fmt: skip
-        assert row is not None, "an aggregate gives one row"
-        events, first = row
-        advance(
-            connection, self._queries, claim.key,
-            after=locked.offset, upto=rest.upto, first=first, consumed=events if consumed is None else consumed,
-        )  # fmt: skip
-        claim = replace(claim, position=rest.upto)
-        if claim.position == claim.range.upto:
-            finish_claim(connection, self._queries, claim, "committed")
-        return claim
+            locked = lock_claim(connection, self._queries, claim)
+            rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
+            name = "extent" if rest.partition == NOT_PARTITIONED else "extent_partition"
+            extent = {"partition": rest.partition, "after": rest.after, "upto": rest.upto}
+            events, first = fetch_one(connection, self._queries(name, topic=rest.topic), extent, prepare=False)
+            advance(
+                connection, self._queries, claim.key,
+                after=locked.offset, upto=rest.upto, first=first, consumed=events if consumed is None else consumed,
+            )  # fmt: skip
+            claim = replace(claim, position=rest.upto)
+            if claim.position == claim.range.upto:
+                finish_claim(connection, self._queries, claim, "committed")
+            return claim
 
     def settle(
         self, claim: Claim, event: Event, error: Exception, *, done: Sequence[Event] = ()
@@ -301,10 +273,7 @@ class Claims:
             assert locked is not None, "locked above"
 
             # With the events before it that the filter skips: a retry must begin at the event itself.
-            events = fetch(
-                connection, self._queries, claim.range.topic,
-                partition=claim.range.partition, after=claim.position, upto=event.id,
-            )  # fmt: skip
+            events = read_range(connection, self._queries, replace(claim.remaining, upto=max(event.id, claim.position)))
             result = self._runner.fail(connection, Batch(locked, events, event.id), error)
             if result is None:
                 raise ClaimLostError(f"{claim} is void: event {event.id} is not the consumer's any more")
@@ -335,25 +304,15 @@ class Claims:
         """
         with self._database.transaction() as connection:
             locked = lock_claim(connection, self._queries, claim)
-            first = fetch(
-                connection, self._queries, claim.range.topic,
-                partition=claim.range.partition, after=claim.position, upto=claim.range.upto, limit=1,
-            )  # fmt: skip
-            failure = None
-            if first:
-                failure = record_failure(connection, self._queries, locked, first[0], error)
+            first = read_range(connection, self._queries, claim.remaining, limit=1)
+            failure = record_failure(connection, self._queries, locked, first[0], error) if first else None
             finish_claim(connection, self._queries, claim, "released")
             return failure
 
     def process(
-        self,
-        claim: Claim,
-        handler: BatchHandler,
-        *,
-        batch: int = 1_000,
-        lease: float = 60.0,
+        self, claim: Claim, handler: BatchHandler, *, batch: int = 1_000, lease: float = 60.0,
         max_dead_letters: int | None = None,
-    ) -> BatchResult:
+    ) -> BatchResult:  # fmt: skip
         """Hand the rest of a claim to `handler(events, connection)`, `batch` events at a time, and commit it.
 
         Each batch's effects through `connection` and its offset are one transaction, which holds the consumer's row:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Unpack
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.batch import (
@@ -26,9 +26,18 @@ from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.consuming.leases import LeasedHandler, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition, lock
 from eventsql_orchestration.consuming.throttle import Throttles
-from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Consumption, PollOptions, PollOutcome
+from eventsql_orchestration.consuming.worker_pool import (
+    MAX_WORKERS,
+    Batching,
+    Consumption,
+    Poll,
+    PollOptions,
+    PollOutcome,
+    stop_all,
+)
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener
+from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import PartitionOutOfRangeError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.topics.layouts import Layouts
@@ -111,12 +120,7 @@ class Consumers:
     """
 
     def __init__(
-        self,
-        database: Database,
-        registry: Registry,
-        dead_letters: DeadLetters,
-        *,
-        listener: Listener | None = None,
+        self, database: Database, registry: Registry, dead_letters: DeadLetters, *, listener: Listener | None = None
     ) -> None:
         self._database = database
         self._registry = registry
@@ -136,123 +140,49 @@ class Consumers:
         self._retries: dict[ConsumerPartition, CommitRetry] = {}
 
     def start(
-        self,
-        topic: str,
-        consumer: str,
-        handler: EventHandler,
-        *,
+        self, topic: str, consumer: str, handler: EventHandler, *, workers: int = MAX_WORKERS,
         polling_delay: Duration = 1.0,
-        workers: int = MAX_WORKERS,
-    ) -> Consumption:
-        """Hand each event to `handler(event, connection)`, in order within each consumer partition.
-
-        Writes through `connection` commit together with the offset: exactly once. All other effects happen at least
-        once. When the handler raises, its writes for that event are rolled back and the event is tried again, with
-        backoff, up to the consumer's `max_attempts`. The handler must not end the transaction: if it does, as with
-        `COMMIT`, the partition stays where it is.
-
-        `polling_delay` is the delay in seconds after a look that found nothing. A consumer with notifications looks
-        when it is notified, and otherwise every 10 seconds.
-
-        `workers` (at least 1) is the maximum number of partitions that are consumed side by side, each by a thread with
-        a connection.
-
-        Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`.
-        """
+    ) -> Consumption:  # fmt: skip
+        """Hand each event to `handler(event, connection)`. See `ClusterConsumers.start`."""
         check_handler(handler, "event", "connection")
         options = PollOptions.of(max_events=SINGLE_BATCH, polling_delay=polling_delay, max_polling_delay=0.0)
-        return self._start_unleased(topic, consumer, one_by_one(handler), options, workers, each=True)
+        each = one_by_one(handler)
+        return self._start(
+            topic, consumer, lambda key, stopping: self._poll(key, each, options, stopping, each=True), options, workers
+        )
 
     def start_batch(
-        self,
-        topic: str,
-        consumer: str,
-        handler: BatchHandler,
-        *,
-        min_events: int = 1,
-        max_events: int = 1_000,
-        polling_delay: Duration = 1.0,
-        max_polling_delay: Duration = 10.0,
-        workers: int = MAX_WORKERS,
-    ) -> Consumption:
-        """Hand events to `handler(events, connection)`, `min_events` to `max_events` at a time.
-
-        Fewer than `min_events` wait for more, at most `max_polling_delay` seconds. A failed batch is handed over again
-        event by event, so that only the failing event is held up. Otherwise as `start`.
-        """
+        self, topic: str, consumer: str, handler: BatchHandler, *, workers: int = MAX_WORKERS,
+        **batching: Unpack[Batching],
+    ) -> Consumption:  # fmt: skip
+        """Hand batches to `handler(events, connection)`. See `ClusterConsumers.start_batch`."""
         check_handler(handler, "events", "connection")
-        options = PollOptions.of(
-            min_events=min_events, max_events=max_events,
-            polling_delay=polling_delay, max_polling_delay=max_polling_delay,
-        )  # fmt: skip
-        return self._start_unleased(topic, consumer, handler, options, workers)
+        options = PollOptions.of(**batching)
+        return self._start(
+            topic, consumer, lambda key, stopping: self._poll(key, handler, options, stopping), options, workers
+        )
 
     def start_leased(
-        self,
-        topic: str,
-        consumer: str,
-        handler: LeasedHandler,
-        *,
-        lease: Duration = 60.0,
-        min_events: int = 1,
-        max_events: int = 1_000,
-        polling_delay: Duration = 1.0,
-        max_polling_delay: Duration = 10.0,
-        workers: int = MAX_WORKERS,
-    ) -> Consumption:
-        """Hand events to `handler(events, lease)` outside of any transaction: for work that takes longer than seconds.
-
-        The partition is leased for `lease` seconds, and the lease is renewed while the handler runs. When this process
-        dies, another takes the events over after that time. Writes in `lease.transaction()` commit together with the
-        offset: exactly once. Without such a transaction, the offset is committed when the handler returns: at least
-        once. `lease.lost` is set when the partition was taken over, and nothing can be committed any more.
-
-        A handler that raises `ConsumptionError(event)` names the failed event, and the events before it are done.
-        After any other error, the events are handed over again, one at a time. The event that fails then is tried again
-        with backoff, up to the consumer's `max_attempts`. Otherwise as `start_batch`.
-        """
+        self, topic: str, consumer: str, handler: LeasedHandler, *, lease: Duration = 60.0, workers: int = MAX_WORKERS,
+        **batching: Unpack[Batching],
+    ) -> Consumption:  # fmt: skip
+        """Hand batches to `handler(events, lease)`. See `ClusterConsumers.start_leased`."""
         check_handler(handler, "events", "lease")
-        options = PollOptions.of(
-            min_events=min_events, max_events=max_events,
-            polling_delay=polling_delay, max_polling_delay=max_polling_delay,
-        )  # fmt: skip
+        options = PollOptions.of(**batching)
         polls = LeasedPolls(self._database, self._claims, handler, options, check_seconds("lease", lease, zero=False))
-        return self._start(topic, consumer, polls.poll, options.polling_delay, workers)
-
-    def _start_unleased(
-        self,
-        topic: str,
-        consumer: str,
-        handler: BatchHandler,
-        options: PollOptions,
-        workers: int,
-        *,
-        each: bool = False,
-    ) -> Consumption:
-        def poll(key: ConsumerPartition, cancellation: Cancellation) -> PollOutcome:
-            return self._poll(key, handler, options, cancellation, each=each)
-
-        return self._start(topic, consumer, poll, options.polling_delay, workers)
+        return self._start(topic, consumer, polls.poll, options, workers)
 
     def _start(
-        self,
-        topic: str,
-        consumer: str,
-        poll: Callable[[ConsumerPartition, Cancellation], PollOutcome],
-        polling_delay: float,
-        workers: int,
-    ) -> Consumption:
+        self, topic: str, consumer: str, poll: Poll,
+        options: PollOptions, workers: int,
+    ) -> Consumption:  # fmt: skip
         keys = self._keys(topic, consumer)
         partitioned = keys[0].partition != NOT_PARTITIONED
         started = Consumption(
-            keys,
-            look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned),
-            poll=poll,
-            polling_delay=polling_delay,
-            workers=workers,
-            listener=self._listener,
-            throttle=self.throttles.of(topic, consumer),
-        )
+            keys, look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned), poll=poll,
+            polling_delay=options.polling_delay, workers=workers,
+            listener=self._listener, throttle=self.throttles.of(topic, consumer),
+        )  # fmt: skip
         with self._running_lock:
             self._running.add(started)
         return started
@@ -267,15 +197,9 @@ class Consumers:
 
     def _ready(self, topic: str, consumer: str, asked: dict[int, int], *, partitioned: bool) -> dict[int, float | None]:
         """The partitions that have the requested number of events, with the seconds until each may be consumed."""
-        statement = "ready" if partitioned else "ready_topic"
-        parameters = {
-            "topic": topic,
-            "consumer": consumer,
-            "partitions": list(asked),
-            "least": list(asked.values()),
-        }
-        with self._database.connection() as connection:
-            rows = connection.execute(self._own_queries(statement, topic=topic), parameters, prepare=True).fetchall()
+        query = self._own_queries("ready" if partitioned else "ready_topic", topic=topic)
+        asking = {"topic": topic, "consumer": consumer, "partitions": list(asked), "least": list(asked.values())}
+        rows = query_all(self._database, query, asking, prepare=True)
         found = {partition: ready_in for partition, ready_in, waiting in rows if waiting}
         if len(found) < len(rows):
             settled = self._layouts.settle(topic, consumer).entered
@@ -289,10 +213,7 @@ class Consumers:
     def consume_once(
         self, topic: str, consumer: str, handler: BatchHandler, *, partition: int | None = None, max_events: int = 1_000
     ) -> int:
-        """Handle one batch of `partition`, or of each partition, in the caller's thread. Returns the number of events.
-
-        Skips partitions that another consumption has. Raises `PartitionOutOfRangeError` for an unknown partition.
-        """
+        """Handle one batch of each partition, or of `partition`. See `ClusterConsumers.consume_once`."""
         check_handler(handler, "events", "connection")
         options = PollOptions.of(max_events=max_events, max_polling_delay=0.0)
         keys = self._keys(topic, consumer, partition)
@@ -322,18 +243,11 @@ class Consumers:
         return consumed, last
 
     def _poll(
-        self,
-        key: ConsumerPartition,
-        handler: BatchHandler,
-        options: PollOptions,
-        cancellation: Cancellation,
-        *,
-        each: bool = False,
-    ) -> PollOutcome:
+        self, key: ConsumerPartition, handler: BatchHandler, options: PollOptions, cancellation: Cancellation,
+        *, each: bool = False,
+    ) -> PollOutcome:  # fmt: skip
         """Handle the next batch of a partition, if there is one."""
-        retry = self._retries.get(key)
-        if retry is None:
-            retry = self._retries[key] = CommitRetry(self.commit_retry)
+        retry = self._retries.setdefault(key, CommitRetry(self.commit_retry))
         source = _UnleasedSource(self._queries, self._dead_letters, key, options)
         result = self._runner.run(
             source, handler, limit=options.max_events, retry=retry, each=each, cancellation=cancellation
@@ -346,7 +260,4 @@ class Consumers:
         with self._running_lock:
             stopping = list(self._running)
             self._running.clear()
-        for running in stopping:
-            running.stop_soon()
-        ended = [running.await_end(deadline) for running in stopping]
-        return all(ended)
+        return stop_all(stopping, deadline)

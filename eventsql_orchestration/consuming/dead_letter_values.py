@@ -81,18 +81,11 @@ DeadLetterFactory: TypeAlias = Callable[[Event, DeadLetterCause], Publication | 
 
 def dead_letter(event: Event, cause: DeadLetterCause) -> Publication:
     """The dead letter of an event unless a factory is configured. A factory may change it."""
-    return event.as_publication(
-        event.topic + DEAD_LETTER_SUFFIX,
-        **{
-            CONSUMER: cause.consumer,
-            EXCEPTION: cause.exception,
-            MESSAGE: cause.message,
-            ATTEMPTS: str(cause.attempts),
-            SOURCE_TOPIC: event.topic,
-            SOURCE_PARTITION: str(event.partition),
-            SOURCE_OFFSET: str(event.id),
-        },
-    )
+    reason = {
+        CONSUMER: cause.consumer, EXCEPTION: cause.exception, MESSAGE: cause.message, ATTEMPTS: str(cause.attempts),
+        SOURCE_TOPIC: event.topic, SOURCE_PARTITION: str(event.partition), SOURCE_OFFSET: str(event.id),
+    }  # fmt: skip
+    return event.as_publication(event.topic + DEAD_LETTER_SUFFIX, **reason)
 
 
 def refused(state: ConsumerState) -> bool:
@@ -181,15 +174,10 @@ class LetterFilter:
     def parameters(self) -> dict[str, object]:
         """All conditions except the ids, as the statements take them."""
         return {
-            "consumer": self.consumer,
-            "backfill": self.backfill,
-            "exception": self.exception,
-            "key": self.key,
-            "names": list(self.metadata) or None,
-            "texts": list(self.metadata.values()),
-            "since": self.since,
-            "until": self.until,
-        }
+            "consumer": self.consumer, "backfill": self.backfill, "exception": self.exception, "key": self.key,
+            "names": list(self.metadata) or None, "texts": list(self.metadata.values()),
+            "since": self.since, "until": self.until,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

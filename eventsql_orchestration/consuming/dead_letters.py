@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final
 
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
@@ -24,6 +24,7 @@ from eventsql_orchestration.consuming.dead_letter_values import (
 )
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.rows import fetch_first, query_all, query_first
 from eventsql_orchestration.errors import DatabaseError, EventSQLError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event, Publication, Topic
 from eventsql_orchestration.publishing.publisher import Publisher
@@ -72,33 +73,26 @@ class DeadLetters:
     # Giving events up
 
     def configure(self, factory: DeadLetterFactory | None) -> None:
-        """Make the dead letters of this object's consumers by `factory(event, cause)`; None restores the default.
-
-        The factory runs in the transaction that locks the partition, which also publishes its publication, to any
-        topic. `list` and `redrive` know those of `{topic}_dlt`. If it returns None, the partition stops at the event
-        until the consumer is resumed. If it raises, or if its publication fails, the event is tried again with backoff,
-        and the partition's failure says so.
-        """
+        """See `ClusterDeadLetters.configure`."""
         self._factory = factory
 
     def topic_of(self, topic: str, connection: Connection | None = None) -> str | None:
-        """The name of the topic's dead letter topic; None if none is registered."""
-        if connection is None:
-            with self._database.connection() as pooled:
-                return self.topic_of(topic, pooled)
+        """See `ClusterDeadLetters.topic_of`."""
         name = topic + DEAD_LETTER_SUFFIX
-        with self._database.errors(connection):
-            # The connection may be a handler's, with a row factory of its own.
-            cursor = connection.cursor(row_factory=tuple_row)
-            row = cursor.execute(self._log_queries("topic_exists"), {"topic": name}).fetchone()
+        query, values = self._log_queries("topic_exists"), {"topic": name}
+        if connection is None:
+            row = query_first(self._database, query, values)
+        else:
+            with self._database.errors(connection):
+                row = fetch_first(connection, query, values)
         return name if row == (True,) else None
 
     def accepts(self, topic: str, connection: Connection | None = None) -> bool:
-        """Whether a factory or a dead letter topic may take an event of `topic` whose attempts are spent."""
+        """See `ClusterDeadLetters.accepts`."""
         return self._factory is not None or self.topic_of(topic, connection) is not None
 
     def blocking(self, state: ConsumerState, connection: Connection | None = None) -> str | None:
-        """The reason why a partition stays at its failed event; None if the event is tried again."""
+        """See `ClusterDeadLetters.blocking`."""
         if not state.spent:
             return None
         if refused(state):
@@ -108,10 +102,7 @@ class DeadLetters:
         return None
 
     def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
-        """Publish the dead letter of `event` in the caller's transaction; False if the factory returned None.
-
-        Raises errors of the factory and the publisher.
-        """
+        """See `ClusterDeadLetters.bury`."""
         letter: object = (self._factory or dead_letter)(event, cause)
         if letter is None:
             return False
@@ -128,7 +119,7 @@ class DeadLetters:
     def plan_redrive(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> RedrivePlan:
-        """Plan a redrive without writing. Raises as `redrive`."""
+        """See `ClusterDeadLetters.plan_redrive`."""
         wanted = letters or LetterFilter()
         self._registry.topic(topic)
         source = self._source(topic)
@@ -137,26 +128,15 @@ class DeadLetters:
         with self._database.connection() as connection:
             for window in windows:
                 query, values = self._matching(source, wanted, window, limit=None, redriven=None)
-                row = connection.execute(_COUNT.format(query), values, prepare=False).fetchone()
-                assert row is not None, "an aggregate gives one row"
-                matching += row[0]
-                before += row[1]
+                counts = connection.execute(_COUNT.format(query), values, prepare=False).fetchone() or (0, 0)
+                matching, before = matching + counts[0], before + counts[1]
         redrives = matching if again else matching - before
         return RedrivePlan(matching, before, redrives if limit is None else min(limit, redrives))
 
     def redrive(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> int:
-        """Publish the oldest `limit` selected dead letters of `topic` to it again, in order. Returns their number.
-
-        Each letter is redriven once, whatever runs side by side or crashes. With `again`, letters that were redriven
-        before are redriven too. Every 1,000 letters are one transaction, which stays committed if a later one fails.
-        Letters that come while this runs are left for the next redrive, so that events which fail again at once do not
-        keep it going.
-
-        Raises `TopicNotFoundError` if the topic or its dead letter topic does not exist, `EventSQLError` for ids that
-        no dead letter has, before anything is redriven; otherwise as `Publisher.publish_all`.
-        """
+        """See `ClusterDeadLetters.redrive`."""
         wanted = letters or LetterFilter()
         target, source = self._registry.topic(topic), self._source(topic)
         with self._database.connection() as connection:
@@ -188,7 +168,10 @@ class DeadLetters:
             found = connection.execute(query, values, prepare=False).fetchall()
             if not found:
                 return 0, None
-            ids = _fitting([(letter, size) for letter, size, _ in found])
+            # The first letters that fit into a batch, at least one.
+            sizes = accumulate(size for _, size, _ in found)
+            fitting = sum(size <= BATCH_BYTES for size in sizes)
+            ids = [letter for letter, _, _ in found[: max(1, fitting)]]
             marked = connection.execute(self._queries("mark"), {"letters": source, "ids": ids, "again": again})
             letters = self._read(connection, source, [letter for (letter,) in marked])
             events = (redriven(target, letter) for letter in letters)
@@ -196,10 +179,7 @@ class DeadLetters:
             return len(letters), ids[-1]
 
     def prune(self, topic: str | None = None) -> int:
-        """Delete the marks of redriven letters that retention has removed, of `topic` or of all; returns their number.
-
-        Raises `TopicNotFoundError` if the topic has no dead letter topic.
-        """
+        """See `ClusterDeadLetters.prune`."""
         sources = (
             [each.name for each in self._registry.topics() if each.name.endswith(DEAD_LETTER_SUFFIX)]
             if topic is None
@@ -215,7 +195,7 @@ class DeadLetters:
     # Looking
 
     def show(self, topic: str, letter_id: int) -> DeadLetter:
-        """One dead letter of `topic`. Raises `TopicNotFoundError`, and `EventSQLError` if none has this id."""
+        """See `ClusterDeadLetters.show`."""
         check_whole("the id of a dead letter", letter_id, least=1)
         source = self._source(topic)
         with self._database.connection() as connection:
@@ -227,10 +207,7 @@ class DeadLetters:
     def list(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int = 100, redriven: bool | None = None
     ) -> list[DeadLetter]:
-        """The oldest selected dead letters of `topic`: those that were `redriven`, that were not, or all.
-
-        Raises `TopicNotFoundError` if it has no dead letter topic, `EventSQLError` for ids that no letter has.
-        """
+        """See `ClusterDeadLetters.list`."""
         wanted = letters or LetterFilter()
         source = self._source(topic)
         windows = self._windows(source, wanted)
@@ -242,14 +219,10 @@ class DeadLetters:
             return list(self._read(connection, source, ids))
 
     def of_backfills(self, topic: str) -> dict[str, int]:
-        """The number of dead letters of `topic` that were not redriven, by the id of their backfill.
-
-        Raises `TopicNotFoundError` if it has no dead letter topic.
-        """
+        """See `ClusterDeadLetters.of_backfills`."""
         source = self._source(topic)
-        with self._database.connection() as connection:
-            rows = connection.execute(self._queries("of_backfills", topic=source), {"letters": source})
-            return {str(backfill): int(letters) for backfill, letters in rows}
+        rows = query_all(self._database, self._queries("of_backfills", topic=source), {"letters": source})
+        return {str(backfill): int(letters) for backfill, letters in rows}
 
     def _source(self, topic: str) -> str:
         source = topic + DEAD_LETTER_SUFFIX
@@ -269,26 +242,19 @@ class DeadLetters:
             return [_Window(wanted.after, upto, None)]
         ids = list(wanted.ids)
         windows = [_Window(wanted.after, upto, ids[start : start + BATCH]) for start in range(0, len(ids), BATCH)]
-        query = self._queries("unknown", topic=source)
-        with self._database.connection() as connection:
-            for window in windows:
-                unknown = connection.execute(query, {"ids": window.ids, "limit": _UNKNOWN_SHOWN}).fetchall()
-                if unknown:
-                    raise _unknown(source, [letter for (letter,) in unknown])
+        for window in windows:
+            values = {"ids": window.ids, "limit": _UNKNOWN_SHOWN}
+            if unknown := query_all(self._database, self._queries("unknown", topic=source), values):
+                raise _unknown(source, [letter for (letter,) in unknown])
         return windows
 
     def _matching(
         self, source: str, wanted: LetterFilter, window: _Window, *, limit: int | None, redriven: bool | None
     ) -> tuple[sql.SQL, dict[str, object]]:
         return self._queries("matching", topic=source), {
-            **wanted.parameters(),
-            "letters": source,
-            "after": window.after,
-            "upto": window.upto,
-            "ids": window.ids,
-            "limit": limit,
-            "redriven": redriven,
-        }
+            **wanted.parameters(), "letters": source,
+            "after": window.after, "upto": window.upto, "ids": window.ids, "limit": limit, "redriven": redriven,
+        }  # fmt: skip
 
     def _read(self, connection: Connection, source: str, ids: Sequence[int]) -> Sequence[DeadLetter]:
         rows = connection.execute(
@@ -299,19 +265,7 @@ class DeadLetters:
 
 def _unknown(source: str, ids: Sequence[int]) -> EventSQLError:
     offsets = f"offset{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
-    topic = source.removesuffix(DEAD_LETTER_SUFFIX)
     return EventSQLError(
-        f"topic {source!r} has no event at {offsets}: list its dead letters with `eventsql dlt list {topic}`"
+        f"topic {source!r} has no event at {offsets}: list its dead letters with "
+        f"`eventsql dlt list {source.removesuffix(DEAD_LETTER_SUFFIX)}`"
     )
-
-
-def _fitting(sizes: Sequence[tuple[int, int]]) -> Sequence[int]:
-    """The ids of the first letters, given with their sizes in bytes, that fit into a batch; at least one."""
-    ids: list[int] = []
-    left = BATCH_BYTES
-    for letter, size in sizes:
-        left -= size
-        if ids and left < 0:
-            break
-        ids.append(letter)
-    return ids

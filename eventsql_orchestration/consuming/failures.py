@@ -41,14 +41,9 @@ def transaction_lost(connection: Connection) -> bool:
 
 
 def record_failure(
-    connection: Connection,
-    queries: Queries,
-    locked: LockedPartition,
-    event: Event,
-    error: BaseException,
-    *,
-    dead_letters: DeadLetters | None = None,
-) -> Failure:
+    connection: Connection, queries: Queries, locked: LockedPartition, event: Event, error: BaseException,
+    *, dead_letters: DeadLetters | None = None,
+) -> Failure:  # fmt: skip
     """Record in the caller's transaction that the next event of a locked partition failed.
 
     It is tried again after a backoff. Once its attempts are spent, it becomes a dead letter, if `dead_letters` accepts
@@ -87,14 +82,9 @@ def record_failure(
 
 
 def _bury(
-    connection: Connection,
-    dead_letters: DeadLetters,
-    key: ConsumerPartition,
-    event: Event,
-    *,
-    cause: DeadLetterCause,
-    failure: Failure,
-) -> Failure:
+    connection: Connection, dead_letters: DeadLetters, key: ConsumerPartition, event: Event,
+    *, cause: DeadLetterCause, failure: Failure,
+) -> Failure:  # fmt: skip
     """Publish the dead letter of an event. Returns the failure with its outcome."""
     times = how_often(cause.attempts)
     try:

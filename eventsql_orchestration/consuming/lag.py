@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.sharding import HELD
-from eventsql_orchestration.topics.layouts import layouts
+from eventsql_orchestration.topics.layouts import layouts, named
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
-
-SHOWN_PARTITIONS: Final = 10
-"""Maximum number of partitions that a detail names."""
 
 Ahead: TypeAlias = Callable[[str, str, int], tuple[Sequence[int], str]]
 """Takes topic, consumer, offset. Returns the partitions that have not reached the offset, and a sentence about them."""
@@ -82,32 +81,32 @@ class LagReader:
 
     def buffered(self) -> dict[str, int]:
         """The number of buffered events of each topic that has some."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for (topic, _), (count, _) in self._buffered(topic.name for topic in self._registry.topics()).items():
-            counts[topic] = counts.get(topic, 0) + count
-        return counts
+            counts[topic] += count
+        return dict(counts)
 
     def _buffered(self, topics: Iterable[str]) -> dict[tuple[str, int], tuple[int, float]]:
-        with self._database.connection() as connection:
-            rows = connection.execute(self._queries("buffered"), {"topics": sorted(topics)})
-            return {(topic, partition): (count, seconds) for topic, partition, count, seconds in rows}
+        rows = query_all(self._database, self._queries("buffered"), {"topics": sorted(topics)})
+        return {(topic, partition): (count, seconds) for topic, partition, count, seconds in rows}
 
     def _ahead(self, topic: str, consumer: str, until: int) -> tuple[Sequence[int], str]:
         own = {"topic": topic, "consumer": consumer}
         with self._database.connection() as connection:
-            rows = connection.execute(self._layouts("behind", topic=topic), own, prepare=False).fetchall()
+            rows = fetch_all(connection, self._layouts("behind", topic=topic), own, prepare=False)
             known = layouts(connection, self._database.schema, topic)
         partitions = [partition for partition, _ in rows]
         ending = max((each.number for each in known if each.after < until), default=None)
         where = "" if ending is None else f", where layout {ending} of the topic ends"
-        return partitions, f"until {_named(partitions)} come to offset {until}{where}"
+        have = "has" if len(partitions) == 1 else "have"
+        return partitions, f"until {named(partitions)} {have} come to offset {until}{where}"
 
     def _held_back(self, state: ConsumerState, ahead: Ahead) -> str | None:
         """Why a partition gets no events though some wait; None if it may get them."""
         if state.until is None:
             return None
         if state.until == HELD:
-            return "until it has consumed what was before on the other shards, as `eventsql shard status` shows"
+            return "until it has consumed the earlier events on the other shards, see `eventsql shard status`"
         partitions, detail = ahead(state.topic, state.name, state.until)
         # A consumer whose partitions all reached the end of the layout continues at the next look.
         return None if not partitions or state.partition in partitions else detail
@@ -121,27 +120,22 @@ class LagReader:
             for (topic, held), entry in buffered.items()
             if topic == state.topic and (partition is None or held == partition)
         ]
-        not_moved = sum(count for count, _ in in_buffer)
+        not_moved, waits = sum(count for count, _ in in_buffer), [max(0.0, seconds) for _, seconds in in_buffer]
         after = state.last_event_id
         in_log = self._reader.count(state.topic, after=after, partition=partition)
-        waits = [max(0.0, seconds) for _, seconds in in_buffer]
         if in_log:
             waits.append(self._reader.seconds_behind(state.topic, after=after, partition=partition))
         cause, detail = _cause(state, in_log, not_moved)
         if cause is LagCause.WAITING and (until := self._held_back(state, ahead)) is not None:
             cause, detail = LagCause.HELD_BACK, until
         return ConsumerLag(
-            state.topic,
-            state.name,
-            state.partition,
-            in_log + not_moved,
-            max(waits, default=0.0),
-            after,
-            self._reader.end(state.topic, partition),
-            not_moved,
-            cause,
-            detail,
-        )
+            state.topic, state.name, state.partition,
+            events=in_log + not_moved,
+            seconds=max(waits, default=0.0),
+            last_event_id=after,
+            end=self._reader.end(state.topic, partition),
+            buffered=not_moved, cause=cause, detail=detail,
+        )  # fmt: skip
 
 
 def _cause(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause, str]:
@@ -158,8 +152,3 @@ def _cause(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause,
     if not in_log:
         return LagCause.TRANSFER, "not transferred yet; `eventsql transfer` moves events"
     return LagCause.WAITING, "not consumed yet"
-
-
-def _named(partitions: Sequence[int]) -> str:
-    named = ", ".join(map(str, partitions[:SHOWN_PARTITIONS])) + (", …" if len(partitions) > SHOWN_PARTITIONS else "")
-    return f"partition {named} has" if len(partitions) == 1 else f"partitions {named} have"

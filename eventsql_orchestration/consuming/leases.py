@@ -59,9 +59,7 @@ class Lease:
         before the block if the loss is known by then.
         """
         if self._committed:
-            raise ValidationError(
-                "the offset of these events is committed already: use one transaction for all of them"
-            )
+            raise ValidationError("the offset is committed already: use one transaction for all events")
         with self._database.transaction() as connection, self._cancellation.connection(connection):
             self._claims.check(connection, self.claim)
             yield connection

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 import psycopg
+from psycopg import sql
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.topics.reader import MAX_OFFSET
 
@@ -84,16 +86,9 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
 
 
 def advance(
-    connection: Connection,
-    queries: Queries,
-    key: ConsumerPartition,
-    *,
-    after: int,
-    upto: int,
-    first: int | None,
-    consumed: int,
-    transaction: str | None = None,
-) -> None:
+    connection: Connection, queries: Queries, key: ConsumerPartition,
+    *, after: int, upto: int, first: int | None, consumed: int, transaction: str | None = None,
+) -> None:  # fmt: skip
     """Move an offset from `after` to `upto`; `consumed` events lie between them, `first` is the id of the first.
 
     Raises `ClaimLostError` if the offset is not at `after`. Raises `psycopg.ProgrammingError` if the current
@@ -104,10 +99,7 @@ def advance(
     if cursor.rowcount == 1:
         return
 
-    # The handler may have set a row factory.
-    current = connection.cursor(row_factory=tuple_row).execute(
-        "SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text"
-    ).fetchone()  # fmt: skip
+    current = fetch_first(connection, sql.SQL("SELECT pg_catalog.pg_current_xact_id()::pg_catalog.text"))
     if transaction is not None and current != (transaction,):
         raise psycopg.ProgrammingError(TRANSACTION_ENDED)
     raise ClaimLostError(f"{key} is not at offset {after} any more: another consumption moved it")

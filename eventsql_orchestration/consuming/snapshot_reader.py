@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
-import sqlalchemy
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database import CallersConnection, Connection, Database
 from eventsql_orchestration.database.queries import statement
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.validation import check_name, check_text, check_whole, shown
@@ -79,6 +78,10 @@ def _conditions(only: Mapping[str, object] | None) -> dict[str, object]:
     return conditions
 
 
+def _values(conditions: Mapping[str, object], **values: object) -> dict[str, object]:
+    return values | {f"only_{number}": value for number, value in enumerate(conditions.values())}
+
+
 START: Final = Checkpoint(0, 0)
 """Before the first row of any table, because no transaction has the id 0."""
 
@@ -96,15 +99,9 @@ class SnapshotReader:
     """Reads one table in the order of snapshots. Keeps no connection and no state, so any thread may use it."""
 
     def __init__(
-        self,
-        database: Database,
-        table: str,
-        columns: Sequence[str],
-        *,
-        transaction: str = "eql_transaction",
-        position: str = "eql_id",
-        schema: str | None = None,
-    ) -> None:
+        self, database: Database, table: str, columns: Sequence[str],
+        *, transaction: str = "eql_transaction", position: str = "eql_id", schema: str | None = None,
+    ) -> None:  # fmt: skip
         """`transaction` and `position` name the columns that order `table`. `schema` defaults to the platform's."""
         for name in (table, transaction, position, *columns):
             check_name("name of a table or column", name)
@@ -122,13 +119,9 @@ class SnapshotReader:
         self._checked = False
 
     def read(
-        self,
-        after: Checkpoint = START,
-        *,
-        limit: int = 1_000,
-        only: Mapping[str, object] | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
-    ) -> list[SnapshotRow]:
+        self, after: Checkpoint = START, *, limit: int = 1_000, only: Mapping[str, object] | None = None,
+        connection: CallersConnection | None = None,
+    ) -> list[SnapshotRow]:  # fmt: skip
         """The next rows after a checkpoint, at most `limit`, none beyond the horizon.
 
         `only` maps columns to the values that they must have. With `connection`, of psycopg or SQLAlchemy, rows are
@@ -141,19 +134,12 @@ class SnapshotReader:
         """
         check_whole("limit", limit, least=1)
         conditions = _conditions(only)
-        values = {
-            "transaction": str(after.transaction),
-            "position": after.position,
-            "limit": limit,
-            **{f"only_{number}": value for number, value in enumerate(conditions.values())},
-        }
+        values = _values(conditions, transaction=str(after.transaction), position=after.position, limit=limit)
         with self._on(connection) as joined:
-            # A caller's connection may have a row factory of its own.
-            cursor = joined.cursor(row_factory=tuple_row)
             if not self._checked:
-                self._check(cursor.execute(self._compose("newest", *conditions), values, prepare=False).fetchone())
-            cursor.execute(self._compose("after", *conditions), values)
-            return [SnapshotRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in cursor.fetchall()]
+                self._check(fetch_first(joined, self._compose("newest", *conditions), values, prepare=False))
+            rows = fetch_all(joined, self._compose("after", *conditions), values)
+            return [SnapshotRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in rows]
 
     def stream(
         self, after: Checkpoint = START, *, batch: int = 1_000, only: Mapping[str, object] | None = None
@@ -163,33 +149,29 @@ class SnapshotReader:
             yield rows
             after = rows[-1].checkpoint
 
-    def horizon(self, connection: Connection | sqlalchemy.Connection | None = None) -> int:
+    def horizon(self, connection: CallersConnection | None = None) -> int:
         """The oldest transaction that may still write. Its rows and later ones are not read yet."""
         with self._on(connection) as joined:
-            row = joined.cursor(row_factory=tuple_row).execute(self._compose("horizon")).fetchone()
-            assert row is not None, "a SELECT without FROM gives a row"
-            return int(row[0])
+            return int(fetch_one(joined, self._compose("horizon"))[0])
 
     def held_back(
-        self, *, only: Mapping[str, object] | None = None, connection: Connection | sqlalchemy.Connection | None = None
+        self, *, only: Mapping[str, object] | None = None, connection: CallersConnection | None = None
     ) -> int:
         """The number of committed rows beyond the horizon, which wait for a running transaction."""
         conditions = _conditions(only)
-        values = {f"only_{number}": value for number, value in enumerate(conditions.values())}
         with self._on(connection) as joined:
-            cursor = joined.cursor(row_factory=tuple_row)
-            row = cursor.execute(self._compose("held_back", *conditions), values).fetchone()
+            row = fetch_first(joined, self._compose("held_back", *conditions), _values(conditions))
             return 0 if row is None else int(row[0])
 
     @contextmanager
-    def _on(self, connection: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
+    def _on(self, connection: CallersConnection | None) -> Iterator[Connection]:
         with self._database.joined(connection) as joined:
             try:
                 yield joined
             except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
                 raise DatabaseError(
-                    f"table {self._table} of {self._database} cannot be read ({describe(error)}): make the table with "
-                    "these columns, or name the one that is there, and its schema"
+                    f"table {self._table} of {self._database} cannot be read ({describe(error)}): check its name, its "
+                    "schema and its columns"
                 ) from error
 
     def _compose(self, name: str, *conditions: str) -> sql.Composed:
@@ -204,8 +186,7 @@ class SnapshotReader:
     def _check(self, row: tuple[Any, ...] | None) -> None:
         if row is not None and row[1]:
             raise DatabaseError(
-                f"table {self._table} has rows of transaction {row[0]}, which this server has not had yet: they come "
-                "from another server, by a dump or by replication; give their rows transaction ids of this one before "
-                "it is read, in their order, or begin a new table"
+                f"table {self._table} has rows of transaction {row[0]} of another server, copied by a dump or by "
+                "replication: give these rows transaction ids of this server in their order, or begin a new table"
             )
         self._checked = True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Final, TypeAlias
+from typing import Final, Self, TypeAlias, TypedDict
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.batch import BatchResult
@@ -17,12 +17,8 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.database.notifications import LOG, Listener
-from eventsql_orchestration.errors import (
-    ClaimLostError,
-    DatabaseUnavailableError,
-    EventSQLError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError, ValidationError
+from eventsql_orchestration.threads import join_all, start_thread
 from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logging.getLogger(__name__)
@@ -42,8 +38,17 @@ FAULT_DELAY: Final = 5.0
 """Seconds until a partition is polled again after an error that is not a failure of its event."""
 
 Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
-"""Takes partitions with the number of events that each needs. Reslots the partitions that have them, with the seconds
+"""Takes partitions with the number of events that each needs. Returns the partitions that have them, with the seconds
 until each may be consumed, None if it is paused. May return other partitions of the consumer that have an event."""
+
+
+class Batching(TypedDict, total=False):
+    """The fields of `PollOptions` as keyword options."""
+
+    min_events: int
+    max_events: int
+    polling_delay: Duration
+    max_polling_delay: Duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +62,17 @@ class PollOptions:
 
     @classmethod
     def of(
-        cls,
-        *,
-        min_events: int = 1,
-        max_events: int,
-        polling_delay: Duration = 1.0,
-        max_polling_delay: Duration,
-    ) -> PollOptions:
+        cls, *, min_events: int = 1, max_events: int = 1_000, polling_delay: Duration = 1.0,
+        max_polling_delay: Duration = 10.0,
+    ) -> PollOptions:  # fmt: skip
         """Raises `ValidationError`."""
         if min_events > max_events:
             raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
         return cls(
-            min_events,
-            max_events,
+            min_events, max_events,
             check_seconds("polling_delay", polling_delay, zero=False),
             check_seconds("max_polling_delay", max_polling_delay, zero=True),
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,10 @@ class PollOutcome:
     deaf: bool = False
     least: int = 1
     last: bool = False
+
+
+Poll: TypeAlias = Callable[[ConsumerPartition, Cancellation], PollOutcome]
+"""Handles the next batch of a partition."""
 
 
 class _Slot:
@@ -113,24 +117,57 @@ class _Slot:
 
 
 @checked
-class Consumption:
-    """A running consumer of this process. Ends with `stop`, or with its `with` block.
+class Running(ABC):
+    """A running consumer of this process. It ends with `stop`, or with its `with` block."""
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """Finish the current batches and end.
+
+        False if some batches still run after `timeout` seconds. They are then rolled back, and later writes by their
+        handlers fail. Their partitions are given up, so that other processes may consume them.
+
+        A handler may call this. The call then returns at once, and says whether the other batches have ended. The
+        handler's own batch is finished, and no other batch begins.
+        """
+        return stop_all([self], time.monotonic() + timeout)
+
+    @abstractmethod
+    def stop_soon(self) -> None:
+        """Begin no more batches; returns at once."""
+
+    @abstractmethod
+    def await_end(self, deadline: float) -> bool:
+        """The rest of `stop`, until a time of `time.monotonic`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def stop_all(running: Collection[Running], deadline: float) -> bool:
+    """Stop consumers together; gives whether all of them ended until `deadline`, a time of `time.monotonic`."""
+    for each in running:
+        each.stop_soon()
+    # Wait for each, without stopping at the first False: the last batches must be rolled back too.
+    ended = [each.await_end(deadline) for each in running]
+    return all(ended)
+
+
+@checked
+class Consumption(Running):
+    """A consumer that runs on one database.
 
     One thread, the poller, looks for events with one statement for all idle partitions. Worker threads hand the events
     over. A slot is idle, in the workers' queue, or with a worker.
     """
 
     def __init__(
-        self,
-        keys: Sequence[ConsumerPartition],
-        *,
-        look: Look,
-        poll: Callable[[ConsumerPartition, Cancellation], PollOutcome],
-        polling_delay: float,
-        workers: int = MAX_WORKERS,
-        listener: Listener | None = None,
-        throttle: Throttle | None = None,
-    ) -> None:
+        self, keys: Sequence[ConsumerPartition],
+        *, look: Look, poll: Poll, polling_delay: float, workers: int = MAX_WORKERS,
+        listener: Listener | None = None, throttle: Throttle | None = None,
+    ) -> None:  # fmt: skip
         self._keys = keys
         self._throttle = throttle or Throttle()
         self._look = look
@@ -165,26 +202,12 @@ class Consumption:
             self._begin(str(worker), self._work)
 
     def _begin(self, name: str, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name=f"eventsql-{self._keys[0].consumer}-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        # A thread begins with the lock, which the caller holds.
+        self._threads.append(start_thread(f"{self._keys[0].consumer}-{name}", target))
 
     # Stopping
 
-    def stop(self, timeout: float = 10.0) -> bool:
-        """Finish the running batches and end. Returns whether all of them ended within `timeout` seconds.
-
-        Batches that still run are then rolled back, and their partitions given up for other consumers. Their handlers
-        cannot write any more.
-
-        A call from a handler does not wait: the handler's batch is finished and no other begins. It returns whether the
-        other batches have ended.
-        """
-        self.stop_soon()
-        return self.await_end(time.monotonic() + timeout)
-
     def stop_soon(self) -> None:
-        """Begin no further batch. Returns at once."""
         with self._poller:
             if not self._stop.is_set():
                 self._throttle.join(-len(self._known))
@@ -195,25 +218,15 @@ class Consumption:
             self._unsubscribe()
 
     def await_end(self, deadline: float) -> bool:
-        """Wait for the end as `stop` does, until a time of `time.monotonic`."""
         if threading.current_thread() in self._threads:
             # Two handlers that stop their consumption would wait for each other, and roll each other back.
             return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        join_all(self._threads, deadline)
         if not any(thread.is_alive() for thread in self._threads):
             return True
         logger.warning("%s does not end in time: its running batches are rolled back", self._name)
         self._cancellation.cancel()
         return False
-
-    def __enter__(self) -> Consumption:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
 
     # Waking up
 

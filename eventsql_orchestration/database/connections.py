@@ -17,6 +17,9 @@ from eventsql_orchestration.errors import ValidationError
 Connection: TypeAlias = psycopg.Connection[TupleRow]
 """A psycopg connection as handlers and publishers take it."""
 
+CallersConnection: TypeAlias = Connection | sqlalchemy.Connection
+"""A connection that a caller hands in, of psycopg or SQLAlchemy."""
+
 
 UTF8: Final = "utf-8"
 """The encoding of connections, as Python calls it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import psycopg
 
@@ -13,9 +13,10 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.database.roles import act_as_owner
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
-from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.publishing.transfer import Announce, Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError, refuse_open_parts
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.topics import legacy_writer_trigger, segments, sequences
@@ -31,8 +32,11 @@ CONSUMER_SECONDS: Final = 3.0
 BUFFER_SECONDS: Final = 0.5
 """The longest that one attempt makes publishers wait for a transaction that does not end."""
 
-PATIENCE_SECONDS: Final = 30.0
-"""How long to go on trying."""
+RETRY_SECONDS: Final = 30.0
+"""Seconds for which a change is retried."""
+
+Step: TypeAlias = Callable[[], object]
+"""A step that is called before each attempt."""
 
 MOST_BUFFERED: Final = 20_000
 """The most events that are moved while publishers wait. More events are moved before."""
@@ -64,50 +68,29 @@ class Repartitioner:
     """Changes the number of partitions of topics that have events and consumers."""
 
     def __init__(
-        self,
-        database: Database,
-        registry: Registry,
-        transfer: Transfer,
-        *,
-        announce: Callable[[Iterable[str]], None] | None = None,
+        self, database: Database, registry: Registry, transfer: Transfer, *, announce: Announce = lambda _topics: None
     ) -> None:
         """`announce` is called with the changed topic."""
         self._database = database
         self._registry = registry
         self._transfer = transfer
-        self._announce = announce or (lambda _topics: None)
+        self._announce = announce
         self._log = Queries("log", database.schema)
         self._layouts = Queries("layouts", database.schema)
 
     def repartition(
-        self,
-        topic: str,
-        partitions: int,
-        *,
-        finish: Callable[[], object] = lambda: None,
-        patience: float = PATIENCE_SECONDS,
+        self, topic: str, partitions: int, *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS
     ) -> Repartitioning | None:
-        """Give a partitioned topic another number of partitions, more or fewer. None if it has that number already.
-
-        Publishers and consumers go on meanwhile. The change takes effect at one offset of the log: events up to there
-        have partitions by the old number, later events by the new number. A publisher that knows the old number notices
-        in its transaction and chooses again. A partitioned consumer consumes all old partitions up to that offset
-        before it goes on with the new ones, so each key's events stay in order.
-
-        Tries for up to `patience` seconds while batches or publishers' transactions are under way, and makes other
-        partitions wait for at most three seconds, other publishers for half a second. Then raises `DatabaseBusyError`,
-        with nothing changed. `finish`, called before each attempt, finishes publications over several shards. Raises
-        `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned, `ValidationError`.
-        """
+        """See `ClusterRepartitioner.repartition`."""
         if partitions == NOT_PARTITIONED:
             raise ValidationError("a topic cannot lose its partitions while it has events: give a number of at least 1")
         Topic(topic, partitions)
-        trying = Backoff(patience)
+        retry = Backoff(timeout)
         while True:
             found = self._registry.topic(topic)
             if not found.partitioned:
                 raise RedefinitionError(
-                    f"topic {topic!r} is not partitioned, and neither are its events: register another topic"
+                    f"topic {topic!r} is not partitioned, and its events have no partitions: register another topic"
                 )
             if found.partitions == partitions:
                 return None
@@ -117,7 +100,7 @@ class Repartitioner:
             try:
                 changed = self._attempt(topic, partitions)
             except (DatabaseBusyError, TooManyBufferedError) as error:
-                if not trying.lasts():
+                if not retry.lasts():
                     raise _busy(found, error) from error
                 continue
             self._registry.forget(topic)
@@ -145,14 +128,12 @@ class Repartitioner:
                 legacy_writer_trigger.hold(driver, schema, topic)
             drain(driver, schema, [(topic, current.partitions, current.layout)])
             after = segments.newest_id(driver, schema, topic)
-            own = {"topic": topic}
+            changed = {"topic": topic, "layout": current.layout + 1, "partitions": partitions, "after": after}
             if not layouts(driver, schema, topic):
                 first = {"layout": current.layout, "partitions": current.partitions, "after": 0}
-                driver.execute(self._layouts("add_layout"), {**own, **first})
-            changed = {**own, "layout": current.layout + 1, "partitions": partitions, "after": after}
-            driver.execute(self._layouts("add_layout"), changed)
-            driver.execute(self._layouts("lay_out"), changed)
-            driver.execute(self._layouts("hold_all"), changed)
+                driver.execute(self._layouts("add_layout"), {**changed, **first})
+            for statement in ("add_layout", "lay_out", "hold_all"):
+                driver.execute(self._layouts(statement), changed)
             if guarded:
                 # After the events with old partitions.
                 legacy_writer_trigger.guard(driver, schema, topic, partitions)
@@ -176,11 +157,10 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
     refuse_open_parts(connection, schema)
     for topic, partitions, layout in topics:
         counted = {"topic": topic, "limit": MOST_BUFFERED + 1}
-        row = connection.execute(layout_queries("count_buffered"), counted).fetchone()
-        assert row is not None, "an aggregate gives one row"
-        if row[0] > MOST_BUFFERED:
+        (buffered,) = fetch_one(connection, layout_queries("count_buffered"), counted)
+        if buffered > MOST_BUFFERED:
             raise TooManyBufferedError
-        if row[0]:
+        if buffered:
             sequences.check(connection, schema, event_table(topic))
             segments.ensure_ahead(connection, schema, topic)
             after = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,12 +13,12 @@ from typing import Final
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries, tables
 from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
@@ -81,14 +82,7 @@ class Retainer:
     def run_once(
         self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
     ) -> list[Dropped]:
-        """Drop the due segments of `topics`, or of all topics with a retention. Gives what was dropped by topic.
-
-        A segment that a registered consumer has not passed stays, unless `force` is set; the consumer loses its events
-        then. Closes the current segment when it holds its share. With `execute=False` nothing changes.
-
-        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long; the next run
-        continues.
-        """
+        """See `ClusterRetainer.run_once`."""
         wanted = self._registry.topics() if topics is None else [self._registry.topic(name) for name in topics]
         dropped: list[Dropped] = []
         failed: list[EventSQLError] = []
@@ -99,7 +93,7 @@ class Retainer:
                 logger.warning("topic %r keeps its old segments for now: %s", topic.name, error)
                 failed.append(error)
             else:
-                dropped += [done] if done is not None else []
+                dropped += filter(None, [done])
         if execute and any(each.segments and each.topic.endswith(DEAD_LETTER_SUFFIX) for each in dropped):
             self._dead_letters.prune()
         if execute and topics is None:
@@ -109,9 +103,7 @@ class Retainer:
         return dropped
 
     def _clear_leftovers(self, kept: list[str]) -> None:
-        """Clear what deleted topics and consumers have left. The topics in `kept` clear their segments in their own
-        runs.
-        """
+        """Clear the leftovers of deleted topics. The topics in `kept` clear their segments in their own runs."""
         try:
             self._leftovers.clear()
             with self._database.transaction() as connection:
@@ -125,9 +117,7 @@ class Retainer:
             logger.warning("leftovers of deleted topics are kept for now: %s", error)
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
-        """Drop due segments every `every` seconds until `stop` is set. Errors are logged, and the next run tries
-        again.
-        """
+        """Drop due segments every `every` seconds until `stop` is set. Errors are logged, not raised."""
         while not stop.wait(every):
             try:
                 self.run_once()
@@ -175,23 +165,15 @@ class Retainer:
                         wait=WAIT_SECONDS,
                     )  # fmt: skip
         # Only segments with our comment: somebody may have detached another one to keep it.
-        detached = connection.execute(
-            self._queries("detached"),
-            {
-                "schema": self._database.schema,
-                "names": segments.segment_name(topic.name, 0)[:-1],
-                "mark": tables.DROPPED,
-            },
-        )
-        for (table,) in detached.fetchall():
+        names = segments.segment_name(topic.name, 0)[:-1]
+        wanted = {"schema": self._database.schema, "names": names, "mark": tables.DROPPED}
+        for (table,) in fetch_all(connection, self._queries("detached"), wanted):
             self._alter(connection, topic, table, "DROP TABLE IF EXISTS {segment}")
 
     def _alter(
         self, connection: Connection, topic: Topic, table: str, statement: str, *, wait: float | None = None
     ) -> None:
-        """Change a log's tables. `wait` bounds the statement in seconds; without it, `LOCK_SECONDS` bounds each
-        lock.
-        """
+        """Change a log's tables. `wait` bounds the statement; without it, `LOCK_SECONDS` bounds each lock."""
         names = {
             "log": sql.Identifier(self._database.schema, event_table(topic.name)),
             "segment": sql.Identifier(self._database.schema, table),
@@ -207,10 +189,8 @@ class Retainer:
 
         Raises `QueryCanceled` after `WAIT_SECONDS`, which a timer measures.
         """
-        statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(
-            sql.Identifier(self._database.schema, event_table(topic.name)),
-            sql.Identifier(self._database.schema, table),
-        )
+        log, segment = (sql.Identifier(self._database.schema, name) for name in (event_table(topic.name), table))
+        statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(log, segment)
 
         def give_up() -> None:
             # If the server cannot be reached, the statement ends with its connection.
@@ -244,35 +224,25 @@ class Retainer:
             return segments.newest_id(connection, schema, topic.name)
 
     def _has_its_share(self, connection: Connection, segment: Segment, retention: Retention) -> bool:
-        row = connection.execute(self._queries("first", segment=segment.table), prepare=False).fetchone()
+        row = fetch_first(connection, self._queries("first", segment=segment.table), prepare=False)
         if row is None:
             return False
         first, age = row
-        newest = connection.execute(self._queries("last", segment=segment.table), prepare=False).fetchone()
+        newest = fetch_first(connection, self._queries("last", segment=segment.table), prepare=False)
         events = newest[0] - first + 1 if newest is not None else 0
-        return (
-            (retention.seconds is not None and age * ROLL_SHARE >= retention.seconds)
-            or (retention.bytes is not None and segment.bytes * ROLL_SHARE >= retention.bytes)
-            or (retention.events is not None and events * ROLL_SHARE >= retention.events)
-        )
+        return retention.reached(seconds=age * ROLL_SHARE, size=segment.bytes * ROLL_SHARE, events=events * ROLL_SHARE)
 
     def _drop_due(
-        self,
-        connection: Connection,
-        holder: Connection,
-        topic: Topic,
-        retention: Retention,
-        newest: int,
-        *,
-        force: bool,
-        execute: bool,
-    ) -> Dropped:
+        self, connection: Connection, holder: Connection, topic: Topic, retention: Retention, newest: int,
+        *, force: bool, execute: bool,
+    ) -> Dropped:  # fmt: skip
         schema = self._database.schema
         existing = segments.segments(connection, schema, topic.name) or []
         contents = [self._content(connection, segment, newest) for segment in existing if segment.start <= newest]
-        dropped = events = size = upto = 0
+        dropped: list[_Content] = []
         held_by = None
-        for content in _due(contents, newest, retention, self._now(connection)):
+        (now,) = fetch_one(connection, sql.SQL("SELECT pg_catalog.clock_timestamp()"))
+        for content in _due(contents, newest, retention, now):
             # Detaching takes several transactions, and no seek may go back into the segment meanwhile. The rollback to
             # the savepoint releases the lock.
             with holder.transaction(force_rollback=True):
@@ -282,57 +252,34 @@ class Retainer:
                     break
                 if execute:
                     self._drop(connection, topic, content.segment)
-            dropped, events, size, upto = (
-                dropped + 1,
-                events + content.events,
-                size + content.segment.bytes,
-                max(upto, content.newest),
-            )
+            dropped.append(content)
+        upto = max((content.newest for content in dropped), default=0)
         if dropped and execute:
-            self._drop_layouts(connection, topic, upto)
+            # Delete the layouts of dropped events that no consumer is in any more.
+            with connection.transaction():
+                lock_registry(connection)
+                passed = Queries("leftovers", schema)("passed_layouts")
+                connection.execute(passed, {"topic": topic.name, "dropped": upto})
         if held_by is not None:
             logger.info("topic %r keeps segments that are due: %s has not passed them", topic.name, held_by)
-        return Dropped(topic.name, dropped, events, size, upto, held_by)
-
-    def _drop_layouts(self, connection: Connection, topic: Topic, dropped: int) -> None:
-        """Delete the layouts of events up to offset `dropped` that no consumer is in any more."""
-        with connection.transaction():
-            lock_registry(connection)
-            passed = Queries("leftovers", self._database.schema)("passed_layouts")
-            connection.execute(passed, {"topic": topic.name, "dropped": dropped})
-
-    def _now(self, connection: Connection) -> datetime:
-        row = connection.execute("SELECT pg_catalog.clock_timestamp()").fetchone()
-        assert row is not None, "a SELECT without FROM gives a row"
-        now: datetime = row[0]
-        return now
+        events, size = sum(each.events for each in dropped), sum(each.segment.bytes for each in dropped)
+        return Dropped(topic.name, len(dropped), events, size, upto, held_by)
 
     def _content(self, connection: Connection, segment: Segment, newest: int) -> _Content:
-        last = connection.execute(self._queries("last", segment=segment.table), prepare=False).fetchone()
+        last = fetch_first(connection, self._queries("last", segment=segment.table), prepare=False)
         if last is None:
             return _Content(segment, 0, min(segment.end - 1, newest), None)
-        row = connection.execute(self._queries("estimate"), {"table": self._table(connection, segment)}).fetchone()
-        events = -1 if row is None else int(row[0])
-        if events < 0:
+        table = sql.Identifier(self._database.schema, segment.table).as_string(connection)
+        estimate = fetch_first(connection, self._queries("estimate"), {"table": table})
+        if estimate is None or estimate[0] < 0:
             # The segment was never analyzed.
-            counted = connection.execute(self._queries("size", segment=segment.table), prepare=False).fetchone()
-            events = 0 if counted is None else int(counted[0])
-        return _Content(segment, events, last[0], last[1])
-
-    def _table(self, connection: Connection, segment: Segment) -> str:
-        return sql.Identifier(self._database.schema, segment.table).as_string(connection)
+            estimate = fetch_one(connection, self._queries("size", segment=segment.table), prepare=False)
+        return _Content(segment, int(estimate[0]), last[0], last[1])
 
     def _held_by(self, connection: Connection, topic: Topic, content: _Content) -> str | None:
         """The consumer partition that has not consumed all events of the segment; None without one."""
-        row = (
-            connection.cursor(row_factory=tuple_row)
-            .execute(
-                self._queries("unpassed", segment=content.segment.table),
-                {"topic": topic.name, "newest": content.newest},
-                prepare=False,
-            )
-            .fetchone()
-        )
+        query, values = self._queries("unpassed", segment=content.segment.table), {"topic": topic.name}
+        row = fetch_first(connection, query, {**values, "newest": content.newest}, prepare=False)
         if row is None:
             return None
         name, partition = row
@@ -373,15 +320,8 @@ def _due(contents: list[_Content], newest: int, retention: Retention, now: datet
             break
         events -= content.events
         size -= content.segment.bytes
-        outlived = (
-            (
-                retention.seconds is not None
-                and (content.newest_at is None or (now - content.newest_at).total_seconds() > retention.seconds)
-            )
-            or (retention.events is not None and events >= retention.events)
-            or (retention.bytes is not None and size >= retention.bytes)
-        )
-        if not outlived:
+        age = math.inf if content.newest_at is None else (now - content.newest_at).total_seconds()
+        if not retention.reached(seconds=age, size=size, events=events):
             break
         due.append(content)
     return due

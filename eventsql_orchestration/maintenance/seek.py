@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from sqlalchemy import Connection, func, select, text
 
@@ -13,12 +14,16 @@ from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, PartitionLeasedError
 from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.publishing.transfer import Announce
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import LOCK_SECONDS, choose_partitions, consumer_states, lock_registry
 from eventsql_orchestration.topics.offsets import Position, resolve
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
+
+Choose: TypeAlias = Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]]
+"""Takes the locked partitions of a consumer. Returns those to move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +52,16 @@ class Move:
 class Seeker:
     """Moves consumers. A consumption that goes by the old offset cannot commit any more."""
 
-    def __init__(
-        self, database: Database, registry: Registry, *, announce: Callable[[Iterable[str]], None] | None = None
-    ) -> None:
+    def __init__(self, database: Database, registry: Registry, *, announce: Announce = lambda _topics: None) -> None:
         """`announce` is called with the topic of a moved consumer."""
         self._database = database
-        self._announce = announce or (lambda _topics: None)
+        self._announce = announce
         self._registry = registry
         self._reader = Reader(database, registry)
         self._queries = Queries("seek", database.schema)
 
     def plan(self, topic: str, consumer: str, position: Position, *, partition: int | None = None) -> list[Move]:
-        """The moves that a seek to `position` would make now, in one partition or in all. Changes nothing.
-
-        Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `PartitionOutOfRangeError`.
-        """
+        """See `ClusterSeeker.plan`."""
         states = self._registry.consumer(topic, consumer)
         wanted = choose_partitions(states, partition)
         with self._database.core() as connection:
@@ -69,26 +69,10 @@ class Seeker:
         return [self._counted(move) for move in moves]
 
     def execute(
-        self,
-        topic: str,
-        consumer: str,
-        position: Position,
-        *,
-        partition: int | None = None,
-        force: bool = False,
-        choose: Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]] | None = None,
-    ) -> list[Move]:
-        """Move a consumer to `position`, in one partition or in all at once. Gives the moves.
-
-        `choose` gets the locked partitions and gives those to move. If it raises, nothing moves.
-
-        Running and later consumptions go on from the new position. The failures of the failing event are forgotten, and
-        an uncommitted claim is released. The counts of consumed events stay, because they count handlings.
-
-        Waits at most 10 seconds for batches under way, then raises `DatabaseBusyError`. Raises `PartitionLeasedError`
-        if somebody leases a partition. With `force`, that owner is fenced off instead and cannot commit any more.
-        Otherwise raises as `plan`. If it raises, no partition has moved.
-        """
+        self, topic: str, consumer: str, position: Position,
+        *, partition: int | None = None, force: bool = False, choose: Choose | None = None,
+    ) -> list[Move]:  # fmt: skip
+        """See `ClusterSeeker.execute`."""
         wanted = choose_partitions(self._registry.consumer(topic, consumer), partition)
         with self._database.core() as connection:
             before, known = self._lock(connection, topic, consumer, wanted)
@@ -97,8 +81,10 @@ class Seeker:
             if not states:
                 return []
             moves = self._moves(connection, states, position)
-            if not force:
-                _refuse_leased(moves)
+            leased = next((move for move in moves if move.owner is not None and not force), None)
+            if leased is not None:
+                key = ConsumerPartition(topic, consumer, leased.partition)
+                raise PartitionLeasedError(f"{key} did not move: {leased.owner} leases it; stop it, or force the seek")
             own = {"topic": topic, "consumer": consumer, "partitions": [move.partition for move in moves]}
             driver = driver_connection(connection)
             driver.execute(self._queries("release_claims"), own)
@@ -127,8 +113,8 @@ class Seeker:
                 )
         except DatabaseBusyError as error:
             raise DatabaseBusyError(
-                f"consumer {consumer!r} of topic {topic!r} did not move: a batch or a change of the registry held its "
-                f"partitions for {LOCK_SECONDS} s. Stop the consumption, or try again"
+                f"consumer {consumer!r} of topic {topic!r} did not move, because others held its partitions for "
+                f"{LOCK_SECONDS} s: stop its consumption, or try again"
             ) from error
         connection.execute(text("SET LOCAL statement_timeout TO DEFAULT"))
         if not {state.partition for state in locked}.issuperset(partitions):
@@ -144,31 +130,24 @@ class Seeker:
         targets = resolve(driver_connection(connection), self._database.schema, topic, position, offsets)
         return [
             Move(
-                topic, state.name, state.partition,
-                offset=state.last_event_id,
-                target=targets[state.partition].offset,
-                again=0,
-                skipped=0,
-                clamped=targets[state.partition].clamped,
-                owner=state.lease_owner if state.leased(now) else None,
+                topic, state.name, state.partition, again=0, skipped=0,
+                offset=state.last_event_id, target=targets[state.partition].offset,
+                clamped=targets[state.partition].clamped, owner=state.lease_owner if state.leased(now) else None,
             )
             for state in states
         ]  # fmt: skip
 
     def _settle(
-        self,
-        connection: Connection,
-        before: Sequence[ConsumerState],
-        moves: Sequence[Move],
+        self, connection: Connection, before: Sequence[ConsumerState], moves: Sequence[Move],
         known: Sequence[layouts.Layout],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Give a consumer the partitions of its new position's layout, if its topic was repartitioned.
 
         `before` are all of its partitions as they were, locked.
         """
-        topic, consumer, driver = before[0].topic, before[0].name, driver_connection(connection)
         if not known:
             return
+        topic, consumer, driver = before[0].topic, before[0].name, driver_connection(connection)
         targets = [move.target for move in moves]
         whole = {state.partition for state in before} == {move.partition for move in moves}
         until = before[0].until
@@ -186,12 +165,3 @@ class Seeker:
         between = self._reader.count(move.topic, after=after, upto=upto, partition=partition) if after < upto else 0
         back = move.target < move.offset
         return replace(move, again=between if back else 0, skipped=0 if back else between)
-
-
-def _refuse_leased(moves: Sequence[Move]) -> None:
-    for move in moves:
-        if move.owner is not None:
-            key = ConsumerPartition(move.topic, move.consumer, move.partition)
-            raise PartitionLeasedError(
-                f"{key} did not move: {move.owner} leases it; stop that one first, or force the seek to fence it off"
-            )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
-from typing import Final, Unpack
+from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import EventSQLError, PublisherClosedError
 from eventsql_orchestration.model import Publication
-from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, BufferOptions, Lanes
+from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, Lanes, time_left
 from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.topics.registry import Registry
 
@@ -23,9 +22,9 @@ IN_A_ROW: Final = 100
 class AsyncCollector:
     """Collects the events of any number of tasks for one database. `AsyncPublisher` is its public face."""
 
-    def __init__(self, publisher: BatchPublisher, registry: Registry, **limits: Unpack[BufferOptions]) -> None:
+    def __init__(self, publisher: BatchPublisher, registry: Registry, limits: BufferLimits) -> None:
         self._registry = registry
-        self._lanes: Lanes[asyncio.Future[None]] = Lanes(publisher, BufferLimits(**limits), self._settle)
+        self._lanes: Lanes[asyncio.Future[None]] = Lanes(publisher, limits, self._settle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._given = 0
@@ -77,19 +76,14 @@ class AsyncCollector:
         await asyncio.to_thread(self._lanes.flush)
 
     async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - the rest gets an error
-        """Take no more events, and commit those that were given.
-
-        An event that is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its
-        outcome is known.
-        """
+        """Take no more events, and commit those that were given."""
         self._own_loop()
         self._closing = True
-        deadline = None if timeout is None else time.monotonic() + timeout
+        left = time_left(timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout), self._turn:
                 pass
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        await asyncio.to_thread(self._lanes.close, left)
+        await asyncio.to_thread(self._lanes.close, left())
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
         """`aclose` for code outside of tasks. It blocks the calling thread, also if that is the loop's own."""
@@ -101,7 +95,7 @@ class AsyncCollector:
         if self._loop is None:
             self._loop = loop
         elif self._loop is not loop:
-            raise EventSQLError("this publisher belongs to another event loop: make one in each")
+            raise EventSQLError("this publisher belongs to another event loop: make a publisher in each loop")
         return loop
 
     # The lanes' threads call these

@@ -6,12 +6,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Final, Unpack
+from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import Publication
-from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, BufferOptions, Lanes
+from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, Lanes
 from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_seconds
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 class Collector:
     """Collects the events of any number of threads for one database. `BufferedPublisher` is its public face."""
 
-    def __init__(self, publisher: BatchPublisher, registry: Registry, **limits: Unpack[BufferOptions]) -> None:
+    def __init__(self, publisher: BatchPublisher, registry: Registry, limits: BufferLimits) -> None:
         self._registry = registry
-        self._lanes: Lanes[Acknowledgement] = Lanes(publisher, BufferLimits(**limits), _settle)
+        self._lanes: Lanes[Acknowledgement] = Lanes(publisher, limits, _settle)
 
     @checks_itself
     def publish(self, publication: Publication, *, timeout: float | None = None) -> Acknowledgement:
@@ -111,7 +111,7 @@ class Acknowledgement:
             if waited is None:
                 waited = self._waited = threading.Event()
         if not waited.wait(timeout) and not self._done:
-            raise TimeoutError(f"the event was not committed within {timeout} s: it is still on its way")
+            raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
 
     def _call(self, callback: Callable[[Acknowledgement], object]) -> None:
         try:

@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Publication, Topic
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import check_seconds, check_whole
 
 CLOSE_TIMEOUT: Final = 30.0
@@ -40,10 +41,9 @@ MAX_FLUSHES: Final = 1_000
 _OF_AN_EVENT: Final = frozenset({"22", "23", "44", "54", "P0"})
 """SQLSTATE classes that concern the written data: data, constraints, views' checks, limits of a row, triggers."""
 
-_LEFT: Final = "not published: the publisher was closed and waited for {} s only"
+_LEFT: Final = "the event was not published: the publisher was closed and waited for {} s only"
 _UNKNOWN: Final = (
-    "it is not known whether the event is published: its commit was under way when the publisher was closed, and took "
-    "longer than {} s"
+    "it is not known whether the event was published: its commit took longer than {} s after the publisher was closed"
 )
 
 Acknowledged = TypeVar("Acknowledged")
@@ -54,6 +54,12 @@ Entry: TypeAlias = tuple[Publication, Acknowledged]
 
 Settle: TypeAlias = Callable[[Sequence[Acknowledged], Callable[[], Exception] | None], None]
 """Settles handles: with None after their commit, or with a function that makes each handle's error."""
+
+
+def time_left(timeout: float | None) -> Callable[[], float | None]:
+    """Gives a function for the seconds that are left of `timeout`; None without a limit."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    return lambda: None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 class BufferOptions(TypedDict, total=False):
@@ -124,9 +130,6 @@ class _Lane(Generic[Acknowledged]):
         self.wanted = 0
         """Flush at once until this many of the given events are settled."""
         self.thread: threading.Thread | None = None
-
-    def is_settled(self) -> bool:
-        return self.settled == self.given
 
 
 class QueuedEvent(NamedTuple):
@@ -201,7 +204,7 @@ class Lanes(Generic[Acknowledged]):
         if not self._settled.wait_for(lambda: self._closed or not self._full(size), timeout):
             raise DatabaseBusyError(
                 f"the buffer is full: {self._pending_events} events ({self._pending_bytes} bytes) wait for the "
-                f"database, and none was committed within {timeout} s. Publish more slowly, wait longer, or raise "
+                f"database, and none was committed within {timeout} s: publish more slowly, wait longer, or raise "
                 "max_pending_events and max_pending_bytes"
             )
 
@@ -210,9 +213,7 @@ class Lanes(Generic[Acknowledged]):
             raise PublisherClosedError
         lane = self._lanes[event.lane]
         if lane.thread is None:
-            thread = threading.Thread(target=self._run, args=(lane,), name="eventsql-flush", daemon=True)
-            thread.start()
-            lane.thread = thread
+            lane.thread = start_thread("flush", self._run, lane)
 
         before = lane.waiting_bytes
         lane.waiting.append((event.publication, acknowledged))
@@ -231,8 +232,7 @@ class Lanes(Generic[Acknowledged]):
     def _refuse_in_lane(self, why: str) -> None:
         if threading.get_ident() in self._threads:
             raise DatabaseBusyError(
-                f"{why}, and a callback of an acknowledgement cannot wait for it: the callback runs in the thread that "
-                "commits. Wait in a thread of your own"
+                f"{why}, and a callback of an acknowledgement cannot wait for commits: wait in another thread"
             )
 
     # Waiting for commits
@@ -247,8 +247,7 @@ class Lanes(Generic[Acknowledged]):
             wanted = [(lane, lane.given) for lane in self._lanes]
             if not self._settled.wait_for(lambda: all(lane.settled >= given for lane, given in wanted), timeout):
                 raise DatabaseBusyError(
-                    f"{self._pending_events} events were not committed within {timeout} s. They are still on their "
-                    "way: wait for them again"
+                    f"{self._pending_events} events were not committed within {timeout} s yet: wait for them again"
                 )
 
     def close(self, timeout: float | None) -> None:
@@ -268,7 +267,7 @@ class Lanes(Generic[Acknowledged]):
         left: list[Entry[Acknowledged]] = []
         unknown: list[Entry[Acknowledged]] = []
         with self._lock:
-            if not self._settled.wait_for(lambda: all(lane.is_settled() for lane in self._lanes), timeout):
+            if not self._settled.wait_for(lambda: all(lane.settled == lane.given for lane in self._lanes), timeout):
                 self._given_up = True
                 for lane in self._lanes:
                     left += lane.waiting
@@ -365,7 +364,6 @@ class Lanes(Generic[Acknowledged]):
 
 
 def _by_topic(entries: Sequence[Entry[Acknowledged]]) -> list[list[Entry[Acknowledged]]]:
-    """The events of each topic, in their order."""
     parts: dict[str, list[Entry[Acknowledged]]] = {}
     for entry in entries:
         parts.setdefault(entry[0].topic, []).append(entry)

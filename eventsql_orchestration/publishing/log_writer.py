@@ -21,6 +21,7 @@ import psycopg
 
 from eventsql_orchestration.database import Connection, Database, Queries, is_pooled
 from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.rows import fetch_first, fetch_one
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import StuckEventError
 from eventsql_orchestration.model import Topic
@@ -63,6 +64,13 @@ class SmallerBatchError(Exception):
 
 class _BufferStuckError(Exception):
     """Internal: a publisher could not move the buffered events; the transfer has to."""
+
+
+_BUFFER_MAY_TAKE_IT: Final = (
+    psycopg.errors.LockNotAvailable, psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation,
+    psycopg.errors.QueryCanceled, _BufferStuckError,
+)  # fmt: skip
+"""After these errors nothing was appended, and the buffer may still take the batch."""
 
 
 class LogWriter:
@@ -187,19 +195,16 @@ class LogWriter:
         """
         self._tried = None
         try:
-            return self._move_with_room(topic, newest)
+            try:
+                return self._move_batch(topic, newest)
+            except psycopg.errors.CheckViolation as error:
+                # Another writer that knows no segments has used up the room. The second attempt makes room.
+                if error.diag.constraint_name == segments.ADOPTION_CHECK:
+                    segments.give_adoption_up(self._open(), self._database.schema, topic)
+                return self._move_batch(topic, newest)
         except psycopg.Error as error:
             self._shrink(topic, error)
             raise
-
-    def _move_with_room(self, topic: str, newest: int) -> int | None:
-        try:
-            return self._move_batch(topic, newest)
-        except psycopg.errors.CheckViolation as error:
-            # Another writer that knows no segments has used up the room. The second attempt makes room.
-            if error.diag.constraint_name == segments.ADOPTION_CHECK:
-                segments.give_adoption_up(self._open(), self._database.schema, topic)
-            return self._move_batch(topic, newest)
 
     def _move_batch(self, topic: str, newest: int) -> int | None:
         connection = self._open()
@@ -211,11 +216,9 @@ class LogWriter:
 
             self._tried = limit, None
             found_from = {"topic": topic, "low_water": self._low_water.marks.get(topic, 0)}
-            batch = connection.execute(
-                self._queries("batch_end"), {**found_from, "newest": newest, "limit": limit}, prepare=False
-            ).fetchone()
-            assert batch is not None, "an aggregate gives one row"
-            upto, found, definition, block, last_id = batch
+            upto, found, definition, block, last_id = fetch_one(
+                connection, self._queries("batch_end"), {**found_from, "newest": newest, "limit": limit}, prepare=False
+            )
 
             self._tried = None
             if found:
@@ -239,16 +242,9 @@ class LogWriter:
     def _move(self, connection: Connection, topic: str, upto: int, definition: list[int]) -> int:
         partitions, layout = definition
         # A publisher that knows no layouts may have chosen partitions by an earlier layout.
-        moved = connection.execute(
-            self._queries("move" if layout == 1 else "move_into_layout", topic=topic),
-            {
-                "topic": topic,
-                "low_water": self._low_water.marks.get(topic, 0),
-                "upto": upto,
-                "partitions": partitions,
-            },
-            prepare=False,
-        ).rowcount
+        query = self._queries("move" if layout == 1 else "move_into_layout", topic=topic)
+        bounds = {"topic": topic, "low_water": self._low_water.marks.get(topic, 0), "upto": upto}
+        moved = connection.execute(query, {**bounds, "partitions": partitions}, prepare=False).rowcount
         self._drew(topic, moved)
         return moved
 
@@ -274,8 +270,7 @@ class LogWriter:
     def _stuck(self, topic: str, buffer_id: int, error: psycopg.Error) -> StuckEventError:
         size, events = None, None
         with suppress(psycopg.Error):
-            row = self._open().execute(self._queries("buffered_size"), {"id": buffer_id}).fetchone()
-            size, events = row or (None, None)
+            size, events = fetch_first(self._open(), self._queries("buffered_size"), {"id": buffer_id}) or (None, None)
         what = f"event {buffer_id}" if events is None else f"block {buffer_id} of {events:,} events"
         return StuckEventError(
             f"the events of topic {topic!r} stay in the buffer of {self._database} from {what} on, which cannot be "
@@ -312,14 +307,7 @@ class LogWriter:
         try:
             with self._room_for(topic.name), self._transaction(connection):
                 appended = self._append(connection, topic, events)
-        except (
-            psycopg.errors.LockNotAvailable,
-            psycopg.errors.CheckViolation,
-            psycopg.errors.UniqueViolation,
-            psycopg.errors.QueryCanceled,
-            _BufferStuckError,
-        ):
-            # Nothing was appended, and the buffer may still take the batch.
+        except _BUFFER_MAY_TAKE_IT:
             return False
         except psycopg.errors.InsufficientPrivilege:
             # The transfer reports this if it lacks the right, too.
@@ -337,11 +325,9 @@ class LogWriter:
         # After the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
         most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
         found_from = {"topic": topic.name, "low_water": self._low_water.marks.get(topic.name, 0)}
-        row = connection.execute(
-            self._queries("append_state"), {**found_from, "limit": most + 1}, prepare=False
-        ).fetchone()
-        assert row is not None, "an aggregate gives one row"
-        definition, now, upto, found, last_id = row
+        definition, now, upto, found, last_id = fetch_one(
+            connection, self._queries("append_state"), {**found_from, "limit": most + 1}, prepare=False
+        )
         if definition != [topic.partitions, topic.layout] or found > most:
             return False
         self._make_room(connection, topic.name, last_id)

@@ -6,6 +6,7 @@ import time
 from typing import Final
 
 from eventsql_orchestration.database import Connection, Queries, is_pooled, tables
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.topics import sequences
 
 OBSERVE_SECONDS: Final = 0.05
@@ -62,11 +63,8 @@ class LowWater:
 
     def _read(self, connection: Connection, wanted: list[str] | None) -> tuple[str, int, list[str]]:
         marks = self._moved
-        row = connection.execute(
-            self._queries("look"), {"marked": list(marks), "low_waters": list(marks.values()), "wanted": wanted}
-        ).fetchone()
-        assert row is not None, "a SELECT without FROM gives a row"
-        process, newest, topics, in_order = row
+        looked = {"marked": list(marks), "low_waters": list(marks.values()), "wanted": wanted}
+        process, newest, topics, in_order = fetch_one(connection, self._queries("look"), looked)
         if not in_order:
             sequences.check(connection, self._schema, tables.event_buffer.name)
         return process, newest, topics

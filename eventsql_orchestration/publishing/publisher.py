@@ -9,18 +9,18 @@ their order over both paths, because an append first moves all events that were 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
-import sqlalchemy
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import Json
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.model import Publication, Topic, check_partition
 from eventsql_orchestration.publishing import copy_format
@@ -52,12 +52,7 @@ Encoded: TypeAlias = tuple[str, bytes]
 class TransactionPublisher(Protocol):
     """Publishes batches as part of a caller's transaction, on one database or over several shards."""
 
-    def publish_all(
-        self,
-        publications: Iterable[Publication],
-        *,
-        connection: Connection | sqlalchemy.Connection | None = None,
-    ) -> int:
+    def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """Publish any number of events in order; gives their number. See `Publisher.publish_all`."""
 
 
@@ -66,14 +61,9 @@ class Publisher:
     """Publishes events. One instance serves any number of threads."""
 
     def __init__(
-        self,
-        database: Database,
-        registry: Registry,
-        *,
-        straight: bool = True,
-        on_published: Callable[[], None] | None = None,
-        on_appended: Callable[[str], None] | None = None,
-    ) -> None:
+        self, database: Database, registry: Registry, *, straight: bool = True,
+        on_published: Callable[[], None] = lambda: None, on_appended: Callable[[str], None] = lambda _topic: None,
+    ) -> None:  # fmt: skip
         """With `straight`, batches may go to the log directly.
 
         `on_published` is called after events went to the buffer, `on_appended` with the topic after a batch went to its
@@ -84,8 +74,8 @@ class Publisher:
         self._queries = Queries("log", database.schema)
         self._partitioner: Partitioner = default_partition
         self._writer = LogWriter(database, lock_timeout=LOCK_TIMEOUT) if straight else None
-        self._on_published = on_published or (lambda: None)
-        self._on_appended = on_appended or (lambda _topic: None)
+        self._on_published = on_published
+        self._on_appended = on_appended
 
     def close(self) -> None:
         """Close the connection of the straight path; the next batch opens another."""
@@ -93,32 +83,14 @@ class Publisher:
             self._writer.close()
 
     def configure_partitioner(self, partitioner: Partitioner) -> None:
-        """Choose partitions by `partitioner(publication, partitions)` instead of by the hash of the key.
-
-        It may be called twice for an event that cannot take the straight path.
-        """
+        """See `ClusterPublisher.configure_partitioner`."""
         self._partitioner = partitioner
 
     @checks_itself
     def publish(
-        self,
-        publication: Publication,
-        *,
-        connection: Connection | sqlalchemy.Connection | None = None,
-        placed: ShardSet | None = None,
+        self, publication: Publication, *, connection: CallersConnection | None = None, placed: ShardSet | None = None
     ) -> None:
-        """Publish one event. It is committed when this returns.
-
-        With `connection`, of psycopg or SQLAlchemy and to the same database, the event joins the caller's transaction
-        and is published when that commits (an outbox). A psycopg connection in autocommit mode has a transaction inside
-        `with connection.transaction():`. Outside of it, the event is committed at once, and a batch of `publish_all` in
-        its own transaction. Raises `ValidationError`, with nothing written, for a connection to another database, a
-        SQLAlchemy connection in AUTOCOMMIT, which cannot roll back, or any other object.
-
-        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, or `RedefinitionError` if the
-        topic keeps being redefined; nothing was published then. Raises `DatabaseUnavailableError` if the connection is
-        lost; if it is lost during the commit, the outcome is unknown. A caller's transaction that is not
-        `READ COMMITTED` fails with `DatabaseBusyError` if the topic has changed since the transaction began.
+        """Publish one event. See `ClusterPublisher.publish`.
 
         On a shard, an event whose key belongs to another shard raises `WrongShardError`. `placed` is the shard set by
         which the caller has chosen this shard already.
@@ -128,7 +100,7 @@ class Publisher:
         topic = self._definition(publication.topic, placed)
         partition = self._partition(publication, topic)
         statement = "publish" if connection is None else "publish_joined"
-        with self._connection(connection) as driver:
+        with self._database.joined(connection) as driver:
             if not self._insert(driver, statement, publication, partition, topic):
                 self._registry.forget(topic.name)
                 topic = self._definition(publication.topic, placed)
@@ -137,25 +109,16 @@ class Publisher:
         self._on_published()
 
     def publish_all(
-        self,
-        publications: Iterable[Publication],
-        *,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        self, publications: Iterable[Publication], *, connection: CallersConnection | None = None,
         placed: ShardSet | None = None,
-    ) -> int:
-        """Publish any number of events, of any topics, in order and with one commit. Gives their number.
-
-        `publications` may be longer than memory: after the first 16 MiB it is read while it is written. If it raises,
-        or one event cannot be published, nothing is published; roll back the caller's transaction then. Raises
-        `RedefinitionError` if a topic was redefined while the events were read, or in the caller's transaction: publish
-        again. Otherwise raises as `publish`.
-        """
+    ) -> int:  # fmt: skip
+        """Publish any number of events in order and with one commit. See `ClusterPublisher.publish_all`."""
         check_many(publications)
         if connection is None:
             if placed is not None and placed.names and isinstance(publications, list):
                 # One shard's part of a batch that is in memory already.
                 return self._publish_known(publications, placed)
-            first, rest = _begin(publications)
+            first, rest = read_ahead(publications)
             if rest is None:
                 return self._publish_known(first, placed)
             publications = chain(first, rest)
@@ -179,10 +142,7 @@ class Publisher:
         return self._publish_buffered(publications, None, placed)
 
     def _publish_buffered(
-        self,
-        publications: Iterable[Publication],
-        connection: Connection | sqlalchemy.Connection | None,
-        placed: ShardSet | None,
+        self, publications: Iterable[Publication], connection: CallersConnection | None, placed: ShardSet | None
     ) -> int:
         # One definition for the whole batch: the one that chose the partitions is checked in the end.
         topics: dict[str, Topic] = {}
@@ -207,7 +167,8 @@ class Publisher:
             return False
         rows = self._rows(publications, topic)
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
-            appended = mine and writer.append(topic, _chunks(rows))
+            # In parts: the server stores one part while the next is encoded.
+            appended = mine and writer.append(topic, iter(lambda: list(islice(rows, _CHUNK_EVENTS)), []))
         if appended:
             self._on_appended(topic.name)
         return appended
@@ -224,15 +185,12 @@ class Publisher:
 
     @property
     def hashes_keys(self) -> bool:
-        """Whether `default_partition` chooses the partition of an event with a key, unless it names one."""
+        """See `ClusterPublisher.hashes_keys`."""
         return self._partitioner is default_partition
 
     @checks_itself
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
-        """The partition of a publication. `topic` is its topic if the caller has looked it up.
-
-        Raises `TopicNotFoundError`, or `PartitionOutOfRangeError` if the topic has no such partition.
-        """
+        """See `ClusterPublisher.partition_of`."""
         check_publication(publication)
         check_kind("topic", topic, Topic | None)
         return self._partition(publication, topic or self._registry.cached_topic(publication.topic))
@@ -273,15 +231,10 @@ class Publisher:
         inserted = connection.execute(
             self._queries(statement),
             {
-                "topic": topic.name,
-                "partition": partition,
-                "key": publication.key,
-                "value": publication.value,
-                "metadata": Json(publication.metadata),
-                "partitions": topic.partitions,
-                "layout": topic.layout,
+                "topic": topic.name, "partitions": topic.partitions, "layout": topic.layout, "partition": partition,
+                "key": publication.key, "value": publication.value, "metadata": Json(publication.metadata),
             },
-        )
+        )  # fmt: skip
         return inserted.rowcount == 1
 
     def _check(self, connection: Connection, topics: Collection[Topic], *, joined: bool) -> None:
@@ -289,18 +242,14 @@ class Publisher:
         known = definitions(topics)
         if joined:
             connection.execute(self._queries("hold_topics"), known)
-        cursor = connection.cursor(row_factory=tuple_row).execute(self._queries("redefined_topics"), known)
-        if redefined := [name for (name,) in cursor]:
+        if redefined := [name for (name,) in fetch_all(connection, self._queries("redefined_topics"), known)]:
             for name in redefined:
                 self._registry.forget(name)
             raise _redefined(redefined)
 
-    def _connection(self, given: Connection | sqlalchemy.Connection | None) -> AbstractContextManager[Connection]:
-        return self._database.joined(given)
-
     @contextmanager
-    def _transaction(self, given: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
-        with self._connection(given) as connection:
+    def _transaction(self, given: CallersConnection | None) -> Iterator[Connection]:
+        with self._database.joined(given) as connection:
             if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
                 with connection.transaction():
                     yield connection
@@ -321,8 +270,7 @@ def check_many(publications: object) -> None:
     """Raise `ValidationError` unless `publications` is iterable and no string."""
     if isinstance(publications, str | bytes) or not isinstance(publications, Iterable):
         raise ValidationError(
-            f"publish_all takes an iterable of publications, not {type(publications).__name__}: "
-            "use publish for a single publication"
+            f"publish_all takes an iterable of publications, not {type(publications).__name__}: use publish for one"
         )
 
 
@@ -331,16 +279,16 @@ def check_publication(publication: object) -> Publication:
     if isinstance(publication, Publication):
         return publication
     raise ValidationError(
-        f"publication must be a Publication, not {type(publication).__name__}: "
-        "Publication(topic, value, key=…, metadata=…)"
+        f"publication must be a Publication(topic, value, key=…, metadata=…), not {type(publication).__name__}"
     )
 
 
 def _redefined(topics: list[str]) -> RedefinitionError:
-    return RedefinitionError(f"topic {', '.join(topics)} was redefined meanwhile. Nothing was published: publish again")
+    names = ", ".join(topics)
+    return RedefinitionError(f"topic {names} was redefined meanwhile, and nothing was published: publish again")
 
 
-def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
+def read_ahead(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
     """The first events, up to one more than the straight path takes, and the rest; None if there is no rest."""
     first: list[Publication] = []
     size = 0
@@ -351,12 +299,6 @@ def _begin(publications: Iterable[Publication]) -> tuple[list[Publication], Iter
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None
-
-
-def _chunks(rows: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """The rows in parts, so that the server stores one part while the next is encoded."""
-    while chunk := list(islice(rows, _CHUNK_EVENTS)):
-        yield chunk
 
 
 def _buffer_rows(encoded: Iterable[Encoded]) -> Iterator[tuple[int, bytes]]:

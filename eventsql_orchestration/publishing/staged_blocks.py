@@ -68,10 +68,8 @@ class StagedBlocks:
         if events < LEAST_BY_BLOCKS and size < MOST_COPIED:
             self._copy(connection, staged, attempts)
             return
-        placed = connection.execute(
-            self._blocks("place"), {"attempts": list(attempts), "reference": REFERENCE}
-        ).rowcount
-        if placed != len(staged):
+        values = {"attempts": list(attempts), "reference": REFERENCE}
+        if connection.execute(self._blocks("place"), values).rowcount != len(staged):
             raise missing_blocks()
 
     def _copy(self, connection: Connection, staged: Sequence[StagedBlock], attempts: Sequence[uuid.UUID]) -> None:
@@ -124,13 +122,13 @@ class StagedBlocks:
 
 def missing_blocks(attempt: uuid.UUID | None = None, events: int | None = None) -> DatabaseError:
     """The error for staged blocks that are missing, of one attempt with this number of events if that is known."""
-    who = "an attempt staged events" if attempt is None else f"attempt {attempt} staged {events} events"
+    staged = "events that an attempt staged" if attempt is None else f"some of {events} events of attempt {attempt}"
     return DatabaseError(
-        f"{who}, and they are not all there. A sweep deletes the blocks of an attempt that ends more than "
-        f"{ORPHANED_AFTER_HOURS} hours before its query; a crash of the server loses the newest blocks. Write again, "
-        "in smaller batches if the query took so long"
+        f"{staged} are missing: a crash of the server loses the newest blocks, and a sweep deletes the blocks of an "
+        f"attempt that ended more than {ORPHANED_AFTER_HOURS} hours before its query. Write again, in smaller batches "
+        "if the query took that long"
     )
 
 
 def _damaged(reference: int, how: str) -> psycopg.DataError:
-    return psycopg.DataError(f"the block of events that row {reference} of the buffer stands for {how}")
+    return psycopg.DataError(f"the block of events of row {reference} of the buffer {how}")

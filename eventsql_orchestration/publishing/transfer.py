@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import psycopg
 
@@ -28,6 +28,17 @@ FIRST_DELAY: Final = 0.005
 the commit of a caller's transaction, so the transfer has to look for its events."""
 
 
+Announce: TypeAlias = Callable[[Iterable[str]], None]
+"""Is called with topics whose consumers have something new."""
+
+
+Delay: TypeAlias = float | Callable[[], float]
+"""Seconds, or a function that gives them."""
+
+OnMoved: TypeAlias = Callable[[dict[str, int]], None]
+"""Takes the number of moved events by topic."""
+
+
 class _Round(NamedTuple):
     """The newest buffer id of a round, the events moved by topic, and whether to try a smaller batch."""
 
@@ -44,30 +55,18 @@ class Transfer:
     """
 
     def __init__(
-        self,
-        database: Database,
-        *,
-        batch: int | None = None,
-        announce: Callable[[Iterable[str]], None] | None = None,
+        self, database: Database, *, batch: int | None = None, announce: Announce = lambda _topics: None
     ) -> None:
         """`announce` is called after each round with the topics whose events were moved.
 
         `batch` fixes the number of events moved at a time; the default follows their size and the server's speed.
         """
         self._database = database
-        self._announce = announce or (lambda _topics: None)
+        self._announce = announce
         self._writer = LogWriter(database, batch=batch)
 
     def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
-        """Move the events visible in the buffer now, of `topics` or of all. Gives the number of events by topic.
-
-        Topics take turns, one batch each, so that a busy topic does not delay the others. A topic that another transfer
-        holds is left to it. A topic whose events cannot be moved does not stop the others; its error is raised at the
-        end. A failed batch is tried again with half as many events, and `StuckEventError` names an event that fails
-        alone. Unknown topics are ignored. No round begins after `deadline`, a time of `time.monotonic`.
-
-        Raises `DatabaseUnavailableError`, `SequenceError` and other kinds of `DatabaseError`.
-        """
+        """Move the events visible in the buffer now. See `ClusterTransfer.run_once`."""
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
         failed: dict[str, EventSQLError] = {}
@@ -83,18 +82,10 @@ class Transfer:
         return dict(moved)
 
     def run(
-        self,
-        stop: threading.Event,
-        *,
-        polling_delay: float | Callable[[], float] = 0.2,
-        wake: threading.Event | None = None,
-        on_moved: Callable[[dict[str, int]], None] | None = None,
-    ) -> None:
-        """Transfer until `stop` is set. Looks every `polling_delay` seconds, and when `wake` is set.
-
-        After a wake-up, and after a round that moved events, it looks sooner and then slows down. It retries while the
-        database is down or a topic's events cannot be moved. `on_moved` gets the events by topic of each round.
-        """
+        self, stop: threading.Event,
+        *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
+    ) -> None:  # fmt: skip
+        """Transfer until `stop` is set, also when `wake` is set. See `ClusterTransfer.run`."""
         wake = wake or stop
         delay = 0.0
         failed: dict[str, EventSQLError] = {}
@@ -145,7 +136,7 @@ class Transfer:
                     try:
                         counts[topic] = self._writer.move(topic, newest)
                     except SmallerBatchError as error:
-                        logger.info("the next batch is smaller: %s", error)
+                        logger.info("the next batch is smaller, because this one failed: %s", error)
                         again = True
                     except (psycopg.Error, DatabaseError) as error:
                         if self._writer.broken:
@@ -165,7 +156,7 @@ class Transfer:
         known = self._database.meaning(error)
         # The error for a missing right names the role that has it.
         why = str(known) if isinstance(known, PermissionDeniedError) else describe(error)
-        # Nobody gave the transfer a value that it could refuse.
+        # The transfer was given no value that could be invalid.
         kind = DatabaseError if isinstance(known, ValidationError) else type(known)
         fault = kind(f"the events of topic {topic!r} stay in the buffer of {self._database}: {why}")
         fault.__cause__ = error

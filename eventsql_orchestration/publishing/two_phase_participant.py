@@ -19,9 +19,9 @@ from datetime import datetime
 from typing import Any, Final
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_all, query_all, query_first
 from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 
@@ -64,6 +64,9 @@ class PublicationPart:
     batch: int
     since: datetime | None = None
 
+    def parameters(self) -> dict[str, object]:
+        return {"id": self.id, "decider": self.decider, "writer": self.writer, "batch": self.batch}
+
     def __str__(self) -> str:
         since = "" if self.since is None else f", prepared at {self.since:%Y-%m-%d %H:%M:%S %Z}"
         return f"batch {self.batch} of writer {self.writer!r}{since}"
@@ -101,8 +104,7 @@ class TwoPhaseParticipant:
             return connection.execute(self._queries(statement), {"id": publication}).rowcount == 1
 
     def _ask(self, statement: str, values: dict[str, object]) -> tuple[Any, ...] | None:
-        with self._database.connection() as connection:
-            return connection.execute(self._queries(statement), values).fetchone()
+        return query_first(self._database, self._queries(statement), values)
 
     # On the shard that decides
 
@@ -115,7 +117,7 @@ class TwoPhaseParticipant:
 
     def announce(self, part: PublicationPart, shards: Sequence[str], owner: str) -> None:
         """Announce a publication whose other parts are on `shards`, in a transaction of its own."""
-        values = {"id": part.id, "writer": part.writer, "batch": part.batch, "shards": list(shards), "owner": owner}
+        values = {**part.parameters(), "shards": list(shards), "owner": owner}
         with self._transaction() as connection:
             connection.execute(self._queries("announce"), values)
 
@@ -141,17 +143,13 @@ class TwoPhaseParticipant:
 
         None if an older version of this package recorded the batch, without naming the publication.
         """
-        row = self._ask("took_place", {"id": part.id, "writer": part.writer, "batch": part.batch})
+        row = self._ask("took_place", part.parameters())
         return False if row is None else row[0]
 
     def announced(self) -> list[Announcement]:
         """The unfinished publications that this shard decides, oldest first."""
-        with self._database.connection() as connection:
-            rows = connection.execute(self._queries("announcements")).fetchall()
-        return [
-            Announcement(publication, writer, batch, tuple(shards), decided, age, owner, deserted)
-            for publication, writer, batch, shards, decided, age, owner, deserted in rows
-        ]
+        rows = query_all(self._database, self._queries("announcements"))
+        return [Announcement(each, writer, batch, tuple(on), *state) for each, writer, batch, on, *state in rows]
 
     # On the other shards
 
@@ -163,13 +161,8 @@ class TwoPhaseParticipant:
         self, connection: Connection, part: PublicationPart, attempts: Sequence[uuid.UUID], events: int
     ) -> None:
         """Keep the blocks of a part for its publication, from the commit of the caller's transaction on."""
-        connection.execute(
-            self._queries("prepare"),
-            {
-                "id": part.id, "decider": part.decider, "writer": part.writer, "batch": part.batch,
-                "attempts": list(attempts), "events": events,
-            },
-        )  # fmt: skip
+        values = {**part.parameters(), "attempts": list(attempts), "events": events}
+        connection.execute(self._queries("prepare"), values)
 
     def publish(self, connection: Connection, publication: uuid.UUID) -> int | None:
         """Publish a part with the caller's transaction. None if the part was published or given up before.
@@ -192,7 +185,7 @@ class TwoPhaseParticipant:
             missing = self.publish(connection, publication)
         if missing:
             logger.warning(
-                "publication %s was published on %s without %d of its events: their topic was deleted meanwhile",
+                "publication %s was published on %s without %d of its events, whose topic was deleted",
                 publication, self._database, missing,
             )  # fmt: skip
 
@@ -209,13 +202,11 @@ class TwoPhaseParticipant:
 
         A batch takes place once, with one part on each shard. False also if the other part's record was deleted.
         """
-        values = {"id": part.id, "decider": part.decider, "writer": part.writer, "batch": part.batch}
-        return self._ask("was_replaced", values) == (True,)
+        return self._ask("was_replaced", part.parameters()) == (True,)
 
     def open(self) -> list[PublicationPart]:
         """The unpublished parts, oldest first."""
-        with self._database.connection() as connection:
-            return [PublicationPart(*row) for row in connection.execute(self._queries("open_parts"))]
+        return [PublicationPart(*row) for row in query_all(self._database, self._queries("open_parts"))]
 
     def forget(self, seconds: float) -> None:
         """Delete the records of parts that were published more than `seconds` ago."""
@@ -229,17 +220,13 @@ def refuse_open_parts(connection: psycopg.Connection[Any], schema: str) -> None:
     Call it with the buffer locked, before a change of partitions or shards: every publication that checked the old
     definition has prepared its part by then.
     """
-    rows = connection.cursor(row_factory=tuple_row).execute(Queries("two_phase", schema)("open_parts")).fetchall()
-    if not rows:
-        return
-
-    parts = [PublicationPart(*row) for row in rows]
-    others = "" if len(parts) == 1 else f", and {len(parts) - 1} more"
-    raise OpenPartsError(
-        f"events that are published over several shards are not in the buffer yet: {parts[0]}{others}. Shard "
-        f"{parts[0].decider!r} knows whether they take place. Run `eventsql shard status` with the URLs of all shards: "
-        "it brings the events here or gives them up, and says what prevents that"
-    )
+    parts = [PublicationPart(*row) for row in fetch_all(connection, Queries("two_phase", schema)("open_parts"))]
+    if parts:
+        others = "" if len(parts) == 1 else f", and {len(parts) - 1} more"
+        raise OpenPartsError(
+            f"events of a publication over several shards are not in the buffer yet ({parts[0]}{others}): run "
+            "`eventsql shard status` with the URLs of all shards, which brings the events here or gives them up"
+        )
 
 
 def _milliseconds(seconds: float) -> str:

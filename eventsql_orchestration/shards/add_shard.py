@@ -23,6 +23,7 @@ from typing import Final
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.errors import InvalidNameError, ShardSetError
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.shards.bootstrap import unnamed
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
@@ -62,13 +63,9 @@ class ShardAddition:
     """Adds the database of `new` to the shards `old`."""
 
     def __init__(
-        self,
-        old: Sequence[Shard],
-        new: Shard,
-        *,
-        name: str | None = None,
-        on_step: Callable[[str], None] = lambda _step: None,
-    ) -> None:
+        self, old: Sequence[Shard], new: Shard,
+        *, name: str | None = None, on_step: Callable[[str], None] = lambda _step: None,
+    ) -> None:  # fmt: skip
         """`name` is the new shard's; by default the next free `shard-N`. `on_step` gets a text after each step."""
         self._old = list(old)
         self._new = new
@@ -84,9 +81,8 @@ class ShardAddition:
         states = [shard.store.state() for shard in self._old]
         new = self._new.store.state()
         before = self._before(states, new)
-        generation = len(before) + 1
+        generation = max(len(before) + 1, 2)
         names = before[-1] if before else frozenset({FIRST})
-        generation = max(generation, 2)
         name = self._named(names, new)
         self._check_new(states, new, names, name)
         fenced = tuple(state.name or FIRST for state in states if state.generation >= generation)
@@ -136,12 +132,10 @@ class ShardAddition:
             raise ShardSetError("two of the URLs lead to one database: name each once")
         if all(state.shards is None for state in states):
             if len(states) > 1:
-                raise ShardSetError("these databases are no set of shards yet: make it with `eventsql migrate`")
+                raise ShardSetError("these databases are no set of shards yet: make the set with `eventsql migrate`")
             return ()
         if any(state.set != states[0].set or not state.active for state in states):
-            raise ShardSetError(
-                "the databases before it are not all shards of one set that is made: `eventsql shard list`"
-            )
+            raise ShardSetError("the other databases are not all active shards of one set: see `eventsql shard list`")
         newest = max((state.generations for state in states), key=len)
         # The newest generation is unfinished if it began on some shards only, or if the new shard is the one it adds.
         unfinished = {state.generation for state in states} != {len(newest)} or (
@@ -150,13 +144,7 @@ class ShardAddition:
         before = newest[:-1] if unfinished else newest
         given = {state.name for state in states}
         if given != set(before[-1]):
-            lacking, further = set(before[-1]) - given, newest[-1] - before[-1]
-            if not lacking and not further:
-                raise ShardSetError(f"the shards are {', '.join(sorted(before[-1]))}: name each of them once")
-            raise ShardSetError(
-                f"the shards are {', '.join(sorted(before[-1]))}, and no URL leads to "
-                f"{', '.join(sorted(lacking)) or 'all of them'}: name them all before the command, --dsn URL for each"
-            )
+            raise unnamed(before[-1], given)
         return before
 
     def _named(self, names: frozenset[str], new: ShardState) -> str:
@@ -177,15 +165,11 @@ class ShardAddition:
         for state in states:
             if state.generation and state.generations[-1] not in (names, wanted):
                 others = state.generations[-1] - names
-                raise ShardSetError(
-                    f"shard {', '.join(sorted(others))} is being added: finish that first, with its URL"
-                )
+                raise ShardSetError(f"finish the addition of shard {', '.join(sorted(others))} first, with its URL")
         if new.name is None and new.topics:
-            raise ShardSetError(
-                f"{self._new.database} has {new.topics} topics of its own: a database that is added has to be empty"
-            )
+            raise _not_empty(self._new, new)
         if new.name is None and any(len(state.generations) > 1 and name in state.generations[-1] for state in states):
-            raise ShardSetError(f"shard {name!r} is being added and is not {self._new.database}: give its URL")
+            raise ShardSetError(f"shard {name!r} that is being added is another database: give its URL")
         if new.name is not None and (
             (new.generations[-1] != wanted and not new.active)
             or (states[0].set is not None and states[0].set != new.set)
@@ -212,7 +196,7 @@ class ShardAddition:
         with self._new.store.bootstrap() as (state, bootstrap):
             if state.name is None:
                 if state.topics:
-                    raise ShardSetError(f"{self._new.database} got topics meanwhile: a database that is added is empty")
+                    raise _not_empty(self._new, state)
                 bootstrap.become(plan.name, old.set, generations, active=False)
         self._define()
         self._on_step(f"shard {plan.name!r} is prepared")
@@ -226,17 +210,17 @@ class ShardAddition:
                 self._new.registry.register_topic(
                     Topic(topic.name, topic.partitions, retention=topic.retention or Retention())
                 )
-            elif existing[topic.name].partitions != topic.partitions:
-                self._repartition(topic)
+            elif topic.partitioned and existing[topic.name].partitions != topic.partitions:
+                self._new.repartitioner.repartition(topic.name, topic.partitions)
         known = {(state.topic, state.name) for state in self._new.registry.consumers()}
         for state in registry.consumers():
             if (state.topic, state.name) not in known:
                 known.add((state.topic, state.name))
                 _register(self._new.registry, state.topic, state.name, registry)
 
-    def _repartition(self, topic: Topic) -> None:
-        if topic.partitioned:
-            self._new.repartitioner.repartition(topic.name, topic.partitions)
+
+def _not_empty(shard: Shard, state: ShardState) -> ShardSetError:
+    return ShardSetError(f"{shard.database} has {state.topics} topics: add an empty database")
 
 
 def _register(new: Registry, topic: str, name: str, old: Registry) -> None:
@@ -245,6 +229,3 @@ def _register(new: Registry, topic: str, name: str, old: Registry) -> None:
     new.register_consumer(consumer, max_attempts=state.max_attempts, filter=state.filter, held=True)
     if state.paused:
         new.pause(topic, name)
-
-
-__all__ = ["Addition", "ShardAddition"]

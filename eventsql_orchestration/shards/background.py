@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,7 @@ class Background:
                 self._tasks.append(task)
             # A forked process does not have the thread.
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._stop,), name="eventsql-shards", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread("shards", self._run, self._stop)
 
     def remove(self, task: Callable[[], object]) -> None:
         """Stop repeating `task`."""
@@ -47,10 +45,10 @@ class Background:
                 try:
                     task()
                 except EventSQLError as error:
-                    logger.info("tried again in a moment: %s", error)
+                    logger.info("a task of the shards failed and is tried again: %s", error)
                 except Exception:
                     # If the thread died, consumers would stay held back for ever.
-                    logger.exception("tried again in a moment")
+                    logger.exception("a task of the shards failed and is tried again")
 
     def close(self) -> None:
         """End the thread and forget the tasks."""

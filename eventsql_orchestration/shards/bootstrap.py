@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eventsql_orchestration.errors import ShardSetError
@@ -37,8 +37,7 @@ def compare(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str]
     for where, state in blank.items():
         if state.topics:
             raise ShardSetError(
-                f"{where} has topics already and is no shard: give its URL alone to `eventsql shard add --dsn NEW`, "
-                "which makes it the first shard of a set"
+                f"{where} has topics and is not a shard: make it the first shard with `eventsql shard add --dsn NEW`"
             )
     # The set is made when its first database is active: that is written last. A prepared shard knows a generation that
     # has not begun yet.
@@ -58,24 +57,26 @@ def compare(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str]
             )
     if not made:
         if len(newest) > 1:
-            raise ShardSetError(
-                f"{next(iter(named))} is to join a set of shards, and none of those was named: name them all"
-            )
+            raise ShardSetError(f"{next(iter(named))} is to join a set of shards: name the shards of the set, too")
         if unreachable:
-            raise ShardSetError(f"{unreachable[0]} cannot be reached, and the set of shards is yet to be made")
+            raise ShardSetError(f"{unreachable[0]} cannot be reached, so the set of shards cannot be made: try again")
         return Comparison(_set(named), newest, True, frozenset())
     missing = newest[-1] - {state.name for state in named.values()}
     if len(missing) > len(unreachable):
-        raise ShardSetError(
-            f"the shards are {', '.join(sorted(newest[-1]))}, and no URL leads to {', '.join(sorted(missing))}: name "
-            "all of them, --dsn URL for each"
-        )
+        raise unnamed(newest[-1], {state.name for state in named.values()})
     if len(missing) < len(unreachable):
         raise ShardSetError(
-            f"{', '.join(unreachable)} cannot be reached, and of the shards {', '.join(sorted(newest[-1]))} no "
-            f"more than {len(missing)} are missing: correct the URLs"
+            f"{', '.join(unreachable)} cannot be reached, and only {len(missing)} of the shards "
+            f"{', '.join(sorted(newest[-1]))} are missing: correct the URLs"
         )
     return Comparison(_set(named), newest, False, frozenset(missing))
+
+
+def unnamed(shards: Iterable[str], given: Collection[str | None]) -> ShardSetError:
+    """The error for URLs that lead to the shards `given`, and not to each of `shards` once."""
+    lacking = ", ".join(sorted(name for name in shards if name not in given))
+    fault = f"no URL leads to {lacking}" if lacking else "the URLs lead to other shards, too"
+    return ShardSetError(f"the shards are {', '.join(sorted(shards))}, and {fault}: name each once, --dsn URL for each")
 
 
 def unreached(states: Iterable[ShardState]) -> list[str]:

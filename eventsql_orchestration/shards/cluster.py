@@ -81,8 +81,7 @@ class Cluster:
 
     def current(self) -> ShardSet:
         """The set of the shards; opens them if needed. Raises as `open`."""
-        found = self._set
-        return found if found is not None else self._open()
+        return self._set or self._open()
 
     def _open(self) -> ShardSet:
         with self._lock:
@@ -168,7 +167,7 @@ class Cluster:
             raise ShardSetError("this platform was opened with one URL: open it with the URLs of all shards")
         found, state = self.current(), shard.store.state()
         if state.set != found.id:
-            raise ShardSetError(f"{shard.database} is no shard of this set: add it with `eventsql shard add`")
+            raise ShardSetError(f"{shard.database} is not a shard of this set: add it with `eventsql shard add`")
         if any(known.name == state.name for known in self._shards):
             raise ShardSetError(f"shard {state.name!r} is known already, by another URL than {shard.database}")
         with self._lock:
@@ -190,8 +189,7 @@ class Cluster:
             if shard.name == name:
                 return shard
         raise ShardSetError(
-            f"this process has no URL of shard {name!r}, which joined the others: open the platform with the URLs of "
-            "all of them, or tell it with `platform.add_url(…)`"
+            f"this process has no URL of shard {name!r}: open the platform with it, or call `platform.add_url(…)`"
         )
 
     def owner(self, key: str) -> Shard:
@@ -269,13 +267,13 @@ class Cluster:
                         raise
                     names = ", ".join(each.label for each in done)
                     raise ShardError(
-                        f"shard {shard.label!r} did not follow: {error}; it is done on {names}: do it again"
+                        f"shard {shard.label!r} failed, after {names} succeeded: {error}; do it again"
                     ) from error
 
     # Which one of several
 
-    def keyed(self, key: str, action: Callable[[Shard, ShardSet], Given], *, topic: str) -> Given:
-        """Call `action` with the shard of a key and the set by which the shard was chosen.
+    def placed(self, key: str | None, action: Callable[[Shard, ShardSet], Given], *, topic: str) -> Given:
+        """Call `action` with the shard of a key, or any shard without a key, and the set of the shards.
 
         Waits up to `timeout` for a shard that is being added; with `on_down="wait"`, also for a shard that is down.
         Raises `ShardUnavailableError`, `ShardPendingError`, `ShardSetError`.
@@ -283,10 +281,12 @@ class Cluster:
         deadline = time.monotonic() + self.timeout
         while True:
             current = self.current()
-            shard = self.named(current.owner(key))
+            shard = self.any() if key is None else self.named(current.owner(key))
             try:
-                self.health.reach(shard, deadline)
-                return action(shard, current)
+                if key is not None:
+                    self.health.reach(shard, deadline)
+                with self.using(shard):
+                    return action(shard, current)
             except WrongShardError as error:
                 self.reconsider(error, [topic], deadline)
 
@@ -330,7 +330,7 @@ class Cluster:
             with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName), connection.transaction():
                 name = self._shards[0].store.name(connection)
             if name is None:
-                raise ShardSetError(f"the connection leads to {connection.info.dbname!r}, which is no shard")
+                raise ShardSetError(f"the connection leads to {connection.info.dbname!r}, which is not a shard")
             self._of_connections[connection] = name
         return self.named(name)
 

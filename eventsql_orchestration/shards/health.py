@@ -22,6 +22,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
+from eventsql_orchestration.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Health:
             shard.down, shard.down_since = error, time.monotonic()
 
         logger.warning("shard %s is down: %s", shard.label, error)
-        threading.Thread(target=self._probe, args=(shard,), name="eventsql-shard-probe", daemon=True).start()
+        start_thread("shard-probe", self._probe, shard)
 
     def _probe(self, shard: Shard) -> None:
         stop, delay = self.stop, FIRST_PROBE
@@ -104,7 +105,7 @@ class Health:
                 shard.down = error
             except Exception as error:
                 # If the thread died, the shard would stay down for ever.
-                logger.exception("shard %s cannot be looked at", shard.label)
+                logger.exception("shard %s cannot be checked; trying again", shard.label)
                 shard.down = DatabaseError(str(error))
             else:
                 with self._returned:
@@ -135,8 +136,7 @@ def ask(shards: Iterable[Shard]) -> dict[Shard, ShardState | DatabaseUnavailable
         except TimeoutError:
             if database.exhausted:
                 raise DatabaseBusyError(
-                    f"{database} was not asked for {seconds:.0f} seconds, because every connection of this process is "
-                    "taken: use fewer threads at once"
+                    f"every connection of this process to {database} was in use for {seconds:.0f} s: use fewer threads"
                 ) from None
             found[shard] = DatabaseUnavailableError(f"{database} has not answered for {seconds:.0f} seconds")
         except DatabaseUnavailableError as error:
@@ -163,5 +163,5 @@ def _ask(shard: Shard) -> Future[ShardState]:
         except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
             answer.set_exception(error)
 
-    threading.Thread(target=run, name=f"eventsql-ask-{shard.label}", daemon=True).start()
+    start_thread(f"ask-{shard.label}", run)
     return answer

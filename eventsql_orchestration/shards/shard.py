@@ -19,9 +19,10 @@ from eventsql_orchestration.maintenance.repartitioning import Repartitioner
 from eventsql_orchestration.maintenance.retention import Retainer
 from eventsql_orchestration.maintenance.seek import Seeker
 from eventsql_orchestration.publishing.publisher import Publisher
-from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.publishing.transfer import Delay, OnMoved, Transfer
 from eventsql_orchestration.sharding import pending
 from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
@@ -41,31 +42,24 @@ class Shard:
     """
 
     def __init__(
-        self,
-        dsn: str,
-        *,
-        schema: str = DEFAULT_SCHEMA,
-        migrate: bool = True,
-        transfer: bool = True,
-        straight: bool = True,
-    ) -> None:
+        self, dsn: str,
+        *, schema: str = DEFAULT_SCHEMA, migrate: bool = True, transfer: bool = True, straight: bool = True,
+    ) -> None:  # fmt: skip
         self.name: str | None = None
         self.active = False
         """Whether the shard takes events, as far as its cluster knows."""
         self.down: EventSQLError | None = None
         """Why the cluster counts the shard as down; None while it is up."""
         self.down_since = 0.0
+        """When it went down, by `time.monotonic`."""
         self.database = Database(dsn, schema=schema, migrate=migrate)
         self.store = ShardStore(self.database)
         self.listener = Listener(self.database)
         self.notifier = Notifier(self.database)
         self.registry = Registry(self.database)
+        on_published = self._wake_transfer if transfer else self._announce_buffered
         self.publisher = Publisher(
-            self.database,
-            self.registry,
-            straight=straight,
-            on_published=self._wake_transfer if transfer else self._announce_buffered,
-            on_appended=self._announce,
+            self.database, self.registry, straight=straight, on_published=on_published, on_appended=self._announce
         )
         self.reader = Reader(self.database, self.registry)
         self.dead_letters = DeadLetters(self.database, self.registry, self.publisher, self.reader)
@@ -93,11 +87,6 @@ class Shard:
     def label(self) -> str:
         """The shard's name, or its database while the name is not known."""
         return self.name or str(self.database)
-
-    @property
-    def seconds_down(self) -> float:
-        """How long the shard has been down, if it is down."""
-        return time.monotonic() - self.down_since
 
     def unavailable(self) -> ShardUnavailableError:
         """The error for an event or a change that needs this shard while it is down."""
@@ -150,23 +139,14 @@ class Shard:
                 if not self._transferring:
                     self._unsubscribe()
                     self._unsubscribe = self.listener.subscribe(BUFFER, None, self._wake.set)
-                    self._background = threading.Thread(
-                        target=self.transfer.run,
-                        args=(self._stop,),
-                        kwargs={"wake": self._wake, "polling_delay": self._transfer_delay},
-                        name="eventsql-transfer",
-                        daemon=True,
+                    self._background = start_thread(
+                        "transfer", self.transfer.run, self._stop, wake=self._wake, polling_delay=self._transfer_delay
                     )
-                    self._background.start()
 
     def transfer_until(
-        self,
-        stop: threading.Event,
-        *,
-        polling_delay: float | Callable[[], float] = 0.2,
-        wake: threading.Event | None = None,
-        on_moved: Callable[[dict[str, int]], None] | None = None,
-    ) -> None:
+        self, stop: threading.Event,
+        *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
+    ) -> None:  # fmt: skip
         """Transfer until `stop` is set, at once on a notification of buffered events; see `Transfer.run`."""
         wake = wake or threading.Event()
         unsubscribe = self.listener.subscribe(BUFFER, None, wake.set)
@@ -174,12 +154,6 @@ class Shard:
             self.transfer.run(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
         finally:
             unsubscribe()
-
-    def _transfer_the_last(self, deadline: float) -> None:
-        try:
-            self.transfer.run_once(deadline=deadline)
-        except EventSQLError as error:
-            logger.warning("events are left in the buffer for the next transfer: %s", error)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stop the consumers and the transfer of this object and close its connections, in about `timeout` seconds.
@@ -199,7 +173,10 @@ class Shard:
                     # The thread waits for the database, and ends with the process.
                     logger.warning("the transfer of %s does not end in time", self.database)
                 else:
-                    self._transfer_the_last(deadline)
+                    try:
+                        self.transfer.run_once(deadline=deadline)
+                    except EventSQLError as error:
+                        logger.warning("events stay in the buffer for the next transfer: %s", error)
                     self.transfer.close()
                 self._background = None
             else:

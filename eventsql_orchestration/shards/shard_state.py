@@ -7,17 +7,15 @@ each consumer until the consumer has consumed all events before the fences of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
-
-import psycopg
-from psycopg.rows import tuple_row
+from typing import Final
 
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
-from eventsql_orchestration.maintenance.repartitioning import PATIENCE_SECONDS, TooManyBufferedError, drain
+from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Step, TooManyBufferedError, drain
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError
@@ -97,12 +95,12 @@ class ShardStore:
             return self._state(driver_connection(connection), revision)
 
     def _state(self, connection: Connection, revision: str | None) -> ShardState:
-        (identity,) = _one(connection.execute(self._queries("identity")))
-        if revision is None and _one(connection.execute(self._queries("has_topics"), self._table))[0] is None:
+        (identity,) = fetch_one(connection, self._queries("identity"))
+        if revision is None and fetch_one(connection, self._queries("has_topics"), self._table)[0] is None:
             return ShardState(identity, 0)
         if revision is None or revision < _SINCE:
-            return ShardState(identity, *_one(connection.execute(self._queries("count_topics"))))
-        own, generations, topics = _one(connection.execute(self._queries("state")))
+            return ShardState(identity, *fetch_one(connection, self._queries("count_topics")))
+        own, generations, topics = fetch_one(connection, self._queries("state"))
         if own is None:
             return ShardState(identity, topics)
         named, name, active = own
@@ -110,7 +108,7 @@ class ShardStore:
 
     def name(self, connection: Connection) -> str | None:
         """The name of the shard that a caller's connection leads to; None if it leads to no shard."""
-        row = connection.cursor(row_factory=tuple_row).execute(self._queries("name")).fetchone()
+        row = fetch_first(connection, self._queries("name"))
         return None if row is None else str(row[0])
 
     @contextmanager
@@ -129,22 +127,17 @@ class ShardStore:
     # The fence
 
     def fence(
-        self,
-        generation: int,
-        names: Sequence[str],
-        transfer: Transfer,
-        *,
-        finish: Callable[[], object] = lambda: None,
-        patience: float = PATIENCE_SECONDS,
-    ) -> bool:
+        self, generation: int, names: Sequence[str], transfer: Transfer,
+        *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS,
+    ) -> bool:  # fmt: skip
         """Begin a generation here: no publisher writes by the previous generation any more. False if it had begun.
 
         `finish` publishes here the open parts of publications over several shards. Their events come before the fence;
         otherwise there is no fence. Publishers and transfers go on, and wait for at most half a second. This waits up
-        to `patience` seconds for transactions of publishers and for open parts. If they do not end in time, it changes
+        to `timeout` seconds for transactions of publishers and for open parts. If they do not end in time, it changes
         nothing and raises `DatabaseBusyError`. Raises `ShardSetError` if another generation has begun.
         """
-        trying = Backoff(patience)
+        retry = Backoff(timeout)
         while True:
             # Do as much as possible before publishers have to wait.
             finish()
@@ -152,8 +145,8 @@ class ShardStore:
             try:
                 return self._fence(generation, names)
             except (DatabaseBusyError, TooManyBufferedError) as error:
-                if not trying.lasts():
-                    why = "transactions that published and do not end, or a flood of events, are in the way"
+                if not retry.lasts():
+                    why = "publishers' transactions do not end, or too many events come"
                     if isinstance(error, OpenPartsError):
                         why = str(error)
                     raise DatabaseBusyError(f"{self._database} was not changed: {why}; run it again") from error
@@ -166,11 +159,11 @@ class ShardStore:
             if state.generation >= generation:
                 if state.generations[generation - 1] != frozenset(names):
                     raise ShardSetError(
-                        f"{self._database} is about to get other shards, {', '.join(sorted(state.generations[-1]))}: "
-                        "finish that first"
+                        f"{self._database} is being given other shards, {', '.join(sorted(state.generations[-1]))}: "
+                        "finish that addition first"
                     )
                 return False
-            topics = driver.execute(self._queries("topics")).fetchall()
+            topics = fetch_all(driver, self._queries("topics"))
             for topic, _, _ in topics:
                 driver.execute(self._log("await_topic"), {"topic": topic})
             drain(driver, self._database.schema, topics)
@@ -185,8 +178,7 @@ class ShardStore:
         """Whether a consumer has consumed all events before a generation here; True if the consumer does not exist."""
         own = {"generation": generation, "topic": topic, "consumer": consumer}
         with self._database.connection() as connection:
-            query = self._queries("before_fence", topic=topic)
-            return not _one(connection.execute(query, own, prepare=False))[0]
+            return not fetch_one(connection, self._queries("before_fence", topic=topic), own, prepare=False)[0]
 
     # The barrier
 
@@ -194,25 +186,23 @@ class ShardStore:
     def barrier(self, *, wait: bool = True) -> Iterator[bool]:
         """Only the block holds back or releases consumers. Without `wait`, False if another process does."""
         with self._database.transaction() as connection:
-            row = connection.execute(self._queries("gate" if wait else "try_gate"), {"lock": _BARRIER}).fetchone()
+            row = fetch_first(connection, self._queries("gate" if wait else "try_gate"), {"lock": _BARRIER})
             yield wait or row == (True,)
 
     def held(self) -> list[tuple[str, str]]:
         """The topics and names of consumers that are held back here."""
-        with self._database.connection() as connection:
-            return connection.execute(self._queries("held"), {"held": HELD}).fetchall()
+        return query_all(self._database, self._queries("held"), {"held": HELD})
 
     def hold(self, topic: str, consumer: str) -> None:
         """Hand no events to a consumer here until it is released; waits for its current batches."""
         with self._database.transaction() as connection:
-            own = {"topic": topic, "consumer": consumer, "held": HELD}
-            connection.execute(self._queries("hold_back"), own)
+            connection.execute(self._queries("hold_back"), {"topic": topic, "consumer": consumer, "held": HELD})
 
     def let_go(self, topic: str, consumer: str) -> None:
         """Release a consumer that was held back: hand it events, as far as its topic's layout goes."""
         own = {"topic": topic, "consumer": consumer, "held": HELD}
         with self._database.transaction() as connection:
-            rows = connection.execute(self._queries("lock_held"), own).fetchall()
+            rows = fetch_all(connection, self._queries("lock_held"), own)
             until = None
             if rows and rows[0][0] != NOT_PARTITIONED:
                 known = layouts(connection, self._database.schema, topic)
@@ -232,9 +222,3 @@ class Bootstrap:
         self._connection.execute(self._queries("become"), {"name": name, "set": set_id, "active": active})
         for number, names in enumerate(generations, start=1):
             self._connection.execute(self._queries("add_generation"), {"generation": number, "shards": sorted(names)})
-
-
-def _one(cursor: psycopg.Cursor[tuple[Any, ...]]) -> tuple[Any, ...]:
-    row = cursor.fetchone()
-    assert row is not None, "the statement gives a row"
-    return row

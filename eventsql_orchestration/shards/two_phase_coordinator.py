@@ -96,13 +96,9 @@ class TwoPhaseCoordinator:
         return list(left.values())
 
     def _settle(
-        self,
-        publication: Announcement,
-        decider: str,
-        shards: Mapping[str, TwoPhaseParticipant],
-        timeout: float,
-        age: float,
-    ) -> Unfinished | None:
+        self, publication: Announcement, decider: str, shards: Mapping[str, TwoPhaseParticipant],
+        timeout: float, age: float,
+    ) -> Unfinished | None:  # fmt: skip
         """Finish a publication or give it up; if neither works, gives the unfinished publication with the reason."""
 
         def left(reason: str, names: Iterable[str] = publication.shards) -> Unfinished:
@@ -143,8 +139,7 @@ def _give_up(
     over = publication.deserted or publication.age >= age
     if over and parts.give_up(publication.id, timeout=timeout):
         logger.warning(
-            "batch %d of writer %r was given up, %.0f seconds after it was announced on shard %r: %s, and nothing of "
-            "it is published",
+            "batch %d of writer %r, announced %.0f seconds ago on shard %r, is given up and not published: %s",
             publication.batch, publication.writer, publication.age, decider,
             f"{publication.owner} has ended" if publication.deserted else "nobody has decided it",
         )  # fmt: skip
@@ -180,13 +175,12 @@ def _look(
         # A part is published before its announcement goes. So ask whether it is open after asking for the announcement.
         if took_place and parts.is_open(part.id):
             return (
-                f"shard {part.decider!r} has recorded it as published and finished, and here its part {part.id} is "
-                "not, as where one of them was restored from a backup: it is kept, and nothing published by it; "
-                "compare the events, and delete its row of spark_part when they are there"
+                f"shard {part.decider!r} has recorded it as published, but its part {part.id} here is not, as after a "
+                "restore of one of the databases: compare the events, and delete its row of spark_part if they are here"
             )
         if parts.give_part_up(part.id, timeout=timeout):
             logger.warning(
-                "a part of batch %d of writer %r was given up: shard %r knows nothing of this publication any more",
+                "a part of batch %d of writer %r is given up: shard %r does not know its publication",
                 part.batch, part.writer, part.decider,
             )  # fmt: skip
     except (EventSQLError, psycopg.Error) as error:

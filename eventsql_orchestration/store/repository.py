@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-import sqlalchemy
 from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import CallersConnection, Connection
 from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import Publication
@@ -39,11 +38,7 @@ class Repository(Generic[A]):
         self._publisher = publisher
 
     def load(
-        self,
-        aggregate_id: str,
-        *,
-        upto_version: int | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        self, aggregate_id: str, *, upto_version: int | None = None, connection: CallersConnection | None = None
     ) -> A:
         """Load an aggregate, up to `upto_version` if that is given.
 
@@ -55,23 +50,15 @@ class Repository(Generic[A]):
             snapshot = self._store.snapshot(self._type, aggregate_id, upto_version=upto_version, connection=connection)
             if snapshot is not None:
                 aggregate.restore_at(snapshot.version, snapshot.state)
-        aggregate.replay(
-            self._store.load(
-                self._type,
-                aggregate_id,
-                after_version=aggregate.stored_version,
-                upto_version=upto_version,
-                connection=connection,
-            )
-        )
+        changes = self._store.load(
+            self._type, aggregate_id,
+            after_version=aggregate.stored_version, upto_version=upto_version, connection=connection,
+        )  # fmt: skip
+        aggregate.replay(changes)
         return aggregate
 
     def save(
-        self,
-        aggregate: A,
-        *,
-        publications: Iterable[Publication] = (),
-        connection: Connection | sqlalchemy.Connection | None = None,
+        self, aggregate: A, *, publications: Iterable[Publication] = (), connection: CallersConnection | None = None
     ) -> int:
         """Append the aggregate's new changes and publish its integration events, all or nothing. Gives the new version.
 
@@ -103,7 +90,7 @@ class Repository(Generic[A]):
         return version
 
     @contextmanager
-    def _transaction(self, connection: Connection | sqlalchemy.Connection | None) -> Iterator[Connection]:
+    def _transaction(self, connection: CallersConnection | None) -> Iterator[Connection]:
         if connection is None:
             with self._store.database.transaction() as own:
                 yield own

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sqlalchemy
 from psycopg.errors import SerializationFailure
 from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.errors import ConcurrentAppendError, ValidationError
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, encode
 from eventsql_orchestration.validation import check_name, check_whole
@@ -31,14 +30,9 @@ class Store:
         self._queries = Queries("store", database.schema)
 
     def append(
-        self,
-        connection: Connection | sqlalchemy.Connection,
-        aggregate_type: str,
-        aggregate_id: str,
-        changes: Sequence[Change],
-        *,
-        expected_version: int,
-    ) -> int:
+        self, connection: CallersConnection, aggregate_type: str, aggregate_id: str, changes: Sequence[Change],
+        *, expected_version: int,
+    ) -> int:  # fmt: skip
         """Append `changes` in the caller's transaction and return the aggregate's new version.
 
         `expected_version` is the version that the decision was based on, 0 for a new aggregate. Raises
@@ -50,13 +44,10 @@ class Store:
         if not changes:
             raise ValidationError(f"there are no changes to append to {aggregate_type} {aggregate_id!r}")
         values = {
-            "type": aggregate_type,
-            "id": aggregate_id,
-            "expected_version": expected_version,
-            "new_version": expected_version + len(changes),
-            "kinds": [change.kind for change in changes],
-            "data": [change.encoded for change in changes],
-        }
+            "type": aggregate_type, "id": aggregate_id,
+            "expected_version": expected_version, "new_version": expected_version + len(changes),
+            "kinds": [change.kind for change in changes], "data": [change.encoded for change in changes],
+        }  # fmt: skip
         with self.database.callers(connection) as joined:
             try:
                 appended = joined.execute(self._queries("append"), values).rowcount
@@ -70,14 +61,9 @@ class Store:
         return expected_version + len(changes)
 
     def load(
-        self,
-        aggregate_type: str,
-        aggregate_id: str,
-        *,
-        after_version: int = 0,
-        upto_version: int | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
-    ) -> list[RecordedChange]:
+        self, aggregate_type: str, aggregate_id: str, *, after_version: int = 0,
+        upto_version: int | None = None, connection: CallersConnection | None = None,
+    ) -> list[RecordedChange]:  # fmt: skip
         """The changes with `after_version < version <= upto_version`, in order; empty for an unknown aggregate.
 
         With `connection`, the caller's transaction reads and sees its own appends.
@@ -88,24 +74,18 @@ class Store:
             return cursor.execute(self._queries("load"), values, binary=True).fetchall()
 
     def save_snapshot(
-        self,
-        connection: Connection | sqlalchemy.Connection,
-        aggregate_type: str,
-        aggregate_id: str,
-        version: int,
+        self, connection: CallersConnection, aggregate_type: str, aggregate_id: str, version: int,
         state: Mapping[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Store the aggregate's `state` at `version`, and replace an earlier snapshot of that version.
 
         Raises `ValidationError` for a version that the aggregate has not reached.
         """
         _check_aggregate(aggregate_type, aggregate_id)
         values = {
-            "type": aggregate_type,
-            "id": aggregate_id,
-            "version": check_whole("version", version, least=1),
+            "type": aggregate_type, "id": aggregate_id, "version": check_whole("version", version, least=1),
             "state": encode(f"the state of {aggregate_type} {aggregate_id!r}", state),
-        }
+        }  # fmt: skip
         with self.database.callers(connection) as joined:
             saved = joined.execute(self._queries("save_snapshot"), values).rowcount
         if not saved:
@@ -114,13 +94,9 @@ class Store:
             )
 
     def snapshot(
-        self,
-        aggregate_type: str,
-        aggregate_id: str,
-        *,
-        upto_version: int | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
-    ) -> Snapshot | None:
+        self, aggregate_type: str, aggregate_id: str, *, upto_version: int | None = None,
+        connection: CallersConnection | None = None,
+    ) -> Snapshot | None:  # fmt: skip
         """The newest snapshot, or the newest up to `upto_version`; None without one."""
         values = self._values(aggregate_type, aggregate_id, upto_version)
         with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:

@@ -13,7 +13,9 @@ from sqlalchemy import Connection, any_, func, select, true
 from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import Queries, driver_connection, tables
 from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
     InvalidNameError,
     PartitionOutOfRangeError,
     RedefinitionError,
@@ -33,13 +35,8 @@ REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
 _t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
 
 _TOPICS: Final = select(
-    _t.eql_name,
-    _t.eql_partitions,
-    _t.eql_created_at,
-    _t.eql_retention_seconds,
-    _t.eql_retention_bytes,
-    _t.eql_retention_events,
-    _t.eql_layout,
+    _t.eql_name, _t.eql_partitions, _t.eql_created_at,
+    _t.eql_retention_seconds, _t.eql_retention_bytes, _t.eql_retention_events, _t.eql_layout,
     select(
         func.json_build_object(
             "set", _s.eql_set, "name", _s.eql_name, "active", _s.eql_active,
@@ -67,6 +64,13 @@ def existing_topic(connection: Connection, name: str) -> Topic:
     return topic
 
 
+def no_consumer(topic: str, name: str) -> ConsumerNotFoundError:
+    """The error for a consumer that does not exist."""
+    return ConsumerNotFoundError(
+        f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`"
+    )
+
+
 def all_topics(connection: Connection) -> list[Topic]:
     """All topics by name, except those of EventSQL's Java library with names that only it can use."""
     topics = []
@@ -74,7 +78,7 @@ def all_topics(connection: Connection) -> list[Topic]:
         try:
             topics.append(_as_topic(row))
         except InvalidNameError as error:
-            logger.warning("a topic is left out, which another library made: %s", error)
+            logger.warning("a topic of EventSQL's Java library is left out: %s", error)
     return topics
 
 
@@ -88,36 +92,19 @@ def _as_topic(row: Sequence[Any]) -> Topic:
 
 
 def consumer_states(
-    connection: Connection,
-    topic: str | None,
-    consumer: str | None = None,
-    *,
-    partitions: Sequence[int] | None = None,
-    lock: bool = False,
-) -> list[ConsumerState]:
+    connection: Connection, topic: str | None, consumer: str | None = None,
+    *, partitions: Sequence[int] | None = None, lock: bool = False,
+) -> list[ConsumerState]:  # fmt: skip
     """Consumer partitions by topic, name and partition; with `lock`, locked after the consumptions under way.
 
     Every lock of several partitions is taken here: in different orders, two transactions could wait for each other.
     """
     query = select(
-        _c.eql_topic,
-        _c.eql_name,
-        _c.eql_partition,
-        func.coalesce(_c.eql_last_event_id, 0),
-        _c.eql_consumed_events,
-        _c.eql_last_consumption_at,
-        _c.eql_paused,
-        _c.eql_epoch,
-        _c.eql_lease_owner,
-        _c.eql_lease_expires_at,
-        _c.eql_failed_event_id,
-        _c.eql_attempts,
-        _c.eql_failure,
-        _c.eql_retry_at,
-        _c.eql_max_attempts,
-        _c.eql_filter,
-        _c.eql_until,
-    ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)
+        _c.eql_topic, _c.eql_name, _c.eql_partition, func.coalesce(_c.eql_last_event_id, 0), _c.eql_consumed_events,
+        _c.eql_last_consumption_at, _c.eql_paused, _c.eql_epoch, _c.eql_lease_owner, _c.eql_lease_expires_at,
+        _c.eql_failed_event_id, _c.eql_attempts, _c.eql_failure, _c.eql_retry_at, _c.eql_max_attempts,
+        _c.eql_filter, _c.eql_until,
+    ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)  # fmt: skip
     if topic is not None:
         query = query.where(_c.eql_topic == topic)
     if consumer is not None:
@@ -138,17 +125,11 @@ def choose_partitions(states: Sequence[ConsumerState], partition: int | None) ->
     Raises `PartitionOutOfRangeError`.
     """
     own = [state.partition for state in states]
-    if partition is None or [partition] == own:
+    if partition is None:
         return own
-    name = states[0].name
-    if own == [NOT_PARTITIONED]:
-        raise PartitionOutOfRangeError(
-            f"partition {partition} is out of range: consumer {name!r} is not partitioned, it reads all of them as one"
-        )
     if partition not in own:
-        raise PartitionOutOfRangeError(
-            f"partition {partition} is out of range: consumer {name!r} has partitions 0 to {len(own) - 1}"
-        )
+        having = "is not partitioned" if own == [NOT_PARTITIONED] else f"has partitions 0 to {len(own) - 1}"
+        raise PartitionOutOfRangeError(f"partition {partition} is out of range: consumer {states[0].name!r} {having}")
     return [partition]
 
 
@@ -157,19 +138,17 @@ def check_form(consumer: Consumer, existing: Sequence[ConsumerState]) -> None:
     name, topic = consumer.name, consumer.topic
     if all((state.partition != NOT_PARTITIONED) == consumer.partitioned for state in existing):
         return
-    form = "not partitioned" if consumer.partitioned else "partitioned"
-    option = "without `--partitioned`" if consumer.partitioned else "with `--partitioned`"
+    form, option = ("not partitioned", "without") if consumer.partitioned else ("partitioned", "with")
     raise RedefinitionError(
-        f"consumer {name!r} of topic {topic!r} exists and is {form}, so nothing was changed: register it {option} "
-        f"(in Python partitioned={not consumer.partitioned}), or delete it and its offsets first with "
-        f"`eventsql consumer delete {shlex.quote(topic)} {shlex.quote(name)}`"
+        f"consumer {name!r} of topic {topic!r} exists and is {form}: register it {option} `--partitioned`, or delete "
+        f"it and its offsets first with `eventsql consumer delete {shlex.quote(topic)} {shlex.quote(name)}`"
     )
 
 
 def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Fail where the current role may not read a topic's log: row security hides the topic's consumers from it."""
     queries, log = Queries("log", schema), f'"{schema}"."{event_table(topic)}"'
-    if connection.execute(queries("is_refused"), {"log": log}).fetchone() == (True,):
+    if fetch_first(connection, queries("is_refused"), {"log": log}) == (True,):
         connection.execute(queries("check_readable", topic=topic))
 
 
@@ -194,9 +173,8 @@ def has_events(connection: Connection, name: str) -> bool:
         .where(block.eql_topic == name, part.eql_published_at.is_(None))
         .limit(1)
     )
-    return any(
-        connection.execute(found).first() is not None for found in (select(log.c.eql_id).limit(1), buffered, decided)
-    )
+    stored = select(log.c.eql_id).limit(1)
+    return any(connection.execute(found).first() is not None for found in (stored, buffered, decided))
 
 
 def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:

@@ -18,10 +18,10 @@ from datetime import datetime
 from typing import Any, Final
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics.side_consumers import MARK
@@ -69,8 +69,7 @@ class Layouts:
 
     def unsettled(self, topic: str) -> dict[str, int]:
         """The consumers that are not in the newest layout yet, each with the offset where it waits."""
-        with self._database.connection() as connection:
-            return dict(connection.execute(self._queries("unsettled"), {"topic": topic}).fetchall())
+        return dict(query_all(self._database, self._queries("unsettled"), {"topic": topic}))
 
     def settle(self, topic: str, consumer: str) -> Settled:
         """Let a consumer enter the next layout, if all of its partitions have consumed the events before it.
@@ -95,7 +94,7 @@ class Layouts:
         rows = connection.execute(self._queries("behind", topic=topic), own, prepare=False).fetchall()
         if not rows:
             return None
-        return Settled(False, f"{_named([partition for partition, _ in rows])} come to offset {rows[0][1]} first")
+        return Settled(False, f"{named([partition for partition, _ in rows])} must come to offset {rows[0][1]} first")
 
 
 def _refusal(locked: Sequence[tuple[int, int | None, bool]]) -> Settled:
@@ -104,16 +103,15 @@ def _refusal(locked: Sequence[tuple[int, int | None, bool]]) -> Settled:
     if len(untils) != 1 or None in untils:
         return NOT_WAITING
     if leased := [partition for partition, _, leased in locked if leased]:
-        return Settled(False, f"{_named(leased)} be given back first")
+        return Settled(False, f"{named(leased)} must be given back first")
     if untils == {HELD}:
         return HELD_BACK
-    return Settled(False, f"the events after offset {untils.pop()} are not to be consumed yet")
+    return Settled(False, f"the events after offset {untils.pop()} may not be consumed yet")
 
 
 def layouts(connection: Connection, schema: str, topic: str) -> list[Layout]:
     """`Layouts.of`, on the caller's connection."""
-    cursor = connection.cursor(row_factory=tuple_row)
-    return [Layout(*row) for row in cursor.execute(Queries("layouts", schema)("layouts"), {"topic": topic})]
+    return [Layout(*row) for row in fetch_all(connection, Queries("layouts", schema)("layouts"), {"topic": topic})]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +159,8 @@ def complete(connection: psycopg.Connection[Any], schema: str, topic: str, consu
     It lacks some if it was registered by the layouts of a former topic of this name. The caller's transaction holds the
     registry.
     """
-    queries = Queries("leftovers", schema)
-    cursor = connection.cursor(row_factory=tuple_row)
-    for name, _, needed in cursor.execute(queries("lacking"), {"topic": topic, "window": MARK}).fetchall():
+    lacking = Queries("leftovers", schema)("lacking")
+    for name, _, needed in fetch_all(connection, lacking, {"topic": topic, "window": MARK}):
         if name == consumer:
             added = {"topic": topic, "consumer": consumer, "partitions": needed, "after": None, "least": 0}
             connection.execute(Queries("layouts", schema)("add_partitions"), added)
@@ -180,11 +177,11 @@ def check_same_layout(known: Sequence[Layout], offset: int, targets: Sequence[in
         places.add(bounds_at(known, offset).layout)
     if len(places) > 1:
         raise ValidationError(
-            "the partitions of the topic changed between these offsets, and a consumer is in one layout as a whole: "
-            "seek all of its partitions to one offset or time"
+            "the topic was repartitioned between these offsets: seek all partitions to one offset or time"
         )
 
 
-def _named(partitions: Sequence[int]) -> str:
-    named = ", ".join(map(str, partitions[:10])) + (", …" if len(partitions) > 10 else "")
-    return f"partition{'s' if len(partitions) > 1 else ''} {named} must"
+def named(partitions: Sequence[int]) -> str:
+    """Some partitions in words: at most the first ten."""
+    numbers = ", ".join(map(str, partitions[:10])) + (", …" if len(partitions) > 10 else "")
+    return f"partition{'s' if len(partitions) > 1 else ''} {numbers}"

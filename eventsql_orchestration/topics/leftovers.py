@@ -12,6 +12,7 @@ from typing import Final
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database, Queries, tables
+from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.topics import segments
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.side_consumers import MARK
@@ -58,38 +59,29 @@ class Leftovers:
     def find(self) -> list[Leftover]:
         """The rows that `clear` would delete."""
         with self._database.connection() as connection:
-            found = [
-                Leftover(table, topic)
-                for table in _TABLES
-                for (topic,) in connection.execute(self._queries("topics", segment=table)).fetchall()
-            ]
-            found += [
-                Leftover("topic_layout", topic) for (topic,) in connection.execute(self._queries("layouts")).fetchall()
-            ]
-            claimed = connection.execute(self._queries("consumers")).fetchall()
-        return found + [Leftover("consumer_claim", topic, consumer) for topic, consumer in claimed]
+            rows = [(table, fetch_all(connection, self._queries("topics", segment=table))) for table in _TABLES]
+            rows.append(("topic_layout", fetch_all(connection, self._queries("layouts"))))
+            rows.append(("consumer_claim", fetch_all(connection, self._queries("consumers"))))
+        return [Leftover(table, *row) for table, found in rows for row in found]
 
     def clear(self) -> int:
         """Delete the leftover rows, a batch at a time; returns their number."""
-        cleared = 0
-        for leftover in self.find():
-            cleared += self._delete("delete" if leftover.consumer is None else "delete_claims", leftover)
-        return cleared + self._clear_layouts()
+        return sum(map(self._delete, self.find())) + self._clear_layouts()
 
     def _clear_layouts(self) -> int:
         """Delete the layouts that existing topics have of their former lives."""
         with self._database.transaction() as connection:
-            if not connection.execute(self._queries("layouts")).fetchall():
+            if not fetch_all(connection, self._queries("layouts")):
                 return 0
             lock_registry(connection)
             cleared = 0
-            for (topic,) in connection.execute(self._queries("layouts")).fetchall():
+            for (topic,) in fetch_all(connection, self._queries("layouts")):
                 cleared += connection.execute(self._queries("delete_layouts"), {"topic": topic}).rowcount
                 connection.execute(self._queries("let_on"), {"topic": topic})
             return cleared
 
-    def _delete(self, statement: str, leftover: Leftover) -> int:
-        query = self._queries(statement, segment=leftover.table)
+    def _delete(self, leftover: Leftover) -> int:
+        query = self._queries("delete" if leftover.consumer is None else "delete_claims", segment=leftover.table)
         values = {"topic": leftover.topic, "consumer": leftover.consumer, "batch": BATCH}
         deleted = 0
         with self._database.connection() as connection:
@@ -105,18 +97,15 @@ class Leftovers:
         schema = self._database.schema
         prefixes = tuple(segments.segment_name(topic, 0)[:-1] for topic in kept)
         values = {"schema": schema, "names": "", "mark": tables.DROPPED}
-        for (table,) in connection.execute(Queries("retention", schema)("detached"), values).fetchall():
+        for (table,) in fetch_all(connection, Queries("retention", schema)("detached"), values):
             if not str(table).startswith(prefixes):
                 connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, table)))
 
     def unregistered(self) -> list[str]:
         """The missing topics of events in the buffer."""
-        with self._database.connection() as connection:
-            rows = connection.execute(self._queries("topics", segment="event_buffer")).fetchall()
-        return [topic for (topic,) in rows]
+        return [topic for (topic,) in query_all(self._database, self._queries("topics", segment="event_buffer"))]
 
     def lacking(self, topic: str) -> list[Lacking]:
         """The partitioned consumers of a topic that have fewer partitions than they need."""
         values = {"topic": topic, "window": MARK}
-        with self._database.connection() as connection:
-            return [Lacking(*row) for row in connection.execute(self._queries("lacking"), values).fetchall()]
+        return [Lacking(*row) for row in query_all(self._database, self._queries("lacking"), values)]

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 
 GUARD: Final = "eql_place_in_layout"
 """The name of the trigger on a guarded log."""
@@ -52,10 +52,10 @@ def stranded(database: Database, topic: str) -> list[Stranded]:
     queries = Queries("guards", database.schema)
     with database.connection() as connection:
         log = sql.Identifier(database.schema, event_table(topic)).as_string(connection)
-        found = connection.execute(queries("stranded", topic=topic), {"topic": topic}, prepare=False).fetchall()
-        known = connection.execute(Queries("layouts", database.schema)("layouts"), {"topic": topic}).fetchone()
-        if known is None and connection.execute(queries("has_partition_index"), {"log": log}).fetchone() == (True,):
-            found = connection.execute(queries("beyond", topic=topic), {"topic": topic}, prepare=False).fetchall()
+        found = fetch_all(connection, queries("stranded", topic=topic), {"topic": topic}, prepare=False)
+        known = fetch_first(connection, Queries("layouts", database.schema)("layouts"), {"topic": topic})
+        if known is None and fetch_first(connection, queries("has_partition_index"), {"log": log}) == (True,):
+            found = fetch_all(connection, queries("beyond", topic=topic), {"topic": topic}, prepare=False)
         return [Stranded(*row) for row in found]
 
 
@@ -80,16 +80,13 @@ def order(database: Database, topic: str) -> Order:
     """Look at the order of a topic's newest events."""
     query = Queries("guards", database.schema)("java_order", topic=topic)
     with database.connection() as connection:
-        row = connection.execute(query, {"limit": NEWEST}, prepare=False).fetchone()
-    assert row is not None, "an aggregate gives one row"
-    return Order(*row)
+        return Order(*fetch_one(connection, query, {"limit": NEWEST}, prepare=False))
 
 
 def is_guarded(connection: Connection, schema: str, topic: str) -> bool:
     """Whether a trigger moves events for partitions that a topic does not have."""
     log = sql.Identifier(schema, event_table(topic)).as_string(connection)
-    cursor = connection.cursor(row_factory=tuple_row)
-    return cursor.execute(Queries("guards", schema)("is_guarded"), {"log": log}).fetchone() == (True,)
+    return fetch_first(connection, Queries("guards", schema)("is_guarded"), {"log": log}) == (True,)
 
 
 def hold(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
@@ -106,20 +103,17 @@ def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitio
     queries = Queries("guards", schema)
     function = sql.Identifier(schema, "place_in_layout")
     named = {"name": f"{function.as_string(connection)}()"}
-    if connection.cursor(row_factory=tuple_row).execute(queries("has_guard_function"), named).fetchone() != (True,):
+    if fetch_first(connection, queries("has_guard_function"), named) != (True,):
         connection.execute(sql.SQL(_FUNCTION).format(function=function, schema=sql.Identifier(schema)))
     connection.execute(
         sql.SQL(
             "CREATE OR REPLACE TRIGGER {guard} BEFORE INSERT ON {log} FOR EACH ROW "
             "WHEN (NEW.eql_partition OPERATOR(pg_catalog.>=) {partitions}) EXECUTE FUNCTION {function}({argument})"
         ).format(
-            guard=sql.Identifier(GUARD),
-            log=sql.Identifier(schema, event_table(topic)),
-            partitions=sql.Literal(partitions),
-            function=function,
-            argument=sql.Literal(str(partitions)),
+            guard=sql.Identifier(GUARD), log=sql.Identifier(schema, event_table(topic)), function=function,
+            partitions=sql.Literal(partitions), argument=sql.Literal(str(partitions)),
         )
-    )
+    )  # fmt: skip
 
 
 def release(connection: Connection, schema: str, topic: str) -> int | None:
@@ -131,6 +125,5 @@ def release(connection: Connection, schema: str, topic: str) -> int | None:
         return None
     log = sql.Identifier(schema, event_table(topic))
     connection.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.Identifier(GUARD), log))
-    cursor = connection.cursor(row_factory=tuple_row)
-    row = cursor.execute(Queries("guards", schema)("partitions"), {"topic": topic}).fetchone()
+    row = fetch_first(connection, Queries("guards", schema)("partitions"), {"topic": topic})
     return None if row is None else int(row[0])

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import cached_property
 from typing import Literal, TypeAlias
 
-from psycopg.rows import TupleRow, tuple_row
+from psycopg.rows import TupleRow
 
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import MAX_AGE, NOT_PARTITIONED
 from eventsql_orchestration.validation import check_time, check_whole, shown
@@ -118,34 +120,20 @@ class Target:
     clamped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """The ids of the oldest and the newest event of a log; 1 and 0 where it is empty."""
-
-    first: int
-    end: int
-
-    @property
-    def before(self) -> int:
-        """The offset from which everything is consumed."""
-        return self.first - 1
-
-
 def resolve(
     connection: Connection, schema: str, topic: str, position: Position, offsets: Mapping[int, int]
 ) -> dict[int, Target]:
     """The offsets that `position` stands for in the partitions of `offsets`, which maps each to where it is now.
 
-    Takes one or two statements, and one more for each partition that is shifted; all go by the indexes on ids. But for
-    a shift, the offset is the same in every partition: ids grow over the whole topic.
+    Takes one or two statements, and one more for each partition that is shifted; all go by the indexes on ids. Except
+    for a shift, the offset is the same in every partition: ids grow over the whole topic.
     """
     given: object = position
     if not isinstance(given, Position):
         raise ValidationError(f"a position is needed, such as Earliest() or AtOffset(7), not {given!r}")
     look = _Look(connection, Queries("seek", schema), topic)
     if isinstance(position, ShiftBy):
-        extent, events = look.extent(), position.events
-        return {partition: look.shifted(extent, partition, offset, events) for partition, offset in offsets.items()}
+        return {partition: look.shifted(partition, offset, position.events) for partition, offset in offsets.items()}
     return dict.fromkeys(offsets, look.target(position))
 
 
@@ -157,44 +145,40 @@ class _Look:
         self._queries = queries
         self._topic = topic
 
-    def extent(self) -> _Extent:
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """The offset from which everything is consumed, and the id of the newest event; both 0 for an empty log."""
         first, end = self._row("log_extent")
-        return _Extent(first, end)
+        return first - 1, end
 
     def target(self, position: Place) -> Target:
         match position:
             case Earliest():
-                return Target(self.extent().before)
+                return Target(self.extent[0])
             case Latest():
-                return Target(self.extent().end)
+                return Target(self.extent[1])
             case AtOffset(offset=offset):
-                extent, asked = self.extent(), max(0, offset - 1)
-                nearest = min(max(asked, extent.before), extent.end)
+                (before, end), asked = self.extent, max(0, offset - 1)
+                nearest = min(max(asked, before), end)
                 return Target(nearest, clamped=nearest != asked)
             case AtTime(time=time):
-                return self._before(time)
+                return Target(*self._row("before_time", time=time))
             case Back(duration=duration):
                 (now,) = self._row("now")
-                return self._before(now - duration)
+                return Target(*self._row("before_time", time=now - duration))
 
-    def _before(self, time: datetime) -> Target:
-        (offset,) = self._row("before_time", time=time)
-        return Target(offset)
-
-    def shifted(self, extent: _Extent, partition: int, offset: int, events: int) -> Target:
+    def shifted(self, partition: int, offset: int, events: int) -> Target:
         """From an offset over so many events of a partition, to an end of the log where there are fewer."""
+        before, end = self.extent
         direction, whole = ("forward" if events > 0 else "back"), partition == NOT_PARTITIONED
         (at,) = self._row(
             f"shift_{direction}" if whole else f"shift_{direction}_partition",
             partition=partition, offset=offset, further=abs(events) - 1,
         )  # fmt: skip
         if at is None:
-            return Target(max(offset, extent.end) if events > 0 else min(offset, extent.before), clamped=True)
+            return Target(max(offset, end) if events > 0 else min(offset, before), clamped=True)
         return Target(at if events > 0 else at - 1)
 
     def _row(self, name: str, **values: object) -> TupleRow:
-        cursor = self._connection.cursor(row_factory=tuple_row)
         # Planned for its values: `read_partition` says why.
-        row = cursor.execute(self._queries(name, topic=self._topic), values, prepare=False).fetchone()
-        assert row is not None, "each of them gives one row"
-        return row
+        return fetch_one(self._connection, self._queries(name, topic=self._topic), values, prepare=False)

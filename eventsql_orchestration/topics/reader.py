@@ -11,6 +11,7 @@ from psycopg.types.string import TextBinaryLoader
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import query_first
 from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
 from eventsql_orchestration.topics.registry import Registry
 
@@ -18,15 +19,9 @@ MAX_OFFSET: Final = 2**63 - 1
 
 
 def fetch(
-    connection: Connection,
-    queries: Queries,
-    topic: str,
-    *,
-    partition: int,
-    after: int,
-    upto: int | None = None,
-    limit: int | None = None,
-) -> list[Event]:
+    connection: Connection, queries: Queries, topic: str, *, partition: int, after: int,
+    upto: int | None = None, limit: int | None = None,
+) -> list[Event]:  # fmt: skip
     """Events with `after < id <= upto` of a partition (-1: of all), in order, on a connection of the caller's."""
     # The connection may be a caller's, with a row factory of its own.
     cursor = connection.cursor(row_factory=tuple_row)
@@ -35,12 +30,7 @@ def fetch(
     cursor.adapters.register_loader("json", TextBinaryLoader)
     cursor.execute(
         queries("read" if partition == NOT_PARTITIONED else "read_partition", topic=topic),
-        {
-            "partition": partition,
-            "after": after,
-            "upto": MAX_OFFSET if upto is None else upto,
-            "limit": limit,
-        },
+        {"partition": partition, "after": after, "upto": MAX_OFFSET if upto is None else upto, "limit": limit},
         binary=True,
         prepare=False,
     )
@@ -69,27 +59,16 @@ class Reader:
         return check_partition(topic, partition, most)
 
     def read(
-        self,
-        topic: str,
-        *,
-        after: int = 0,
-        upto: int | None = None,
-        partition: int | None = None,
+        self, topic: str, *, after: int = 0, upto: int | None = None, partition: int | None = None,
         limit: int | None = None,
-    ) -> list[Event]:
+    ) -> list[Event]:  # fmt: skip
         """At most `limit` events with `after < id <= upto`, of one partition or of all, in order."""
         wanted = self._partition(topic, partition)
         with self._database.connection() as connection:
             return fetch(connection, self._queries, topic, partition=wanted, after=after, upto=upto, limit=limit)
 
     def stream(
-        self,
-        topic: str,
-        *,
-        after: int = 0,
-        upto: int | None = None,
-        partition: int | None = None,
-        batch: int = 5_000,
+        self, topic: str, *, after: int = 0, upto: int | None = None, partition: int | None = None, batch: int = 5_000
     ) -> Iterator[list[Event]]:
         """The same events in lists of at most `batch`, each read when it is needed; ends at the log's end."""
         while events := self.read(topic, after=after, upto=upto, partition=partition, limit=batch):
@@ -110,9 +89,6 @@ class Reader:
 
     def _scalar(self, name: str, topic: str, partition: int | None, **values: int) -> Any:
         wanted = self._partition(topic, partition)
-        query = name if wanted == NOT_PARTITIONED else f"{name}_partition"
-        with self._database.connection() as connection:
-            row = connection.execute(
-                self._queries(query, topic=topic), {"partition": wanted, **values}, prepare=False
-            ).fetchone()
-            return None if row is None else row[0]
+        query = self._queries(name if wanted == NOT_PARTITIONED else f"{name}_partition", topic=topic)
+        row = query_first(self._database, query, {"partition": wanted, **values}, prepare=False)
+        return None if row is None else row[0]

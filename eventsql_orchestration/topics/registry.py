@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 from sqlalchemy import Connection, delete, func, null, select, update
 from sqlalchemy.dialects.postgresql import insert
@@ -14,13 +14,7 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
 from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.queries import event_table
-from eventsql_orchestration.errors import (
-    ConsumerNotFoundError,
-    InvalidNameError,
-    RedefinitionError,
-    RegistryError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts, segments
@@ -35,12 +29,23 @@ from eventsql_orchestration.topics.catalog import (
     lock_buffer,
     lock_registry,
     lock_topic,
+    no_consumer,
     refuse_capitals,
     schema_of,
 )
 from eventsql_orchestration.topics.offsets import Earliest, Position, Start, resolve, starting_at
 from eventsql_orchestration.topics.registration import Registration, consumer_registration, topic_registration
 from eventsql_orchestration.validation import check_text
+
+
+class ConsumerSettings(TypedDict, total=False):
+    """The settings of a consumer that a registration declares. See `ClusterRegistry.declare_consumer`."""
+
+    max_attempts: int | None
+    start: Start
+    filter: DeclaredFilter
+    held: bool
+
 
 CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
@@ -60,18 +65,12 @@ class Registry:
     # Topics
 
     def register_topic(self, topic: Topic) -> Registry:
-        """Create `topic`, or find it as it is. Raises the errors of `declare_topic`."""
+        """See `ClusterRegistry.register_topic`."""
         self.declare_topic(topic)
         return self
 
     def declare_topic(self, topic: Topic) -> Registration:
-        """Create `topic`, or find it as it is, and tell the changes.
-
-        Its number of partitions can change while it has neither events nor consumers; `RedefinitionError` otherwise.
-        Its retention can always change; a topic that names none keeps the retention that it has. Raises
-        `InvalidNameError` for a name that a table of the platform has taken, and `DatabaseBusyError` when publishers
-        are in the way.
-        """
+        """See `ClusterRegistry.declare_topic`."""
         if event_table(topic.name) in tables.NAMES:
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
 
@@ -104,18 +103,19 @@ class Registry:
 
     def _redefine(self, connection: Connection, existing: Topic, topic: Topic) -> None:
         had, wanted = _partitions(existing.partitions), _partitions(topic.partitions)
-        change = f"topic {topic.name!r} has {had} and cannot get {wanted}"
+        remedy = "register another topic"
+        if existing.partitioned and topic.partitioned:
+            remedy = f"change them in order with `eventsql topic alter {topic.name} --partitions {topic.partitions}`"
+
         lock_topic(connection, topic.name)
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
-        if consumers:
+        reason = f"{consumers} consumer(s), whose offsets are per partition" if consumers else None
+        if reason is None:
+            lock_buffer(connection)
+            reason = "events, whose keys would change their partition" if has_events(connection, topic.name) else None
+        if reason is not None:
             raise RedefinitionError(
-                f"{change}: it has {consumers} consumer(s), whose offsets are per partition; "
-                f"{_repartition(existing, topic)}"
-            )
-        lock_buffer(connection)
-        if has_events(connection, topic.name):
-            raise RedefinitionError(
-                f"{change}: it has events, whose keys would change their partition; {_repartition(existing, topic)}"
+                f"topic {topic.name!r} has {had} and cannot get {wanted}, because it has {reason}: {remedy}"
             )
         # The ids of its log begin anew.
         for kept_by in (tables.topic_layout, tables.shard_fence):
@@ -141,8 +141,7 @@ class Registry:
     @checks_itself
     def cached_topic(self, name: str) -> Topic:
         """One topic, from memory if it was looked up within `CACHE_SECONDS`, for publishers."""
-        known = self.known(name)
-        if known is not None:
+        if (known := self.known(name)) is not None:
             return known
         now = time.monotonic()
         topic = self.topic(name)
@@ -165,35 +164,24 @@ class Registry:
             self._cache.pop(name, None)
 
     def set_retention(self, name: str, retention: Retention | None) -> None:
-        """Set how much of a topic is kept; with None, or without a bound, everything for ever.
-
-        The call itself drops nothing. Raises `TopicNotFoundError`.
-        """
+        """See `ClusterRegistry.set_retention`."""
         with self._database.core() as connection:
             lock_registry(connection)
             _keep(connection, existing_topic(connection, name), retention or Retention())
         self.forget(name)
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
-        """Delete a topic with all its events.
-
-        The call waits for a transfer and a consumption that are under way. Raises `TopicNotFoundError`,
-        `RegistryError` while the topic has consumers or events, unless `force` is set, and `DatabaseBusyError` when
-        publishers or readers are in the way.
-        """
+        """See `ClusterRegistry.unregister_topic`."""
         topic = self.topic(name)
         with self._database.core() as connection:
             lock_registry(connection)
             lock_topic(connection, name)
             consumers = sorted({state.name for state in consumer_states(connection, name, lock=True)})
             if consumers and not force:
-                raise RegistryError(
-                    f"topic {name!r} is kept: it has consumers ({', '.join(consumers)}), which would lose their "
-                    f"offsets; {_by_force(name)}"
-                )
+                raise _kept(name, f"consumers ({', '.join(consumers)}), which would lose their offsets")
             lock_buffer(connection)
             if not force and has_events(connection, name):
-                raise RegistryError(f"topic {name!r} is kept: it has events, which would be lost; {_by_force(name)}")
+                raise _kept(name, "events, which would be lost")
             # A block goes before the row of the buffer that stands for it.
             driver_connection(connection).execute(
                 Queries("blocks", self._database.schema)("drop_of_topic"), {"topic": name}
@@ -206,49 +194,18 @@ class Registry:
 
     # Consumers
 
-    def register_consumer(
-        self,
-        consumer: Consumer,
-        *,
-        max_attempts: int | None = None,
-        start: Start = "earliest",
-        filter: DeclaredFilter = None,  # noqa: A002 - the field's word
-        held: bool = False,
-    ) -> Registry:
-        """Create `consumer`, or find it as it is. Takes and raises the same as `declare_consumer`."""
-        self.declare_consumer(consumer, max_attempts=max_attempts, start=start, filter=filter, held=held)
+    def register_consumer(self, consumer: Consumer, **settings: Unpack[ConsumerSettings]) -> Registry:
+        """See `ClusterRegistry.register_consumer`."""
+        self.declare_consumer(consumer, **settings)
         return self
 
-    def declare_consumer(
-        self,
-        consumer: Consumer,
-        *,
-        max_attempts: int | None = None,
-        start: Start = "earliest",
-        filter: DeclaredFilter = None,  # noqa: A002 - the field's word
-        held: bool = False,
-    ) -> Registration:
-        """Create `consumer`, or find it as it is, and tell the changes.
-
-        The offsets of a consumer that exists never move: only a seek moves them. It takes the `max_attempts` and the
-        `filter` that are given, from its next batch on, and keeps a setting that is None. `EVERY_EVENT` ends a filter;
-        events that it passed over do not come back. A partitioned consumer that lacks partitions of its topic gets
-        them, from their earliest events on.
-
-        `max_attempts` (at least 1, and 5 for a new consumer) is how often an event is tried before it goes to the dead
-        letter topic. `start` says where a new consumer begins: at the earliest event, after the latest, at the first
-        event from an offset on, or at the first that entered the log at a time or later, so long ago for `Back`. Where
-        that lies outside of the log, it begins at the nearest end. With a `filter`, the consumer's functions get the
-        events that match; its offset moves past the others, which count as lag until then. A reader of a claim's range
-        gets all of its events. A new consumer that is `held` gets no events until it is let go (shards/shard_state.py).
-
-        Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic that is not, or a start or
-        filter that cannot be; `RedefinitionError` for one that exists in the other form.
-        """
-        position = starting_at(start)
-        settings: dict[str, Any] = {} if max_attempts is None else {"eql_max_attempts": max_attempts}
-        if filter is not None:
-            settings["eql_filter"] = filter.as_json() if isinstance(filter, EventFilter) else null()
+    def declare_consumer(self, consumer: Consumer, **settings: Unpack[ConsumerSettings]) -> Registration:
+        """See `ClusterRegistry.declare_consumer`."""
+        position, held = starting_at(settings.get("start", "earliest")), settings.get("held", False)
+        max_attempts, filtered = settings.get("max_attempts"), settings.get("filter")
+        stored: dict[str, Any] = {} if max_attempts is None else {"eql_max_attempts": max_attempts}
+        if filtered is not None:
+            stored["eql_filter"] = filtered.as_json() if isinstance(filtered, EventFilter) else null()
 
         with self._database.core() as connection:
             lock_registry(connection)
@@ -262,9 +219,9 @@ class Registry:
             if before:
                 if consumer.partitioned:
                     layouts.complete(driver_connection(connection), self._database.schema, topic.name, consumer.name)
-                _change_settings(connection, before, settings)
+                _change_settings(connection, before, stored)
             else:
-                _insert_consumer(connection, consumer, topic, position, settings, held=held)
+                _insert_consumer(connection, consumer, topic, position, stored, held=held)
             return consumer_registration(consumer, before, consumer_states(connection, topic.name, consumer.name))
 
     def consumers(self, topic: str | None = None) -> list[ConsumerState]:
@@ -280,13 +237,11 @@ class Registry:
         if not states:
             with self._database.connection() as connection:
                 check_readable(connection, self._database.schema, topic)
-            raise ConsumerNotFoundError(
-                f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`"
-            )
+            raise no_consumer(topic, name)
         return states
 
     def unregister_consumer(self, topic: str, name: str) -> None:
-        """Delete a consumer with its offsets. Waits for a consumption that is under way."""
+        """See `ClusterRegistry.unregister_consumer`."""
         self.consumer(topic, name)
         with self._database.core() as connection:
             consumer_states(connection, topic, name, lock=True)
@@ -294,11 +249,11 @@ class Registry:
             connection.execute(delete(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name))
 
     def pause(self, topic: str, name: str) -> None:
-        """Let no consumption of this consumer start until `resume`; one that is under way goes on."""
+        """See `ClusterRegistry.pause`."""
         self._set(topic, name, eql_paused=True)
 
     def resume(self, topic: str, name: str) -> None:
-        """End a pause, and give an event that blocks a partition a fresh set of attempts."""
+        """See `ClusterRegistry.resume`."""
         self._set(
             topic, name, eql_paused=False, eql_attempts=0, eql_failed_event_id=None, eql_failure=None, eql_retry_at=None
         )
@@ -323,19 +278,13 @@ def _change_settings(connection: Connection, states: list[ConsumerState], settin
 
 
 def _insert_consumer(
-    connection: Connection,
-    consumer: Consumer,
-    topic: Topic,
-    position: Position,
-    settings: dict[str, Any],
-    *,
-    held: bool,
+    connection: Connection, consumer: Consumer, topic: Topic, start: Position, settings: dict[str, Any], *, held: bool
 ) -> None:
     """Insert the rows of a new consumer, for the partitions of the layout where it begins and of all later ones."""
     driver, schema = driver_connection(connection), schema_of(connection)
     offset = None
-    if not isinstance(position, Earliest):
-        offset = resolve(driver, schema, topic.name, position, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
+    if not isinstance(start, Earliest):
+        offset = resolve(driver, schema, topic.name, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
     partitions, until = topic.all_partitions, None
     if not consumer.partitioned:
         partitions = (NOT_PARTITIONED,)
@@ -346,29 +295,23 @@ def _insert_consumer(
         insert(tables.consumer).values(eql_consumed_events=0, **settings).on_conflict_do_nothing(),
         [
             {
-                "eql_topic": topic.name,
-                "eql_name": consumer.name,
-                "eql_partition": partition,
-                "eql_last_event_id": offset,
-                "eql_until": HELD if held else until,
+                "eql_topic": topic.name, "eql_name": consumer.name, "eql_partition": partition,
+                "eql_last_event_id": offset, "eql_until": HELD if held else until,
             }
             for partition in partitions
         ],
-    )
+    )  # fmt: skip
 
 
 def _partitions(count: int) -> str:
     return "no partitions" if count == NOT_PARTITIONED else f"{count} partition{'s' if count > 1 else ''}"
 
 
-def _repartition(existing: Topic, topic: Topic) -> str:
-    if not (existing.partitioned and topic.partitioned):
-        return "register another topic"
-    return f"`eventsql topic alter {topic.name} --partitions {topic.partitions}` changes them in order"
-
-
-def _by_force(name: str) -> str:
-    return f"`eventsql topic delete {name} --force`, in Python force=True, deletes all of it"
+def _kept(name: str, what: str) -> RegistryError:
+    return RegistryError(
+        f"topic {name!r} is kept, because it has {what}: delete all of it with `eventsql topic delete {name} --force` "
+        "(in Python force=True)"
+    )
 
 
 def _keep(connection: Connection, existing: Topic, retention: Retention) -> None:

@@ -16,10 +16,10 @@ from typing import Final
 import psycopg
 import sqlalchemy
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.model import Topic
 from eventsql_orchestration.topics import legacy_writer_trigger, sequences
@@ -75,13 +75,11 @@ def segment_name(topic: str, start: int) -> str:
 
 def segments(connection: Connection, schema: str, topic: str) -> list[Segment] | None:
     """The segments of a topic's log by their ids; None where it is one plain table."""
-    queries = Queries("retention", schema)
-    cursor = connection.cursor(row_factory=tuple_row)
-    parameters = _log(connection, schema, topic)
-    row = cursor.execute(queries("is_segmented"), parameters).fetchone()
+    queries, log = Queries("retention", schema), _log(connection, schema, topic)
+    row = fetch_first(connection, queries("is_segmented"), log)
     if row is None or not row[0]:
         return None
-    return [Segment(*row) for row in cursor.execute(queries("segments"), parameters)]
+    return [Segment(*row) for row in fetch_all(connection, queries("segments"), log)]
 
 
 def _log(connection: Connection, schema: str, topic: str) -> dict[str, object]:
@@ -91,8 +89,7 @@ def _log(connection: Connection, schema: str, topic: str) -> dict[str, object]:
 
 def newest_id(connection: Connection, schema: str, topic: str) -> int:
     """The newest id that was given out in a topic's log; 0 before the first."""
-    cursor = connection.cursor(row_factory=tuple_row)
-    row = cursor.execute(Queries("retention", schema)("newest_id"), _log(connection, schema, topic)).fetchone()
+    row = fetch_first(connection, Queries("retention", schema)("newest_id"), _log(connection, schema, topic))
     return 0 if row is None or row[0] is None else int(row[0])
 
 
@@ -102,25 +99,17 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
     Attaching lets reads and writes of the log go on. A log that is one plain table stays as it is. The function
     `make_segments` in the database has the statements.
     """
-    row = (
-        connection.cursor(row_factory=tuple_row)
-        .execute(Queries("retention", schema)("makes_segments"), _log(connection, schema, topic))
-        .fetchone()
-    )
+    queries = Queries("retention", schema)
+    own = fetch_first(connection, queries("makes_segments"), _log(connection, schema, topic)) == (True,)
     # Other roles, such as a transfer role or a member of the owner, call the owner's function.
-    statement = "make_segments" if row == (True,) else "ensure_segments"
-    connection.execute(
-        Queries("retention", schema)(statement),
-        {"topic": topic, "events": SEGMENT_EVENTS, "ahead": SEGMENTS_AHEAD},
-    )
+    statement = queries("make_segments" if own else "ensure_segments")
+    connection.execute(statement, {"topic": topic, "events": SEGMENT_EVENTS, "ahead": SEGMENTS_AHEAD})
 
 
 def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> None:
     """Let the ids of the log go on after `segment`, in the caller's transaction that holds the topic."""
-    connection.execute(
-        Queries("retention", schema)("skip_to"),
-        {**_log(connection, schema, topic), "newest": segment.end - 1},
-    )
+    values = {**_log(connection, schema, topic), "newest": segment.end - 1}
+    connection.execute(Queries("retention", schema)("skip_to"), values)
 
 
 def adopt(connection: Connection, schema: str, topic: str) -> None:
@@ -138,11 +127,10 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
     names = _adoption_names(connection, schema, topic)
     try:
         _alter(
-            connection,
-            names,
+            connection, names,
             "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}",
             "ALTER TABLE {log} ADD CONSTRAINT {check} CHECK (eql_id OPERATOR(pg_catalog.<) {end}) NOT VALID",
-        )
+        )  # fmt: skip
         # It reads every row, in one statement that cannot be cut into parts.
         _alter(connection, names, "SET LOCAL statement_timeout TO 0", "ALTER TABLE {log} VALIDATE CONSTRAINT {check}")
         _replace_log(connection, schema, topic, names)
@@ -160,29 +148,24 @@ def give_adoption_up(connection: Connection, schema: str, topic: str) -> None:
 
 
 def _check_dependents(connection: Connection, schema: str, topic: str) -> None:
-    cursor = connection.cursor(row_factory=tuple_row)
     log = sql.Identifier(schema, event_table(topic)).as_string(connection)
-    dependents = cursor.execute(Queries("retention", schema)("dependents"), {"table": log}).fetchall()
+    dependents = fetch_all(connection, Queries("retention", schema)("dependents"), {"table": log})
     if dependents:
+        names = ", ".join(name for (name,) in dependents)
         raise RegistryError(
-            f"topic {topic!r} cannot have a retention yet: {', '.join(name for (name,) in dependents)} would stay "
-            "with its first segment; drop the objects that depend on its event table, and make them anew afterwards"
+            f"topic {topic!r} cannot have a retention yet, because {names} would stay with its first segment: drop "
+            "these objects, set the retention, and make them anew"
         )
 
 
 def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str, sql.Composable | int]:
     log, name = sql.Identifier(schema, event_table(topic)), segment_name(topic, 0)
-    cursor = connection.cursor(row_factory=tuple_row)
-    sequence = cursor.execute(Queries("retention", schema)("sequence"), _log(connection, schema, topic)).fetchone()
-    assert sequence is not None, "an event table's ids come from a sequence"
+    sequence = fetch_one(connection, Queries("retention", schema)("sequence"), _log(connection, schema, topic))
     return {
-        "log": log,
-        "segment": sql.Identifier(schema, name),
-        "name": sql.Identifier(name),
-        "sequence": sql.Identifier(*sequence),
-        "check": sql.Identifier(ADOPTION_CHECK),
+        "log": log, "segment": sql.Identifier(schema, name), "name": sql.Identifier(name),
+        "sequence": sql.Identifier(*sequence), "check": sql.Identifier(ADOPTION_CHECK),
         "end": newest_id(connection, schema, topic) + SEGMENT_EVENTS,
-    }
+    }  # fmt: skip
 
 
 def _alter(connection: Connection, names: Mapping[str, sql.Composable | int], *statements: str) -> None:
@@ -201,15 +184,14 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
         connection.execute(Queries("log", schema)("await_topic"), {"topic": topic})
         partitions = legacy_writer_trigger.release(connection, schema, topic)
         _alter(
-            connection,
-            names,
+            connection, names,
             "ALTER TABLE {log} RENAME TO {name}",
             "CREATE TABLE {log} (LIKE {segment} INCLUDING ALL EXCLUDING CONSTRAINTS) PARTITION BY RANGE (eql_id)",
             "ALTER SEQUENCE {sequence} OWNED BY {log}.eql_id",
             "ALTER TABLE {segment} ALTER COLUMN eql_id DROP DEFAULT",
             "ALTER TABLE {log} ATTACH PARTITION {segment} FOR VALUES FROM (MINVALUE) TO ({end})",
             "ALTER TABLE {segment} DROP CONSTRAINT {check}",
-        )
+        )  # fmt: skip
         if partitions is not None:
             legacy_writer_trigger.guard(connection, schema, topic, partitions)
         sequences.settle(connection, schema, event_table(topic))
@@ -220,18 +202,12 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
 def _pass_on_rights(connection: Connection, schema: str, topic: str, segment: str) -> None:
     """Give the rights on the plain table on the log that took its place, and make its owner the log's."""
     queries = Queries("retention", schema)
-    cursor = connection.cursor(row_factory=tuple_row)
     log, table = sql.Identifier(schema, event_table(topic)), sql.Identifier(schema, segment).as_string(connection)
-    for privilege, grantee, grantable in cursor.execute(queries("grants"), {"table": table}).fetchall():
-        connection.execute(
-            sql.SQL("GRANT {} ON {} TO {}{}").format(
-                sql.SQL(privilege),
-                log,
-                sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee),
-                sql.SQL(" WITH GRANT OPTION" if grantable else ""),
-            )
-        )
-    owner = cursor.execute(queries("owner"), {"table": table}).fetchone()
-    mine = cursor.execute(queries("owner"), {"table": log.as_string(connection)}).fetchone()
+    for privilege, grantee, grantable in fetch_all(connection, queries("grants"), {"table": table}):
+        to = sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee)
+        option = sql.SQL(" WITH GRANT OPTION" if grantable else "")
+        connection.execute(sql.SQL("GRANT {} ON {} TO {}{}").format(sql.SQL(privilege), log, to, option))
+    owner = fetch_first(connection, queries("owner"), {"table": table})
+    mine = fetch_first(connection, queries("owner"), {"table": log.as_string(connection)})
     if owner is not None and owner != mine:
         connection.execute(sql.SQL("ALTER TABLE {} OWNER TO {}").format(log, sql.Identifier(owner[0])))

@@ -14,10 +14,10 @@ from typing import Final
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import Connection, Queries, tables
 from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import SequenceError
 
 logger = logging.getLogger(__name__)
@@ -69,31 +69,23 @@ class SequenceState:
         """The error for its settings; None where they are right."""
         if self.wrong is None:
             return None
-        remedy = f"ALTER SEQUENCE {self} {SETTINGS}"
-        return SequenceError(
-            f"sequence {self} has {self.wrong}: ids would not grow in the order of commits, and events would be lost",
-            sequence=str(self), remedy=remedy,
-        )  # fmt: skip
+        finding = f"sequence {self} has {self.wrong}: ids would not grow in the order of commits, and events be lost"
+        return SequenceError(finding, sequence=str(self), remedy=f"ALTER SEQUENCE {self} {SETTINGS}")
 
     def behind(self, highest: int) -> SequenceError | None:
         """The error where its table has ids up to `highest` and it gives out smaller ones."""
         if self.last is None or self.last >= highest:
             return None
         remedy = f"SELECT pg_catalog.setval('{self}', greatest({highest}, last_value)) FROM {self}"  # noqa: S608 - to be read
-        return SequenceError(
-            f"sequence {self} has given out {self.last}, and {self.table} has id {highest}: new ids would be below it",
-            sequence=str(self), remedy=remedy,
-        )  # fmt: skip
+        finding = f"sequence {self} is at {self.last}, and {self.table} has id {highest}: new ids would be smaller"
+        return SequenceError(finding, sequence=str(self), remedy=remedy)
 
     def nearly_used_up(self) -> SequenceError | None:
         """The error where few of its values are left."""
         if self.last is None or self.last < self.limit * NEARLY:
             return None
-        remedy = f"ALTER SEQUENCE {self} AS bigint NO MAXVALUE"
-        return SequenceError(
-            f"sequence {self} is nearly used up: it has given out {self.last} of {self.limit}",
-            sequence=str(self), remedy=remedy,
-        )  # fmt: skip
+        finding = f"sequence {self} is nearly used up: it has given out {self.last} of {self.limit}"
+        return SequenceError(finding, sequence=str(self), remedy=f"ALTER SEQUENCE {self} AS bigint NO MAXVALUE")
 
 
 class Ids:
@@ -121,15 +113,11 @@ class Ids:
         Gives whether the times of the log are points in time. Raises `SequenceError`.
         """
         log = sql.Identifier(self._schema, event_table(topic)).as_string(connection)
-        row = (
-            connection.cursor(row_factory=tuple_row)
-            .execute(self._queries("log_state", topic=topic), {"topic": topic, "log": log}, prepare=False)
-            .fetchone()
+        zoned, sequence, last, highest = fetch_one(
+            connection, self._queries("log_state", topic=topic), {"topic": topic, "log": log}, prepare=False
         )
-        assert row is not None, "a function in FROM gives a row"
         # After the statement above, which says where a topic was deleted.
         check(connection, self._schema, event_table(topic))
-        zoned, sequence, last, highest = row
         if last < highest:
             (state,) = states(connection, self._schema, [event_table(topic)])
             try:
@@ -170,9 +158,8 @@ def advance_buffer(connection: Connection, schema: str) -> None:
 
 def states(connection: Connection, schema: str, names: Sequence[str]) -> list[SequenceState]:
     """The sequences of the tables of these names, by table."""
-    cursor = connection.cursor(row_factory=tuple_row)
-    cursor.execute(Queries("sequences", schema)("settings"), {"schema": schema, "tables": list(names)})
-    return [SequenceState(*row) for row in cursor]
+    values = {"schema": schema, "tables": list(names)}
+    return [SequenceState(*row) for row in fetch_all(connection, Queries("sequences", schema)("settings"), values)]
 
 
 def check(connection: Connection, schema: str, table: str) -> None:
@@ -198,9 +185,9 @@ def settle(connection: Connection, schema: str, table: str) -> None:
 def _highest(connection: Connection, schema: str, table: str) -> int:
     """The largest id in a table, as far as the current role may read it; 0 where there is none."""
     queries, name = Queries("sequences", schema), sql.Identifier(schema, table).as_string(connection)
-    if connection.execute(queries("readable"), {"table": name}).fetchone() != (True,):
+    if fetch_first(connection, queries("readable"), {"table": name}) != (True,):
         return 0
-    row = connection.execute(queries("highest", segment=table)).fetchone()
+    row = fetch_first(connection, queries("highest", segment=table))
     return 0 if row is None or row[0] is None else int(row[0])
 
 
@@ -210,7 +197,5 @@ def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[S
     found: list[SequenceError] = []
     for state in states(connection, schema, names):
         highest = _highest(connection, schema, state.table)
-        found += [
-            error for error in (state.error(), state.behind(highest), state.nearly_used_up()) if error is not None
-        ]
+        found += filter(None, (state.error(), state.behind(highest), state.nearly_used_up()))
     return found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-import sqlalchemy
 from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import check_name, check_range, check_text, check_time, check_whole
 
@@ -37,9 +37,7 @@ class Logs:
         self._database = database
         self._queries = Queries("views", database.schema)
 
-    def write(
-        self, connection: Connection | sqlalchemy.Connection, log: str, rows: Iterable[tuple[str, str, datetime]]
-    ) -> int:
+    def write(self, connection: CallersConnection, log: str, rows: Iterable[tuple[str, str, datetime]]) -> int:
         """Write `(resource, line, written_at)` rows in the caller's transaction, with one statement. Gives their
         number.
 
@@ -59,15 +57,9 @@ class Logs:
         return len(checked)
 
     def search(
-        self,
-        log: str,
-        *,
-        resource: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        text: str | None = None,
-        limit: int = 100,
-    ) -> list[LogLine]:
+        self, log: str, *, resource: str | None = None, since: datetime | None = None,
+        until: datetime | None = None, text: str | None = None, limit: int = 100,
+    ) -> list[LogLine]:  # fmt: skip
         """The newest lines, newest first, `limit` at most.
 
         `since <= written_at < until`. `text` may be anywhere in a line, in upper or lower case. The search for text
@@ -81,15 +73,10 @@ class Logs:
             "resource": None if resource is None else check_name("resource", resource),
             "since": since,
             "until": until,
-            "pattern": None if text is None else _containing(text),
+            "pattern": None if text is None else "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%",
             "limit": check_whole("limit", limit, least=1),
         }
         # Two statements, each with its own index.
         statement = "search_log" if resource is None else "search_log_of_resource"
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
             return found.execute(self._queries(statement), values).fetchall()
-
-
-def _containing(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-    return f"%{escaped}%"

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-import sqlalchemy
 from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import check_name, check_range, check_text, check_time, check_whole
 
@@ -43,12 +42,7 @@ class Rollups:
         self._database = database
         self._queries = Queries("views", database.schema)
 
-    def add(
-        self,
-        connection: Connection | sqlalchemy.Connection,
-        rollup: str,
-        rows: Iterable[tuple[datetime, str, int, int]],
-    ) -> None:
+    def add(self, connection: CallersConnection, rollup: str, rows: Iterable[tuple[datetime, str, int, int]]) -> None:
         """Add `(bucket, dimension, count, sum)` rows in the caller's transaction, with one statement.
 
         Rows of the same bucket and dimension are added up; negative numbers subtract. The buckets stay locked until the
@@ -71,20 +65,14 @@ class Rollups:
         keys = sorted(added)
         values = {
             "rollup": rollup,
-            "buckets": [bucket for bucket, _ in keys],
-            "dimensions": [dimension for _, dimension in keys],
-            "counts": [added[key][0] for key in keys],
-            "sums": [added[key][1] for key in keys],
-        }
+            "buckets": [bucket for bucket, _ in keys], "dimensions": [dimension for _, dimension in keys],
+            "counts": [added[key][0] for key in keys], "sums": [added[key][1] for key in keys],
+        }  # fmt: skip
         with self._database.callers(connection) as joined:
             joined.execute(self._queries("add_to_rollup"), values)
 
     def read(
-        self,
-        rollup: str,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        dimension: str | None = None,
+        self, rollup: str, since: datetime | None = None, until: datetime | None = None, dimension: str | None = None
     ) -> list[RollupBucket]:
         """The buckets with `since <= bucket < until`, of one dimension or of all, ordered by both."""
         check_range(since, until)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import sqlalchemy
 from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
 
 
@@ -41,21 +40,14 @@ class Timelines:
         self._queries = Queries("views", database.schema)
 
     def append(
-        self,
-        connection: Connection | sqlalchemy.Connection,
-        timeline: str,
-        resource: str,
-        data: Mapping[str, Any],
+        self, connection: CallersConnection, timeline: str, resource: str, data: Mapping[str, Any],
         occurred_at: datetime,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Append one entry in the caller's transaction. Raises `ValidationError` for values that cannot be stored."""
         self.append_all(connection, timeline, [(resource, data, occurred_at)])
 
     def append_all(
-        self,
-        connection: Connection | sqlalchemy.Connection,
-        timeline: str,
-        entries: Iterable[tuple[str, Mapping[str, Any], datetime]],
+        self, connection: CallersConnection, timeline: str, entries: Iterable[tuple[str, Mapping[str, Any], datetime]]
     ) -> int:
         """Append `(resource, data, occurred_at)` entries in order, with one statement. Gives their number.
 

@@ -107,6 +107,15 @@ def test_metadata_has_a_bound_for_all_of_it_together() -> None:
         Publication("orders", b"", metadata={"a": half, "b": half})
 
 
+@pytest.mark.parametrize("name", ["max_attemps", "settings"])
+def test_an_option_that_does_not_exist_is_refused(platform: EventSQL, name: str) -> None:
+    wrong: Any = {name: 3}
+    with pytest.raises(TypeError):
+        platform.registry.register_consumer(Consumer("orders", "audit"), **wrong)
+    with pytest.raises(TypeError):
+        platform.consumers.start_batch("orders", "audit", lambda _events, _connection: None, **wrong)
+
+
 def test_lanes_have_a_bound() -> None:
     with pytest.raises(ValidationError):
         BufferLimits(flushes=MAX_FLUSHES + 1)

@@ -294,7 +294,7 @@ def test_a_seek_that_would_tear_a_consumer_apart_moves_nothing(platform: EventSQ
     orders.publish(100)
     orders.consume()
     before = platform.registry.consumer("orders", "mailer")
-    with pytest.raises(ValidationError, match="seek all of its partitions to one offset or time"):
+    with pytest.raises(ValidationError, match="seek all partitions to one offset or time"):
         platform.seeker.execute("orders", "mailer", Earliest(), partition=1)
     moves = platform.seeker.execute("orders", "mailer", ShiftBy(-1), partition=1)
     assert [move.again for move in moves] == [1]
@@ -372,7 +372,7 @@ def test_a_consumer_that_is_held_back_is_of_the_layout_in_which_it_stands(platfo
     assert changed is not None
     store = ShardStore(platform.database)
     store.hold("orders", "mailer")
-    with pytest.raises(ValidationError, match="seek all of its partitions to one offset or time"):
+    with pytest.raises(ValidationError, match="seek all partitions to one offset or time"):
         platform.seeker.execute("orders", "mailer", Earliest(), partition=1)
     platform.seeker.execute("orders", "mailer", Earliest())
     assert (partitions(platform), untils(platform)) == ([0, 1, 2], {HELD})
@@ -512,7 +512,7 @@ def test_a_plain_log_keeps_its_guard_when_it_becomes_a_segment(platform: EventSQ
 def test_whoever_reads_the_log_is_not_in_the_way_of_its_guard(dsn: str, platform: EventSQL, orders: Orders) -> None:
     orders.publish(10)
     with open_transaction(dsn, "SELECT count(*) FROM eventsql.orders_event"):
-        assert platform.repartitioner.repartition("orders", 2, patience=0) is not None
+        assert platform.repartitioner.repartition("orders", 2, timeout=0) is not None
 
 
 def test_events_in_partitions_that_were_gone_are_found(platform: EventSQL, orders: Orders) -> None:
@@ -560,7 +560,7 @@ def test_a_publisher_that_does_not_end_leaves_everything_as_it_was(
         "VALUES ('orders', 0, '', '{}')"
     )
     with open_transaction(dsn, publishing), pytest.raises(DatabaseBusyError, match="keeps its 3 partitions"):
-        platform.repartitioner.repartition("orders", 4, patience=0.2)
+        platform.repartitioner.repartition("orders", 4, timeout=0.2)
     assert platform.registry.topic("orders").partitions == 3
     assert platform.layouts.of("orders") == []
     assert partitions(platform) == [0, 1, 2]

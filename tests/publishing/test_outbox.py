@@ -104,13 +104,13 @@ def test_what_is_no_publication_is_refused_with_what_to_pass(platform: EventSQL,
     bad: Any = {"topic": "orders", "value": b"one"}
     with psycopg.connect(dsn) as connection:
         mine = connection if joined else None
-        with pytest.raises(ValidationError, match=r"not dict: Publication\(topic, value"):
+        with pytest.raises(ValidationError, match="must be a Publication"):
             platform.publisher.publish(bad, connection=mine)
-        with pytest.raises(ValidationError, match=r"not dict: Publication\(topic, value"):
+        with pytest.raises(ValidationError, match="must be a Publication"):
             platform.publisher.publish_all([ONE, bad], connection=mine)
         connection.rollback()
         single: Any = ONE
-        with pytest.raises(ValidationError, match="use publish for a single publication"):
+        with pytest.raises(ValidationError, match="use publish for one"):
             platform.publisher.publish_all(single, connection=mine)
     assert platform.transfer.run_once() == {}
 

@@ -151,7 +151,7 @@ def test_an_acknowledged_message_is_gone(queue: Queue) -> None:
     (message,) = queue.receive()
     queue.acknowledge(message)
     assert queue.depth() == QueueDepth(0, 0)
-    with pytest.raises(MessageNotFoundError, match=f"'commands' does not hold message {message.id}"):
+    with pytest.raises(MessageNotFoundError, match=f"'commands' has no message {message.id}"):
         queue.acknowledge(message)
 
 

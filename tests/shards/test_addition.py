@@ -200,7 +200,7 @@ def test_the_fence_waits_for_a_transaction_that_has_published(dsns: list[str], o
     with shard.database.transaction() as connection:
         platform.publisher.publish(publication(MOVING, 0), connection=connection)
         with pytest.raises(DatabaseBusyError, match="run it again"):
-            store.fence(2, [*BEFORE, "shard-3"], shard.transfer, patience=0.0)
+            store.fence(2, [*BEFORE, "shard-3"], shard.transfer, timeout=0.0)
         assert store.state().generation == 1
     store.fence(2, [*BEFORE, "shard-3"], shard.transfer)
     with shard.database.connection() as connection:
@@ -298,7 +298,7 @@ def test_a_consumer_gets_no_event_of_the_new_shard_before_those_of_the_old_ones(
     assert (held.consumer, held.shard, held.waits_for) == ("mailer", "shard-3", ("shard-1", "shard-2"))
     waiting = [lag for lag in platform.lag("orders") if lag.shard == "shard-3" and lag.events]
     assert [(lag.events, lag.cause, lag.detail) for lag in waiting] == [
-        (1, LagCause.HELD_BACK, "until it has consumed what was before on shard-1, shard-2")
+        (1, LagCause.HELD_BACK, "until it has consumed the earlier events on shard-1, shard-2")
     ]
     (joined,) = (shard for shard in platform.shards if shard.name == "shard-3")
     refused = joined.claims.claim("orders", "mailer", waiting[0].partition, owner="a run")

@@ -110,7 +110,7 @@ def test_consume_prints_what_all_shards_have_left(orders: Run) -> None:
 
 def test_one_shard_is_chosen_by_name_where_offsets_are_meant(orders: Run) -> None:
     assert "each shard has its own offsets" in orders("tail", "orders", "--from", 1, code=2).stderr
-    assert "an offset means another place on each shard" in orders(
+    assert "each shard counts its offsets by itself" in orders(
         "seek", "orders", "mailer", "--to-offset", 1, code=2
     ).stderr  # fmt: skip
     alone = lines(orders("--shard", "shard-2", "tail", "orders", "--from", 2))
@@ -226,7 +226,7 @@ def test_a_consumer_that_is_held_back_is_told_in_the_same_words_everywhere(order
 
     whole("publish", "orders", "--key", "key", stdin="".join(json.dumps({"key": key}) + "\n" for key in KEYS))
     whole("transfer", "--once")
-    until = "until it has consumed what was before on shard-1, shard-2"
+    until = "until it has consumed the earlier events on shard-1, shard-2"
     of_new = [each for each in objects(whole("lag", "--json")) if each["shard"] == "shard-3"]
     assert {(each["cause"], each["detail"]) for each in of_new} == {("held back", until)}
     assert f"held back, {until}" in whole("lag").stdout
@@ -241,11 +241,11 @@ def test_a_consumer_that_is_held_back_is_told_in_the_same_words_everywhere(order
         assert states == {("shard-1", "active"), ("shard-2", "active"), ("shard-3", "held back")}
 
     alone = whole("--shard", "shard-3", "topic", "describe", "orders")
-    assert "until it has consumed what was before on the other shards, as `eventsql shard status` shows" in alone.stderr
+    assert "until it has consumed the earlier events on the other shards, see `eventsql shard status`" in alone.stderr
     (refused,) = whole(
         "--shard", "shard-3", "consume", "orders", "mailer", "--partition", 0, code=1
     ).stderr.splitlines()
-    assert "partition 0 is held back, until it has consumed what was before on the other shards" in refused
+    assert "partition 0 is held back, until it has consumed the earlier events on the other shards" in refused
 
 
 def test_what_is_printed_of_one_shard_has_its_name_too(orders: Run) -> None:
@@ -308,7 +308,7 @@ def test_dead_letters_are_listed_with_their_shards_and_redriven_there(orders: Ru
     letters = objects(orders("dlt", "list", "orders", "--json"))
     assert {each["shard"] for each in letters} == {"shard-1", "shard-2"}
     assert len(letters) == len(KEYS)
-    assert "means another letter on each shard" in orders("dlt", "show", "orders", 1, code=1).stderr
+    assert "each shard counts its dead letters" in orders("dlt", "show", "orders", 1, code=1).stderr
     assert json.loads(orders("dlt", "redrive", "orders", "--json").stdout) == {"redriven": len(KEYS)}
     assert sorted(str(each["key"]) for each in lines(orders("consume", "orders", "mailer"))) == sorted(KEYS)
 

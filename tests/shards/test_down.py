@@ -129,7 +129,7 @@ def test_with_no_shard_up_there_is_nothing_to_open(closed: list[str], opened: Op
 
 
 def test_databases_are_made_a_set_only_with_all_of_them(databases: Databases, opened: Open, closed: list[str]) -> None:
-    with pytest.raises(ShardSetError, match="cannot be reached, and the set of shards is yet to be made"):
+    with pytest.raises(ShardSetError, match="the set of shards cannot be made"):
         opened(*databases(1), closed[0]).open()
 
 

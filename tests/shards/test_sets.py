@@ -109,7 +109,7 @@ def test_a_database_with_topics_of_its_own_is_no_shard_by_the_way(databases: Dat
     one, other = databases(2)
     with EventSQL(one) as platform:
         platform.registry.register_topic(Topic("orders"))
-    with pytest.raises(ShardSetError, match=r"has topics already and is no shard.*shard add"):
+    with pytest.raises(ShardSetError, match="has topics and is not a shard"):
         opened(one, other).open()
     assert written(other) == []
 
@@ -177,13 +177,13 @@ def test_an_addition_names_what_is_in_its_way(databases: Databases, opened: Open
         with pytest.raises(ShardSetError, match="there is a shard 'shard-2' already"):
             ShardAddition([a, b], c, name="shard-2").plan()
         c.registry.register_topic(Topic("orders"))
-        with pytest.raises(ShardSetError, match="has to be empty"):
+        with pytest.raises(ShardSetError, match="add an empty database"):
             ShardAddition([a, b], c).plan()
         c.registry.unregister_topic("orders")
         addition = ShardAddition([a, b], c, name="west", on_step=_dies_after("shard 'shard-1' is fenced"))
         with pytest.raises(KeyboardInterrupt):
             addition.execute()
-        with pytest.raises(ShardSetError, match="shard west is being added: finish that first"):
+        with pytest.raises(ShardSetError, match="finish the addition of shard west"):
             ShardAddition([a, b], d).execute()
         assert written(third) == []
 

@@ -1,0 +1,57 @@
+"""Rows of statements as tuples, also on a caller's connection, which may have a row factory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import TupleRow, tuple_row
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.database.database import Database
+
+Query: TypeAlias = sql.SQL | sql.Composed
+
+Values: TypeAlias = Mapping[str, object] | None
+"""The values of a statement's placeholders."""
+
+
+def fetch_all(
+    connection: psycopg.Connection[Any], query: Query, values: Values = None, *, prepare: bool | None = None
+) -> list[TupleRow]:
+    """All rows of a statement."""
+    return connection.cursor(row_factory=tuple_row).execute(query, values, prepare=prepare).fetchall()
+
+
+def fetch_first(
+    connection: psycopg.Connection[Any], query: Query, values: Values = None, *, prepare: bool | None = None
+) -> TupleRow | None:
+    """The first row of a statement; None if it gives none."""
+    return connection.cursor(row_factory=tuple_row).execute(query, values, prepare=prepare).fetchone()
+
+
+def fetch_one(
+    connection: psycopg.Connection[Any], query: Query, values: Values = None, *, prepare: bool | None = None
+) -> TupleRow:
+    """The row of a statement that always gives one, as an aggregate does."""
+    row = fetch_first(connection, query, values, prepare=prepare)
+    assert row is not None, "the statement gives a row"
+    return row
+
+
+def query_all(
+    database: Database, query: Query, values: Values = None, *, prepare: bool | None = None
+) -> list[TupleRow]:
+    """All rows of a statement, on a pooled connection."""
+    with database.connection() as connection:
+        return fetch_all(connection, query, values, prepare=prepare)
+
+
+def query_first(
+    database: Database, query: Query, values: Values = None, *, prepare: bool | None = None
+) -> TupleRow | None:
+    """The first row of a statement, on a pooled connection; None if it gives none."""
+    with database.connection() as connection:
+        return fetch_first(connection, query, values, prepare=prepare)
