@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
+import dagster as dg
+
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Shard, Topic
-from eventsql_orchestration.errors import TopicNotFoundError
+from eventsql_orchestration.errors import ConsumerNotFoundError, TopicNotFoundError
 
 REGISTER_JOB: Final = "register"
 
@@ -51,6 +55,18 @@ def why_unregistered(platform: EventSQL | Shard, topic: Topic, consumer: Consume
     if any((state.partition != NOT_PARTITIONED) != consumer.partitioned for state in states):
         return other_form(consumer)
     return None
+
+
+@contextmanager
+def failing_if_unregistered(platform: EventSQL, topic: Topic, consumer: Consumer) -> Iterator[None]:
+    """Raise `dagster.Failure` with the reason if the block misses an asset's consumer or its topic."""
+    try:
+        yield
+    except (ConsumerNotFoundError, TopicNotFoundError) as error:
+        why = why_unregistered(platform, topic, consumer)
+        if why is None:
+            raise
+        raise dg.Failure(why, allow_retries=False) from error
 
 
 def other_form(consumer: Consumer) -> str:

@@ -1,4 +1,4 @@
-"""The run tags by which this package finds its own runs."""
+"""The run tags and the names of claims' owners by which this package finds its own runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 
 import dagster as dg
+
+from eventsql_orchestration.consuming.claim_pruning import RUN_OWNER
 
 TOPIC_TAG: Final = "eventsql/topic"
 CONSUMER_TAG: Final = "eventsql/consumer"
@@ -66,6 +68,12 @@ HOUSEKEEPING_CONSUMER: Final = "consumer"
 HOUSEKEEPING_INTERNAL: Final = "internal"
 HOUSEKEEPING_BACKFILL: Final = "backfill"
 
+CONSUMER_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER}
+INTERNAL_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL}
+"""Also on the observations, materializations, sensors and schedules of this package."""
+
+BACKFILL_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL}
+
 PRIORITY_TAG: Final = "dagster/priority"
 MAX_RUNTIME_TAG: Final = "dagster/max_runtime"
 
@@ -85,3 +93,13 @@ def pool_tags(pool: str | None) -> dict[str, str]:
 def partition_tags(topic: str, consumer: str, partition: int, shard: str | None = None) -> Mapping[str, str]:
     """The tags of every run of a consumer partition."""
     return {TOPIC_TAG: topic, CONSUMER_TAG: consumer, PARTITION_TAG: str(partition), **shard_tags(shard)}
+
+
+def owner_of_run(run_id: str) -> str:
+    """The owner name of a claim that a run has taken over."""
+    return RUN_OWNER + run_id
+
+
+def run_of_owner(owner: str) -> str | None:
+    """The run that owns a claim; None for any other owner, for example a tick."""
+    return owner.removeprefix(RUN_OWNER) if owner.startswith(RUN_OWNER) else None

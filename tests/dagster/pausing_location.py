@@ -17,7 +17,8 @@ from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.dagster.consumers import assets, batch
 from eventsql_orchestration.dagster.consumers import drain as draining
-from eventsql_orchestration.dagster.consumers.run import drain
+from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
+from eventsql_orchestration.dagster.consumers.run import DrainingOn, drain
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import windows
@@ -69,24 +70,26 @@ def pausing_open(source: ClaimSource, connection: Connection, limit: int) -> Bat
     return open_batch(source, connection, limit)
 
 
-def pausing_succeed(self: draining.Draining, *given: Any, **options: Any) -> Claim | str:
+def pausing_succeed(self: draining.Draining, *given: Any, **options: Any) -> Claim | NoClaim:
     found = succeed(self, *given, **options)
     if isinstance(found, Claim):
         stop_at(found.consumer)
     return found
 
 
-def pausing_drain(context: dg.AssetExecutionContext, *given: Any) -> None:
+def pausing_drain(
+    context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig, draining_on: DrainingOn
+) -> None:
     if context.run.parent_run_id is not None:
-        stop_at(windows.retry_of(given[-1].name))
-    drain(context, *given)
+        stop_at(windows.retry_of(draining_on(eventsql.shards[0]).consumer.name))
+    drain(context, eventsql, config, draining_on)
 
 
 for name, pausing in (("adopt", pausing_adopt), ("claim", pausing_claim), ("process", pausing_process)):
     setattr(Claims, name, pausing)
 ClaimSource.open = pausing_open  # type: ignore[method-assign, assignment]  # the forced interleaving
 draining.Draining.succeed = pausing_succeed  # type: ignore[method-assign]  # the forced interleaving
-assets.drain = pausing_drain  # type: ignore[assignment, attr-defined]  # the same
+assets.drain = pausing_drain  # type: ignore[attr-defined]  # the same
 
 
 @dg.sensor(

@@ -20,10 +20,9 @@ from eventsql_orchestration.dagster.consumers.batch import BatchConsumer
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.drain import Draining
 from eventsql_orchestration.dagster.consumers.handover import comes_soon
-from eventsql_orchestration.dagster.consumers.owners import owner_of_run
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
 from eventsql_orchestration.dagster.consumers.tick import Budget, Tick, Watch
-from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
+from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG, owner_of_run
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.location import record
 
@@ -37,7 +36,7 @@ draining = consumer_asset(
     limits=RunLimits(max_wait=0.0, drain_seconds=600.0, drain_idle=5.0),
 )(record)
 WATCHES = [
-    PartitionWatch(RIDES, draining.consumer, 0, "draining", draining.limits, "s"),
+    PartitionWatch(RIDES, draining.consumer, "draining", draining.limits, "s", partition=0),
     ConsumerWatch(RIDES, draining.consumer, "draining", draining.limits, "s"),
 ]
 long = consumer_asset(
@@ -187,13 +186,14 @@ def test_a_run_goes_on_after_its_window_until_a_successor_that_was_launched_has_
         return True
 
     def draining_of(run_id: str, limits: RunLimits, **options: Any) -> Draining:
-        consume = BatchConsumer(bench.platform.shards[0], record, batch=1_000, lease=limits.lease)
-        return Draining(bench.platform.shards[0], consume, limits, owner=owner_of_run(run_id), **options)
+        shard = bench.platform.shards[0]
+        consume = BatchConsumer(shard, record, batch=1_000, lease=limits.lease)
+        return Draining(shard, long.consumer, consume, limits, owner=owner_of_run(run_id), **options)
 
     ids = bench.publish("long", 1)
     first = draining_of("first", RunLimits(max_wait=0.0, drain_seconds=0.1, drain_idle=60.0), successor_comes=comes)
     second = draining_of("second", RunLimits(max_wait=0.0, drain_idle=0.0))
-    claim = first.claim("long", "long", -1)
+    claim = first.claim(-1)
     assert isinstance(claim, Claim)
     with ThreadPoolExecutor(max_workers=2) as pool:
         ending = pool.submit(first.run, claim)
@@ -201,7 +201,7 @@ def test_a_run_goes_on_after_its_window_until_a_successor_that_was_launched_has_
         ids += bench.publish("long", 2)
         await_(lambda: bench.effects() == ids, "what comes after it")
         assert not ending.done()
-        taking = pool.submit(second.succeed, "first", "long", "long", -1, is_over=lambda: False)
+        taking = pool.submit(second.succeed, "first", -1, is_over=lambda: False)
         while not taking.done():
             ids += bench.publish("long", 1)
         ending.result()

@@ -146,7 +146,7 @@ def test_a_run_that_waits_keeps_its_claim_beyond_the_lease(bench: Workbench, sta
 
 def later(bench: Workbench, seconds: float) -> Any:
     """A tick of `eager`'s sensor, so many seconds from now."""
-    watch = PartitionWatch(TOPIC, eager.consumer, -1, "eager", EAGER, "consume_eager")
+    watch = PartitionWatch(TOPIC, eager.consumer, "eager", EAGER, "consume_eager")
     tick = Tick(
         bench.platform.shards[0],
         bench.instance,

@@ -396,7 +396,7 @@ def test_a_shard_that_is_down_keeps_no_other_from_being_consumed(
     ids += bench.publish("orders", 1, partition=0)
     result = job.execute_in_process(instance=bench.instance)
     (told,) = result.asset_materializations_for_node(definition.key.to_user_string())
-    assert told.metadata["note"].value == "not all is consumed of shard-2, which is down"
+    assert "shard-2" in str(told.metadata["note"].value)
     assert bench.effects() == ids
 
 

@@ -137,7 +137,7 @@ def test_nothing_is_claimed_while_a_run_is_under_way(bench: Workbench, status: d
         together(bench, definitions), run_config=requested.run_config, tags=dict(requested.tags), status=status
     )
     bench.publish("trips", 2)
-    assert tick(bench, definitions) == f"run {run.run_id} is under way, and takes what waits"
+    assert tick(bench, definitions).startswith(f"run {run.run_id} is under way")
     assert len(bench.claims()) == 1
 
 
@@ -278,7 +278,7 @@ def test_consumers_that_feed_one_another_cannot_share_runs() -> None:
     reader = consumer_asset(topic=TRIPS, consumer="c", name="reader")(recording)
     with pytest.raises(ValidationError, match=r"'c' reads topic/trips, which 'sums' materializes"):
         share_runs("both", [source, reader])
-    with pytest.raises(ValidationError, match="two consumers at least"):
+    with pytest.raises(ValidationError, match="two consumers"):
         share_runs("alone", [source])
     with pytest.raises(ValidationError, match="named twice"):
         share_runs("twice", [source, source])

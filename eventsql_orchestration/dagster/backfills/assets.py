@@ -14,28 +14,26 @@ from eventsql_orchestration.dagster.backfills.replay import WindowGoneError, Win
 from eventsql_orchestration.dagster.backfills.windows import ReplayRange, new_id, read_key
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.drain import Drained
-from eventsql_orchestration.dagster.consumers.owners import owner_of_run
-from eventsql_orchestration.dagster.consumers.reporting import metadata_of
+from eventsql_orchestration.dagster.consumers.reporting import results
 from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.lineage.published import add_up
-from eventsql_orchestration.dagster.register import why_unregistered
+from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
+    BACKFILL_RUN,
     BACKFILL_TAG,
     CONSUMER_TAG,
     DAGSTER_PARTITION_TAG,
     FINISHED,
-    HOUSEKEEPING_BACKFILL,
-    HOUSEKEEPING_TAG,
     PRIORITY_TAG,
     SHARED_TAG,
     TOPIC_TAG,
+    owner_of_run,
     pool_tags,
     shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Place
 
 SUFFIX: Final = "_backfill"
@@ -46,8 +44,8 @@ BACKFILL_PRIORITY: Final = "-10"
 ASSETS_METADATA: Final = "eventsql/assets"
 """Metadata of a backfill's asset: the assets that its runs materialize."""
 
-_OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, HOUSEKEEPING_TAG, SHARED_TAG)
-"""Tags of live runs, by which a consumer's sensor and housekeeping find them; runs of backfills do not have them."""
+_OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, SHARED_TAG)
+"""Tags of live runs, by which a consumer's sensor finds them; runs of backfills do not have them."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
             # Live runs go first in the queue.
             PRIORITY_TAG: BACKFILL_PRIORITY,
             BACKFILL_OF_TAG: backfill_of(consumer.topic.name, consumer.consumer.name),
-            HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL,
+            **BACKFILL_RUN,
         },
     )
     return BackfillDefinition(consumer, asset, job, _plan_job(consumer, partitions), partitions)
@@ -162,11 +160,8 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
 
     def plan(context: dg.OpExecutionContext, config: PlanConfig, eventsql: EventSQLResource) -> None:
         backfills = Backfills(eventsql.shards)
-        try:
+        with failing_if_unregistered(eventsql.platform, consumer.topic, consumer.consumer):
             planned = backfills.plan(topic, consumer.consumer.name, config.range())
-        except (ConsumerNotFoundError, TopicNotFoundError) as error:
-            why = why_unregistered(eventsql.platform, consumer.topic, consumer.consumer)
-            raise dg.Failure(why or error.message, allow_retries=False) from error
         for remark in planned.remarks:
             context.log.warning(remark)
         backfill_id = new_id()
@@ -193,7 +188,7 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
         name=name,
         description=f"Makes a backfill of {consumer.consumer.name} and its windows; replays nothing yet.",
         executor_def=dg.in_process_executor,
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL},
+        tags=BACKFILL_RUN,
     )
     def plan_job() -> None:
         op()
@@ -232,7 +227,7 @@ def _replay(
         log=context.log, max_events=config.max_events, max_failures=config.max_failures,
     )  # fmt: skip
     of = backfill_of(consumer.topic.name, consumer.consumer.name)
-    tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of, HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL}
+    tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of, **BACKFILL_RUN}
     context.instance.add_run_tags(context.run.run_id, {**tags, **shard_tags(window.shard)})
     try:
         backfill = replay.run(lambda run_id: _has_ended(context.instance, run_id))
@@ -245,14 +240,14 @@ def _replay(
     finally:
         # The events that a failing run has replayed are committed.
         if replay.drained.events:
-            _report_for_others(context, consumer, replay.drained, backfill_id)
+            for asset, metadata in _results(consumer, replay.drained, backfill_id):
+                context.log_event(dg.AssetMaterialization(asset_key=asset, metadata=metadata))
     context.log.info("%d events were replayed", replay.drained.events)
     finished = Backfills([platform]).finish(backfill)
     if finished:
         context.log.info("backfill %s is done%s", backfill_id, "" if window.shard is None else f" on {window.shard}")
-    yield dg.MaterializeResult(
-        asset_key=key, metadata={**_metadata(consumer, replay.drained, backfill_id), "backfill is done": finished}
-    )
+    _, own = next(_results(consumer, replay.drained, backfill_id))
+    yield dg.MaterializeResult(asset_key=key, metadata={**own, "backfill is done": finished})
 
 
 def _was_replayed(context: dg.AssetExecutionContext, of: str) -> bool:
@@ -268,17 +263,9 @@ def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:
     return run is not None and run.status in FINISHED
 
 
-def _metadata(consumer: ConsumerDefinition, drained: Drained, backfill_id: str) -> dict[str, Any]:
-    topics = {each.path[-1] for each in consumer.computation.publishes}
-    return {**metadata_of(consumer.consumer, drained, without=topics), "backfill": backfill_id}
-
-
-def _report_for_others(
-    context: dg.AssetExecutionContext, consumer: ConsumerDefinition, drained: Drained, backfill_id: str
-) -> None:
-    """Report materializations of the consumer's own asset and of the topics that it publishes to."""
-    metadata = _metadata(consumer, drained, backfill_id)
-    context.log_event(dg.AssetMaterialization(asset_key=consumer.key, metadata=metadata))
-    for each in consumer.computation.publishes:
-        published = {**add_up(drained.said, each.path[-1]), "backfill": backfill_id}
-        context.log_event(dg.AssetMaterialization(asset_key=each, metadata=published))
+def _results(
+    consumer: ConsumerDefinition, drained: Drained, backfill_id: str
+) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
+    """The metadata of the consumer's own asset, and of each topic that it publishes to."""
+    for key, metadata in results(consumer.key, consumer.consumer, consumer.computation.publishes, drained):
+        yield key, {**metadata, "backfill": backfill_id}

@@ -26,7 +26,7 @@ from eventsql_orchestration.dagster.backfills.windows import (
 from eventsql_orchestration.dagster.consumers.batch import BatchConsumer
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.drain import Drained
-from eventsql_orchestration.dagster.consumers.owners import run_of_owner
+from eventsql_orchestration.dagster.tags import run_of_owner
 from eventsql_orchestration.errors import ClaimLostError, EventSQLError
 from eventsql_orchestration.validation import check_whole
 

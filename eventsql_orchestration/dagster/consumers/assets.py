@@ -9,12 +9,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, Shard, Topic
 from eventsql_orchestration.consumer import DeclaredFilter
-from eventsql_orchestration.consuming.batch import BatchResult
-from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.dagster.consumers.batch import BatchConsumer
+from eventsql_orchestration.dagster.consumers.batch import BatchConsumer, RangeConsumer
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig, Computation, ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.drain import Consume, Drained, Draining
@@ -26,32 +23,25 @@ from eventsql_orchestration.dagster.consumers.options import (
     RunLimits,
     TickOptions,
 )
-from eventsql_orchestration.dagster.consumers.owners import owner_of_run
-from eventsql_orchestration.dagster.consumers.reporting import metadata_of, report
+from eventsql_orchestration.dagster.consumers.reporting import report, results
 from eventsql_orchestration.dagster.consumers.run import drain
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.lineage.published import add_up
-from eventsql_orchestration.dagster.register import why_unregistered
+from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import (
+    CONSUMER_RUN,
     CONSUMER_TAG,
-    HOUSEKEEPING_CONSUMER,
-    HOUSEKEEPING_TAG,
     SHARED_TAG,
     SPARK_POOL,
     TOPIC_TAG,
+    owner_of_run,
     pool_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.errors import (
-    ClaimLostError,
-    ConsumerNotFoundError,
-    DatabaseError,
-    TopicNotFoundError,
-    ValidationError,
-)
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.offsets import Start, starting_at
 from eventsql_orchestration.validation import check_kind, check_whole
 
@@ -110,13 +100,11 @@ def consumer_asset(
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
         user = UserFunction.of(function, required=("events", "connection"), optional=("context",))
 
-        def consume(context: dg.AssetExecutionContext, platform: Shard, resources: Mapping[str, Any]) -> Consume:
-            return BatchConsumer(
-                platform,
-                lambda events, connection: user(resources, events=events, connection=connection, context=context),
-                batch=batch,
-                lease=limits.lease,
-            )
+        def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
+            def call(events: Sequence[Event], connection: Connection) -> Any:
+                return user(resources, events=events, connection=connection, context=context)
+
+            return BatchConsumer(shard, call, batch, limits.lease)
 
         return declared.define(user, consume)
 
@@ -164,74 +152,13 @@ def range_asset(
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
         user = UserFunction.of(function, required=("claim",), optional=("context",))
 
-        def consume(context: dg.AssetExecutionContext, platform: Shard, resources: Mapping[str, Any]) -> Consume:
-            return partial(_consume_range, user, context, platform, resources, retries=options.retry_policy is not None)
+        def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
+            call = partial(user, resources, context=context)
+            return RangeConsumer(shard, lambda claim: call(claim=claim), context.log, options.retry_policy is not None)
 
         return declared.define(user, consume)
 
     return decorate
-
-
-def _consume_range(
-    user: UserFunction,
-    context: dg.AssetExecutionContext,
-    platform: Shard,
-    resources: Mapping[str, Any],
-    claim: Claim,
-    *,
-    retries: bool,
-) -> BatchResult:
-    """Call a range asset's function, and release the range if it fails. `retries`: the asset has a retry policy."""
-    try:
-        metadata = user(resources, claim=claim, context=context)
-        _require_commit(platform, claim)
-    except (ClaimLostError, DatabaseError):
-        # The range is not at fault: the next tick claims it again once the database is back.
-        raise
-    except Exception as error:
-        _give_up(context, platform, claim, error)
-        if not retries or isinstance(error, dg.Failure):
-            raise
-        # The range is released: a retry would find nothing to do, and the run would succeed.
-        raise dg.Failure(
-            f"{claim} failed and is given back: {type(error).__name__}: {error}", allow_retries=False
-        ) from error
-
-    return BatchResult(claim.events, claim.range.upto, metadata=dict(metadata or {}))
-
-
-class NotCommittedError(dg.Failure):
-    """A range asset's function ended without a commit of its claim."""
-
-    def __init__(self, claim: Claim) -> None:
-        super().__init__(
-            f"{claim} was not committed: publish with publish_dataframe(…, claim=claim), or commit it with "
-            "claims.commit in the transaction of the effects",
-            allow_retries=False,
-        )
-
-
-def _require_commit(platform: Shard, claim: Claim) -> None:
-    _, state = platform.claims.get(claim.id)
-    if state != "committed":
-        raise NotCommittedError(claim)
-
-
-def _give_up(context: dg.AssetExecutionContext, platform: Shard, claim: Claim, error: Exception) -> None:
-    """Release a range after its function failed. It is tried again after a pause, up to the consumer's attempts."""
-    failure = platform.claims.fail(claim, error)
-    if failure is None:
-        return
-    # If dead letters are accepted, the partition does not wait for a person to resume it.
-    blocked = failure.outcome == Failure.BLOCKED and not platform.dead_letters.accepts(claim.range.topic)
-    context.log.error(
-        "%s failed, attempt %d: %s",
-        claim,
-        failure.attempts,
-        f"its partition stops here until `eventsql consumer resume {claim.range.topic} {claim.consumer}`"
-        if blocked
-        else "it is tried again after a pause",
-    )
 
 
 _MakeConsume: TypeAlias = Callable[[dg.AssetExecutionContext, Shard, Mapping[str, Any]], Consume]
@@ -266,8 +193,9 @@ class _Declared:
         """Make the consumer from its function."""
         name = self.name or user.call.__name__
         specs = self._specs(name, user.call.__doc__)
-        keys = [spec.key for spec in specs]
-        step = _Step(self.topic, self.consumer, self.limits, keys[0], tuple(keys[1:]), make_consume)
+        key, *publishes = [spec.key for spec in specs]
+        computation = Computation(user, make_consume, tuple(publishes))
+        step = _Step(self.topic, self.consumer, self.limits, key, computation)
 
         asset = dg.multi_asset(
             name=name,
@@ -278,34 +206,31 @@ class _Declared:
         )(user.as_compute(ClaimConfig, step))
         job = dg.define_asset_job(
             f"consume_{name}",
-            selection=dg.AssetSelection.assets(*keys).without_checks(),
+            selection=dg.AssetSelection.assets(key, *publishes).without_checks(),
             description=f"Consumes topic {self.topic.name} as {self.consumer.name}, a claimed range at a time.",
             # Measured: 1.4 s from the request to the first step, 2.5 s with a process for each step.
             executor_def=dg.in_process_executor,
             tags={
                 TOPIC_TAG: self.topic.name,
                 CONSUMER_TAG: self.consumer.name,
-                HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER,
+                **CONSUMER_RUN,
                 **(self.options.tags or {}),
             },
         )
         return ConsumerDefinition(
-            self.topic, self.consumer, asset, job, self._sensors(name, job), keys[0], self.limits,
-            self.max_attempts, self.filter, self.start,
-            computation=Computation(user, make_consume, step.publishes),
+            self.topic, self.consumer, asset, job, self._sensors(name, job), key, self.limits,
+            self.max_attempts, self.filter, self.start, computation=computation,
         )  # fmt: skip
 
     def _specs(self, name: str, docstring: str | None) -> list[dg.AssetSpec]:
         """The consumer's asset, and the assets of the topics that it publishes to."""
         options = self.options
-        own = dg.AssetSpec(
+        # A step of a shared run materializes nothing if there is nothing to consume.
+        shown = partial(dg.AssetSpec, skippable=True, group_name=options.group_name, owners=list(options.owners))
+        own = shown(
             key=dg.AssetKey([name]),
-            # A step of a shared run materializes nothing if there is nothing to consume.
-            skippable=True,
             deps=[topic_key(self.topic.name), *options.deps],
             description=options.description or docstring,
-            group_name=options.group_name,
-            owners=list(options.owners),
             kinds={*KINDS, *(options.kinds or ())},
             metadata={
                 CONSUMED_TOPIC: self.topic.name,
@@ -314,13 +239,10 @@ class _Declared:
             },
         )
         published = [
-            dg.AssetSpec(
+            shown(
                 key=topic_key(each.name if isinstance(each, Topic) else each),
-                skippable=True,
                 deps=[own.key],
                 description=f"Events that {name} publishes.",
-                group_name=options.group_name,
-                owners=list(options.owners),
                 kinds=set(KINDS),
                 metadata={"partitions": each.partitions} if isinstance(each, Topic) else {},
             )
@@ -349,57 +271,41 @@ class _Step:
     consumer: Consumer
     limits: RunLimits
     key: dg.AssetKey
-    publishes: tuple[dg.AssetKey, ...]
-    make_consume: _MakeConsume
+    computation: Computation
 
     def __call__(
         self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any]
     ) -> Iterator[dg.MaterializeResult[Any]]:
         eventsql: EventSQLResource = resources[RESOURCE_KEY]
         drained = Drained()
+        publishes = self.computation.publishes
         try:
-            self._drain(context, eventsql, config, resources, drained)
+            self._drain(context, config, resources, drained)
             report(context, self.key, self.consumer, drained, eventsql.platform.dead_letters)
         except BaseException:
             # The events that a failing run consumed are committed, so they belong to the history of its assets.
             if drained.events:
-                for key, metadata in self._results(drained):
+                for key, metadata in results(self.key, self.consumer, publishes, drained):
                     context.log_event(dg.AssetMaterialization(asset_key=key, metadata=metadata))
             raise
 
         if config.claim is None and SHARED_TAG in context.run.tags and not drained.claims:
             return
-        for key, metadata in self._results(drained):
+        for key, metadata in results(self.key, self.consumer, publishes, drained):
             yield dg.MaterializeResult(asset_key=key, metadata=metadata)
 
     def _drain(
-        self,
-        context: dg.AssetExecutionContext,
-        eventsql: EventSQLResource,
-        config: ClaimConfig,
-        resources: Mapping[str, Any],
-        drained: Drained,
+        self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any], drained: Drained
     ) -> None:
+        eventsql: EventSQLResource = resources[RESOURCE_KEY]
+        run_id = context.run.run_id
         # A shared run does not wait for events: the other consumers are next, and no claim would show that it lives.
         limits = replace(self.limits, drain_idle=0.0) if SHARED_TAG in context.run.tags else self.limits
 
         def on(shard: Shard) -> Draining:
-            return Draining(
-                shard, self.make_consume(context, shard, resources), limits,
-                owner=owner_of_run(context.run.run_id), drained=drained,
-                successor_comes=partial(comes_soon, context.run.run_id, context.instance),
-            )  # fmt: skip
+            consume = self.computation.consume(context, shard, resources)
+            comes = partial(comes_soon, run_id, context.instance)
+            return Draining(shard, self.consumer, consume, limits, owner_of_run(run_id), drained, comes)
 
-        try:
-            drain(context, eventsql, on, config, self.consumer)
-        except (ConsumerNotFoundError, TopicNotFoundError) as error:
-            why = why_unregistered(eventsql.platform, self.topic, self.consumer)
-            if why is None:
-                raise
-            raise dg.Failure(why, allow_retries=False) from error
-
-    def _results(self, drained: Drained) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
-        topics = {key.path[-1] for key in self.publishes}
-        yield self.key, metadata_of(self.consumer, drained, without=topics)
-        for key in self.publishes:
-            yield key, add_up(drained.said, key.path[-1])
+        with failing_if_unregistered(eventsql.platform, self.topic, self.consumer):
+            drain(context, eventsql, config, on)

@@ -1,21 +1,27 @@
-"""Hands a claim's events to a consumer's function, batch by batch."""
+"""Hands a claim's events to a consumer's function: batch by batch, or the range as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
 from eventsql_orchestration.consuming.batch import BatchResult, check_returned, matching
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 
 STALLED_AFTER: Final = 300.0
 """Seconds after which the server ends the batch of a process that stands still or is cut off. Its transaction locks the
 partition, and TCP takes two hours by default to notice. After an `executemany` of psycopg, PostgreSQL does not end the
 batch: the last message, a Flush, disarms its timer."""
+
+BatchFunction: TypeAlias = Callable[[Sequence[Event], Connection], object]
 
 
 class ReplayError(dg.Failure):
@@ -25,26 +31,24 @@ class ReplayError(dg.Failure):
         super().__init__(description, allow_retries=False)
 
 
-BatchFunction: TypeAlias = Callable[[Sequence[Event], Connection], object]
-
-
+@dataclass
 class BatchConsumer:
     """Consumes a claim by handing its events to a function, in transactions that also move the offset.
 
-    The rest of a claim is released after `max_dead_letters` dead letters; None for no limit.
+    Each call gets at most `batch` events. The rest of a claim is released after `max_dead_letters` dead letters; None
+    for no limit.
     """
 
-    def __init__(self, platform: Shard, function: BatchFunction, *, batch: int, lease: float) -> None:
-        self._platform = platform
-        self._function = function
-        self._batch = batch
-        self._lease = lease
-        self.max_dead_letters: int | None = None
+    shard: Shard
+    function: BatchFunction
+    batch: int
+    lease: float
+    max_dead_letters: int | None = None
 
     def __call__(self, claim: Claim) -> BatchResult:
         """Process the rest of `claim`. Raises `ClaimLostError`."""
-        return self._platform.claims.process(
-            claim, self._call, batch=self._batch, lease=self._lease, max_dead_letters=self.max_dead_letters
+        return self.shard.claims.process(
+            claim, self._call, batch=self.batch, lease=self.lease, max_dead_letters=self.max_dead_letters
         )
 
     def replay(self, claim: Claim) -> BatchResult:
@@ -53,22 +57,22 @@ class BatchConsumer:
         Events that do not match the consumer's filter are skipped. If a batch fails, the function's error is raised,
         and the batches before it stay. Raises `ReplayError` if retention has taken events of the range.
         """
-        offsets = claim.range
+        offsets, reader = claim.range, self.shard.reader
         partition = None if offsets.partition == NOT_PARTITIONED else offsets.partition
-        left = self._platform.reader.count(offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition)
+        left = reader.count(offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition)
         if left != claim.events:
             raise ReplayError(
-                f"{claim} cannot be replayed: {left} of its {claim.events} events are left, retention took the others"
+                f"{claim} cannot be replayed: retention deleted {claim.events - left} of its {claim.events} events"
             )
 
-        conditions = self._platform.registry.consumer(offsets.topic, claim.consumer)[0].filter
+        conditions = self.shard.registry.consumer(offsets.topic, claim.consumer)[0].filter
         replayed = BatchResult(0, offsets.after, metadata={"replayed": True})
-        for events in self._platform.reader.stream(
-            offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition, batch=self._batch
+        for events in reader.stream(
+            offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition, batch=self.batch
         ):
             chosen = matching(conditions, events)
             if chosen:
-                with self._platform.database.transaction() as connection:
+                with self.shard.database.transaction() as connection:
                     check_returned(self._call(chosen, connection))
             replayed += BatchResult(len(chosen), events[-1].id, len(events) - len(chosen))
         return replayed
@@ -77,6 +81,65 @@ class BatchConsumer:
         """Call the function in a transaction that the server ends if this process stands still."""
         connection.execute(
             "SELECT pg_catalog.set_config('idle_in_transaction_session_timeout', %s, true)",
-            (str(round(max(self._lease, STALLED_AFTER) * 1000)),),
+            (str(round(max(self.lease, STALLED_AFTER) * 1000)),),
         )
-        return self._function(events, connection)
+        return self.function(events, connection)
+
+
+@dataclass(frozen=True)
+class RangeConsumer:
+    """Consumes a claim by one call of a function, which commits the claim itself and returns metadata or None.
+
+    A range that fails is released, and tried again after a pause. `retries`: the asset has a retry policy.
+    """
+
+    shard: Shard
+    function: Callable[[Claim], Mapping[str, Any] | None]
+    log: logging.Logger
+    retries: bool
+
+    def __call__(self, claim: Claim) -> BatchResult:
+        """Consume the rest of `claim`. Raises the function's error, and `NotCommittedError`."""
+        try:
+            metadata = self.function(claim)
+            self._require_commit(claim)
+        except (ClaimLostError, DatabaseError):
+            # The range is not at fault: the next tick claims it again once the database is back.
+            raise
+        except Exception as error:
+            self._release(claim, error)
+            if not self.retries or isinstance(error, dg.Failure):
+                raise
+            # A retry would find the range released, do nothing, and succeed.
+            raise dg.Failure(
+                f"{claim} failed and was released: {type(error).__name__}: {error}", allow_retries=False
+            ) from error
+        return BatchResult(claim.events, claim.range.upto, metadata=dict(metadata or {}))
+
+    def _require_commit(self, claim: Claim) -> None:
+        _, state = self.shard.claims.get(claim.id)
+        if state != "committed":
+            raise NotCommittedError(claim)
+
+    def _release(self, claim: Claim, error: Exception) -> None:
+        failure = self.shard.claims.fail(claim, error)
+        if failure is None:
+            return
+        topic = claim.range.topic
+        # If dead letters are accepted, the partition does not wait for a person to resume it.
+        blocked = failure.outcome == Failure.BLOCKED and not self.shard.dead_letters.accepts(topic)
+        then = f"run `eventsql consumer resume {topic} {claim.consumer}` to unblock its partition"
+        self.log.error(
+            "%s failed, attempt %d: %s", claim, failure.attempts, then if blocked else "it is retried after a pause"
+        )
+
+
+class NotCommittedError(dg.Failure):
+    """A range asset's function ended without a commit of its claim."""
+
+    def __init__(self, claim: Claim) -> None:
+        super().__init__(
+            f"{claim} was not committed: publish with publish_dataframe(…, claim=claim), or commit it with "
+            "claims.commit in the transaction of the effects",
+            allow_retries=False,
+        )

@@ -12,13 +12,13 @@ import dagster as dg
 
 from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.dagster.consumers.owners import run_of_owner
 from eventsql_orchestration.dagster.tags import (
     CLAIM_TAG,
     CLAIMED_AT_TAG,
     CONSUMER_TAG,
     FINISHED,
     TOPIC_TAG,
+    run_of_owner,
     shard_tags,
 )
 from eventsql_orchestration.database import Queries

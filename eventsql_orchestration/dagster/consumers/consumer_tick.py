@@ -13,13 +13,13 @@ from typing import Final
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Topic
+from eventsql_orchestration import NOT_PARTITIONED
 from eventsql_orchestration.consuming.claims import PartitionClaims
 from eventsql_orchestration.dagster.consumers.claim_runs import runs_of
 from eventsql_orchestration.dagster.consumers.decision import needs_attention
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, RunLimits, TickOptions
+from eventsql_orchestration.dagster.consumers.options import TickOptions
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
-from eventsql_orchestration.dagster.consumers.tick import NothingYet, Tick, beginning_with
+from eventsql_orchestration.dagster.consumers.tick import NothingYet, Tick, Watched, beginning_with
 from eventsql_orchestration.dagster.register import consumer_missing, other_form, why_unregistered
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import (
@@ -54,19 +54,12 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class ConsumerWatch:
+class ConsumerWatch(Watched):
     """Decides what a tick does about all partitions of a consumer.
 
     One statement looks at all partitions, and two queries of Dagster's storage find the runs of all live claims. Only a
     partition that needs attention costs more.
     """
-
-    topic: Topic
-    consumer: Consumer
-    op_name: str
-    limits: RunLimits
-    sensor: str
-    options: TickOptions = DEFAULT_TICKS
 
     @property
     def label(self) -> str:
@@ -80,15 +73,9 @@ class ConsumerWatch:
             "requests a run for each that has some."
         )
 
-    @property
-    def topics(self) -> tuple[str]:
-        return (self.topic.name,)
-
     def of(self, partition: int) -> PartitionWatch:
         """The watch of one partition."""
-        return PartitionWatch(
-            self.topic, self.consumer, partition, self.op_name, self.limits, self.sensor, self.options
-        )
+        return PartitionWatch(**vars(self), partition=partition)
 
     def look(self, tick: Tick) -> Sight | str:
         """The state of all partitions, or the reason why there is none. Raises `DatabaseUnavailableError`."""
@@ -176,14 +163,8 @@ class SharedWatch:
     """
 
     members: tuple[ConsumerWatch, ...]
-
-    @property
-    def options(self) -> TickOptions:
-        return self.members[0].options
-
-    @property
-    def sensor(self) -> str:
-        return self.members[0].sensor
+    sensor: str
+    options: TickOptions
 
     @property
     def description(self) -> str:
@@ -218,7 +199,7 @@ class SharedWatch:
 
         reason: str | dg.SkipReason
         if under_way is not None:
-            reason = f"run {under_way.dagster_run.run_id} is under way, and takes what waits"
+            reason = f"run {under_way.dagster_run.run_id} is under way, and consumes the waiting events"
         elif reasons:
             reason = "; ".join(f"{label}: {why}" for label, why in list(reasons.items())[:SHOWN_REASONS])
         else:

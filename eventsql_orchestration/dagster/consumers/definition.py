@@ -93,22 +93,20 @@ def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
 
     Raises `ValidationError`. Consumers that share their runs share a job and a sensor.
     """
-    names: dict[str, ConsumerDefinition] = {}
     places: dict[tuple[str, str], str] = {}
     sensors: dict[str, tuple[str, dg.SensorDefinition]] = {}
     for each in consumers:
         name = each.key.to_user_string()
-        if name in names:
+        if name in places.values():
             raise ValidationError(
-                f"two consumers are called {name!r}, as their assets, jobs and sensors would be: give one of them "
+                f"two consumers are called {name!r}, and so would be their assets, jobs and sensors: give one of them "
                 "another name"
             )
-        names[name] = each
         place = (each.consumer.topic, each.consumer.name)
         if (other := places.setdefault(place, name)) != name:
             raise ValidationError(
-                f"{other!r} and {name!r} are both consumer {place[1]!r} of topic {place[0]!r}: each event would go to "
-                "one of them alone; give one of them another consumer"
+                f"{other!r} and {name!r} are both consumer {place[1]!r} of topic {place[0]!r}, and only one of them "
+                "would get each event: give one of them another consumer"
             )
         for sensor in each.sensors:
             other, known = sensors.setdefault(sensor.name, (name, sensor))

@@ -14,11 +14,10 @@ from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.dagster.consumers.batch import BatchConsumer, ReplayError
 from eventsql_orchestration.dagster.consumers.claim_runs import is_another_claim
 from eventsql_orchestration.dagster.consumers.options import RunLimits
-from eventsql_orchestration.dagster.consumers.owners import owner_of_run
+from eventsql_orchestration.dagster.tags import owner_of_run
 from eventsql_orchestration.errors import ClaimLostError
 
 POLL: Final = 0.05
@@ -92,6 +91,7 @@ class Drained:
         ]
 
 
+@dataclass
 class Draining:
     """Consumes a claim, then the events after it, until an event fails, a limit is reached or no more events come.
 
@@ -99,82 +99,74 @@ class Draining:
     whether a successor of this run was requested and will start soon.
     """
 
-    def __init__(
-        self,
-        platform: Shard,
-        consume: Consume,
-        limits: RunLimits,
-        *,
-        owner: str,
-        drained: Drained | None = None,
-        successor_comes: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._platform = platform
-        self._consume = consume
-        self._limits = limits
-        self._owner = owner
-        self.drained = Drained() if drained is None else drained
-        self._deadline = self.drained.started + limits.drain_seconds
-        self._predecessor: str | None = None
-        self._successor_comes = successor_comes
-        self._comes = False
-        self._asks_at = self._deadline
+    shard: Shard
+    consumer: Consumer
+    consume: Consume
+    limits: RunLimits
+    owner: str
+    drained: Drained = field(default_factory=Drained)
+    successor_comes: Callable[[], bool] = lambda: False
+    _predecessor: str | None = field(default=None, init=False)
+    _comes: bool = field(default=False, init=False)
+    _deadline: float = field(init=False)
+    _asks_at: float = field(init=False)
 
-    @property
-    def shard(self) -> str | None:
-        """The name of its shard if there are several."""
-        return self._platform.name
+    def __post_init__(self) -> None:
+        self._asks_at = self._deadline = self.drained.started + self.limits.drain_seconds
 
-    def require_claim_of(self, consumer: Consumer, claim_id: int) -> None:
+    def require_own_claim(self, claim_id: int) -> None:
         """Raise `ForeignClaimError` if the claim belongs to another consumer."""
-        try:
-            claim, _ = self._platform.claims.get(claim_id)
-        except ClaimLostError:
-            # `take_over` reports it.
-            return
-        if (claim.range.topic, claim.consumer) != (consumer.topic, consumer.name):
-            raise ForeignClaimError(claim, consumer)
+        # `take_over` reports a claim that is lost.
+        with suppress(ClaimLostError):
+            claim, _ = self.shard.claims.get(claim_id)
+            if (claim.range.topic, claim.consumer) != (self.consumer.topic, self.consumer.name):
+                raise ForeignClaimError(claim, self.consumer)
 
     def take_over(self, claim_id: int) -> Claim | None:
         """Adopt the claim that the run was requested for. None if the claim is lost; then `note` has the reason."""
         try:
-            return self._mine(self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease))
+            return self._adopt(claim_id)
         except ClaimLostError as error:
             self.drained.note = str(error)
             return None
 
+    def _adopt(self, claim_id: int) -> Claim:
+        return self._mine(self.shard.claims.adopt(claim_id, owner=self.owner, lease=self.limits.lease))
+
+    def _mine(self, claim: Claim) -> Claim:
+        return replace(claim, shard=self.shard.name)
+
     def is_another_claim(self, claim_id: int, tags: Mapping[str, str]) -> bool:
         """Whether the run with these tags was requested for another claim with this id. Then `note` tells people."""
-        if not is_another_claim(self._platform, claim_id, tags):
+        if not is_another_claim(self.shard, claim_id, tags):
             return False
         self.drained.note = (
-            f"claim {claim_id} was made at another time than the one that this run was requested for: the database was "
-            "restored or made anew since"
+            f"claim {claim_id} is not the claim that this run was requested for, but a claim with the same number: the "
+            "database was restored or created again since"
         )
         return True
 
     @contextmanager
     def keeping(self, claim_id: int, tags: Mapping[str, str]) -> Iterator[None]:
         """Keep the run's claim leased while another step of the run goes first."""
-        if is_another_claim(self._platform, claim_id, tags):
-            yield
-            return
         try:
-            claim = self._platform.claims.adopt(claim_id, owner=self._owner, lease=self._limits.lease)
+            claim = None if is_another_claim(self.shard, claim_id, tags) else self._adopt(claim_id)
         except ClaimLostError:
             # The step of the claim has ended, or will find that the claim is lost.
+            claim = None
+        if claim is None:
             yield
-            return
-        with self._platform.claims.heartbeat(claim, lease=self._limits.lease):
-            yield
+        else:
+            with self.shard.claims.heartbeat(claim, lease=self.limits.lease):
+                yield
 
-    def first_of(self, run_id: str, consumer: Consumer, partition: int) -> int | None:
+    def first_of(self, run_id: str, partition: int) -> int | None:
         """The id of the first claim of a partition that a run has committed; None if none is left."""
-        return self._platform.claims.first_of(owner_of_run(run_id), consumer.topic, consumer.name, partition)
+        return self.shard.claims.first_of(owner_of_run(run_id), self.consumer.topic, self.consumer.name, partition)
 
     def committed(self, claim_id: int) -> Claim | None:
         """The claim if it was committed, else None. Raises `ClaimLostError` for an unknown id."""
-        claim, state = self._platform.claims.get(claim_id)
+        claim, state = self.shard.claims.get(claim_id)
         return self._mine(claim) if state == "committed" else None
 
     def is_committed(self, claim_id: int) -> bool:
@@ -188,51 +180,56 @@ class Draining:
 
         Raises `ReplayError` if the function commits claims itself, or if events of the range are gone.
         """
-        if not isinstance(self._consume, BatchConsumer):
+        if not isinstance(self.consume, BatchConsumer):
             raise ReplayError(
-                f"{claim} cannot be replayed: its function commits the claim itself, and it is committed. "
-                f"Replay the range as a consumer of its own, or move the offset with `eventsql seek`"
+                f"{claim} cannot be replayed: it is committed, and the consumer's function commits its claims itself. "
+                "Consume the range with another consumer, or move the offset back with `eventsql seek`"
             )
-        self.drained.claims.append((claim, self._consume.replay(claim)))
+        self.drained.claims.append((claim, self.consume.replay(claim)))
 
-    def partitions(self, consumer: Consumer) -> list[int]:
-        """The partitions that a consumer has now. Raises `ConsumerNotFoundError`."""
-        return [state.partition for state in self._platform.registry.consumer(consumer.topic, consumer.name)]
+    def partitions(self) -> list[int]:
+        """The partitions that the consumer has now. Raises `ConsumerNotFoundError`."""
+        return [state.partition for state in self.shard.registry.consumer(self.consumer.topic, self.consumer.name)]
 
-    def claim(self, topic: str, consumer: str, partition: int) -> Claim | str:
-        """Claim all waiting events, even a single one. Returns the reason if nothing can be claimed."""
-        found = self._platform.claims.claim(
-            topic, consumer, partition,
-            owner=self._owner, max_events=self._limits.max_events, lease=self._limits.lease,
+    def claim(self, partition: int) -> Claim | NoClaim:
+        """Claim all waiting events, even a single one."""
+        return self._claim(partition, most=self.limits.max_events, min_events=1)
+
+    def _claim_if_due(self, partition: int, *, most: int) -> Claim | NoClaim:
+        """Claim as a sensor does: if enough events wait, or if events have waited long enough."""
+        return self._claim(partition, most=most, min_events=self.limits.min_events)
+
+    def _claim(self, partition: int, *, most: int, min_events: int) -> Claim | NoClaim:
+        found = self.shard.claims.claim(
+            self.consumer.topic, self.consumer.name, partition,
+            owner=self.owner, min_events=min_events, max_events=most, max_wait=self.limits.max_wait,
+            lease=self.limits.lease,
         )  # fmt: skip
-        return self._mine(found) if isinstance(found, Claim) else found.reason
-
-    def _mine(self, claim: Claim) -> Claim:
-        return replace(claim, shard=self.shard)
+        return self._mine(found) if isinstance(found, Claim) else found
 
     def run(self, claim: Claim) -> None:
         """Consume `claim` and the events after it."""
         current: Claim | None = claim
         while current is not None:
             try:
-                with self._platform.claims.heartbeat(current, lease=self._limits.lease):
-                    consumed = self._consume(current)
+                with self.shard.claims.heartbeat(current, lease=self.limits.lease):
+                    consumed = self.consume(current)
             except ClaimLostError as error:
                 self.drained.lost = str(error)
                 return
             self.drained.claims.append((current, consumed))
             if consumed.failure is not None:
                 return
-            current = self._next(current)
+            current = self._next(current.range.partition)
 
-    def _next(self, previous: Claim) -> Claim | None:
-        limits = self._limits
+    def _next(self, partition: int) -> Claim | None:
+        limits = self.limits
         left = limits.drain_events - self.drained.events
         if left < limits.min_events:
             return None
         idle_until = time.monotonic() + limits.drain_idle
-        while self._goes_on(previous.key):
-            found = self._claim_if_due(previous.key, most=min(limits.max_events, left))
+        while self._goes_on(partition):
+            found = self._claim_if_due(partition, most=min(limits.max_events, left))
             if isinstance(found, Claim):
                 return found
             # A successor has begun, and gets the next events. The predecessor of this run ends when it notices.
@@ -242,57 +239,40 @@ class Draining:
             time.sleep(POLL)
         return None
 
-    def _goes_on(self, key: ConsumerPartition) -> bool:
+    def _goes_on(self, partition: int) -> bool:
         """Whether the window lasts, or is extended until a successor that is about to start has claimed."""
         now = time.monotonic()
         if now < self._deadline:
             return True
         # A run without a window has no successor.
-        if not self._limits.drain_seconds or now >= self._deadline + OVERTIME:
+        if not self.limits.drain_seconds or now >= self._deadline + OVERTIME:
             return False
         if now >= self._asks_at:
-            self._comes, self._asks_at = self._successor_comes(), now + ASK_SECONDS
+            self._comes, self._asks_at = self.successor_comes(), now + ASK_SECONDS
         if not self._comes:
             return False
-        last = self._platform.claims.last(key.topic, key.consumer, key.partition)
-        return last is not None and last.owner == self._owner
+        last = self.shard.claims.last(self.consumer.topic, self.consumer.name, partition)
+        return last is not None and last.owner == self.owner
 
-    def succeed(
-        self, run_id: str, topic: str, consumer: str, partition: int, *, is_over: Callable[[], bool]
-    ) -> Claim | str:
+    def succeed(self, run_id: str, partition: int, *, is_over: Callable[[], bool]) -> Claim | NoClaim:
         """Take over from a run that still drains the partition: claim as soon as events wait.
 
-        `is_over` returns whether that run has ended. Returns the reason if nothing could be claimed for `PATIENCE`
-        seconds, or if no more events came.
+        `is_over` returns whether that run has ended. Gives up if nothing could be claimed for `PATIENCE` seconds, or if
+        no more events came.
         """
         self._predecessor = owner_of_run(run_id)
-        key = ConsumerPartition(topic, consumer, partition)
         over, now = False, time.monotonic()
         ends, asks = now + PATIENCE, now + ASK_SECONDS
         while True:
-            found = self._claim_if_due(key, most=self._limits.max_events)
-            if isinstance(found, Claim):
-                return found
+            found = self._claim_if_due(partition, most=self.limits.max_events)
             now = time.monotonic()
-            if now >= ends:
-                return found.reason
+            if isinstance(found, Claim) or now >= ends:
+                return found
             if not over and now >= asks:
                 over, asks = is_over(), now + ASK_SECONDS
                 if over:
-                    ends = min(ends, now + self._limits.drain_idle)
+                    ends = min(ends, now + self.limits.drain_idle)
             time.sleep(POLL)
-
-    def _claim_if_due(self, key: ConsumerPartition, *, most: int) -> Claim | NoClaim:
-        """Claim as a sensor does: if enough events wait, or if events have waited long enough."""
-        found = self._platform.claims.claim(
-            key.topic, key.consumer, key.partition,
-            owner=self._owner,
-            min_events=self._limits.min_events,
-            max_events=most,
-            max_wait=self._limits.max_wait,
-            lease=self._limits.lease,
-        )  # fmt: skip
-        return self._mine(found) if isinstance(found, Claim) else found
 
 
 class ForeignClaimError(dg.Failure):
@@ -300,7 +280,7 @@ class ForeignClaimError(dg.Failure):
 
     def __init__(self, claim: Claim, consumer: Consumer) -> None:
         super().__init__(
-            f"{claim} is none of consumer {consumer.name!r} of topic {consumer.topic!r}: launch the run without a "
-            "claim, and it claims what waits",
+            f"{claim} does not belong to consumer {consumer.name!r} of topic {consumer.topic!r}: launch the run "
+            "without a claim, and it claims the waiting events itself",
             allow_retries=False,
         )

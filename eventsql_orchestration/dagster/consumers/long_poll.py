@@ -13,7 +13,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import dagster as dg
@@ -31,36 +32,35 @@ RESERVED: Final = 3
 
 def evaluate_and_linger(watch: Watch, platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
     """One tick as `evaluate`. If it finds nothing, it looks again at each notification, for `linger` seconds."""
-    instance, log, cursor = context.instance, context.log, context.cursor
-    options = watch.options
-    deadline = time.monotonic() + options.linger
-    result = evaluate(watch, platform, instance, log, cursor)
-    if not _nothing_yet(result):
+    look = partial(evaluate, watch, platform, context.instance, context.log, context.cursor)
+    deadline = time.monotonic() + watch.options.linger
+    result = look()
+    if not isinstance(result.skip_reason, NothingYet):
         return result
-    with LINGERING.one_of(at_once(instance.get_settings("sensors"), _sensors(context))) as may:
-        if not may:
-            return result
-        with _told(platform, watch.topics) as told:
-            while _nothing_yet(result) and (left := deadline - time.monotonic()) > 0:
-                if isinstance(result.skip_reason, Leased):
-                    # New events belong to the owner of the lease.
-                    time.sleep(min(left, options.poll))
-                else:
-                    told.wait(min(left, options.poll))
-                told.clear()
-                result = evaluate(watch, platform, instance, log, cursor)
-                if _nothing_yet(result):
-                    time.sleep(max(0.0, min(options.pause, deadline - time.monotonic())))
+
+    sensors = 1 if context.repository_def is None else len(context.repository_def.sensor_defs)
+    with LINGERING.one_of(at_once(context.instance.get_settings("sensors"), sensors)) as may:
+        return _linger(watch, platform, look, result, deadline) if may else result
+
+
+def _linger(
+    watch: Watch, platform: EventSQL, look: Callable[[], dg.SensorResult], result: dg.SensorResult, deadline: float
+) -> dg.SensorResult:
+    """Look again at each notification until the tick finds something or the deadline has come."""
+    options = watch.options
+    with _told(platform, watch.topics) as told:
+        while isinstance(result.skip_reason, NothingYet) and (left := deadline - time.monotonic()) > 0:
+            if isinstance(result.skip_reason, Leased):
+                # New events belong to the owner of the lease.
+                time.sleep(min(left, options.poll))
+            else:
+                told.wait(min(left, options.poll))
+            told.clear()
+
+            result = look()
+            if isinstance(result.skip_reason, NothingYet):
+                time.sleep(max(0.0, min(options.pause, deadline - time.monotonic())))
     return result
-
-
-def _sensors(context: dg.SensorEvaluationContext) -> int:
-    """The number of sensors in a tick's code location."""
-    return 1 if context.repository_def is None else len(context.repository_def.sensor_defs)
-
-
-def _nothing_yet(result: dg.SensorResult) -> bool:
-    return isinstance(result.skip_reason, NothingYet)
 
 
 def at_once(settings: Mapping[str, Any], sensors: int = 1, *, cores: int | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Topic
 from eventsql_orchestration.consuming.claims import Claim, LastClaim, NoClaim
 from eventsql_orchestration.dagster.consumers.claim_runs import claim_tags, made_at, run_key, runs_of
 from eventsql_orchestration.dagster.consumers.decision import (
@@ -22,14 +22,12 @@ from eventsql_orchestration.dagster.consumers.decision import (
     needs_late_runs,
 )
 from eventsql_orchestration.dagster.consumers.handover import successor_of
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, RunLimits, TickOptions
-from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Tick
+from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Tick, Watched
 from eventsql_orchestration.dagster.register import why_unregistered
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
+    CONSUMER_RUN,
     FINISHED,
-    HOUSEKEEPING_CONSUMER,
-    HOUSEKEEPING_TAG,
     LATE_TAG,
     SUCCEEDS_TAG,
     partition_tags,
@@ -45,16 +43,10 @@ from eventsql_orchestration.errors import (
 
 
 @dataclass(frozen=True)
-class PartitionWatch:
+class PartitionWatch(Watched):
     """Decides what a tick does about one consumer partition."""
 
-    topic: Topic
-    consumer: Consumer
-    partition: int
-    op_name: str
-    limits: RunLimits
-    sensor: str
-    options: TickOptions = DEFAULT_TICKS
+    partition: int = NOT_PARTITIONED
 
     @property
     def label(self) -> str:
@@ -64,10 +56,6 @@ class PartitionWatch:
     @property
     def description(self) -> str:
         return f"Claims events of {self.label} for consumer {self.consumer.name}, and requests a run for them."
-
-    @property
-    def topics(self) -> tuple[str]:
-        return (self.topic.name,)
 
     def evaluate(self, tick: Tick, cursor: str | None = None) -> dg.SensorResult:
         """One tick. Raises `DatabaseUnavailableError`. If there is nothing to do for this partition, and the topic has
@@ -96,8 +84,8 @@ class PartitionWatch:
         if unwatched and isinstance(answer, dg.SkipReason):
             raise RedefinitionError(
                 f"topic {self.topic.name!r} has {registered.partitions} partitions and consumer "
-                f"{self.consumer.name!r} is defined for {self.topic.partitions}: events would stay unseen; mend its "
-                "Topic(…)"
+                f"{self.consumer.name!r} is defined for {self.topic.partitions}: no sensor sees events of the others. "
+                "Correct the consumer's Topic(…)"
             )
         return answer
 
@@ -106,9 +94,8 @@ class PartitionWatch:
         if not 0 <= registered.partitions <= self.partition:
             return None
         return (
-            f"partition {self.partition} does not exist: topic {self.topic.name!r} has partitions 0 to "
-            f"{registered.partitions - 1} now, and consumer {self.consumer.name!r} is defined for "
-            f"{self.topic.partitions} of them"
+            f"partition {self.partition} does not exist: topic {self.topic.name!r} now has partitions 0 to "
+            f"{registered.partitions - 1}, but consumer {self.consumer.name!r} is defined for {self.topic.partitions}"
         )
 
     def attend(
@@ -156,7 +143,10 @@ class PartitionWatch:
         self, decision: Wait | RequestSuccessor, state: PartitionState, tick: Tick
     ) -> dg.RunRequest | dg.SkipReason:
         if isinstance(decision, RequestSuccessor):
-            return self.succession(decision.run_id, tick.shard.name)
+            run_id = decision.run_id
+            config = {"partition": self.partition, "succeeds": run_id}
+            # All ticks use one key, so there is one successor.
+            return self._request(f"succeeds-{run_id}", config, {SUCCEEDS_TAG: run_id}, tick.shard.name)
         if decision.prolong and state.claim is not None:
             # If the claim is lost, the run has just adopted it.
             with contextlib.suppress(ClaimLostError):
@@ -166,7 +156,7 @@ class PartitionWatch:
     def _try_claim(self, decision: TryClaim, state: PartitionState, tick: Tick) -> dg.RunRequest | dg.SkipReason:
         claims, live, run = tick.shard.claims, state.claim, state.run
         if decision.release and live is not None and run is not None and claims.release(live):
-            tick.log.info("%s is given back: run %s is %s", live, run.run_id, run.label)
+            tick.log.info("released %s: run %s is %s", live, run.run_id, run.label)
 
         claim = self._claim(tick)
         if isinstance(claim, NoClaim):
@@ -186,7 +176,10 @@ class PartitionWatch:
         made = made_at(tick.shard, [claim.id]).get(claim.id)
         if made is None:
             return dg.SkipReason(f"{claim} is gone: its consumer or topic was deleted just now")
-        return self.request(replace(claim, shard=tick.shard.name), made)
+        # Dagster ignores a run key that it knows: an id of a claim may come again, with another time.
+        shard = tick.shard.name
+        tags = {**claim_tags(claim.id, made, shard), AFTER_TAG: str(claim.range.after)}
+        return self._request(run_key(claim.id, made, shard), {"claim": claim.id}, tags, shard)
 
     def _claim(self, tick: Tick) -> Claim | NoClaim:
         return tick.shard.claims.claim(
@@ -201,20 +194,6 @@ class PartitionWatch:
             timeout=self.options.statement_timeout,
         )
 
-    def request(self, claim: Claim, made: int) -> dg.RunRequest:
-        """The run request for a claim that was made at `made`. Dagster would ignore a run key that it knows."""
-        return self._request(
-            run_key(claim.id, made, claim.shard),
-            {"claim": claim.id},
-            {**claim_tags(claim.id, made, claim.shard), AFTER_TAG: str(claim.range.after)},
-            claim.shard,
-        )
-
-    def succession(self, run_id: str, shard: str | None) -> dg.RunRequest:
-        """The run request for the successor of a draining run. All ticks use one key, so there is one successor."""
-        config = {"partition": self.partition, "succeeds": run_id}
-        return self._request(f"succeeds-{run_id}", config, {SUCCEEDS_TAG: run_id}, shard)
-
     def _request(
         self, key: str, config: Mapping[str, Any], tags: Mapping[str, str], shard: str | None
     ) -> dg.RunRequest:
@@ -222,7 +201,7 @@ class PartitionWatch:
         return dg.RunRequest(
             run_key=key,
             run_config={"ops": {self.op_name: {"config": config}}},
-            tags={**self._tags(shard), **tags, HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER},
+            tags={**self._tags(shard), **tags, **CONSUMER_RUN},
         )
 
     def _tags(self, shard: str | None) -> Mapping[str, str]:
@@ -250,6 +229,6 @@ def _report_dead(run_id: str, tick: Tick) -> None:
     run = tick.instance.get_run_by_id(run_id)
     if run is None or run.is_finished:
         return
-    why = "did not renew its lease, and its partition was claimed anew"
-    tick.log.warning("run %s %s: it is reported as failed", run_id, why)
-    tick.instance.report_run_failed(run, message=f"The run {why}: its process is taken for dead.")
+    why = "did not renew its lease, and its partition was claimed again"
+    tick.log.warning("run %s %s: reporting the run as failed", run_id, why)
+    tick.instance.report_run_failed(run, message=f"The run {why}: its process is presumed dead.")

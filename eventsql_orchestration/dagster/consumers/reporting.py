@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dagster as dg
@@ -14,7 +14,7 @@ from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.dagster.consumers.drain import Drained
 from eventsql_orchestration.dagster.consumers.reexecution import forbid_retries
 from eventsql_orchestration.dagster.lineage.origin import input_metadata
-from eventsql_orchestration.dagster.lineage.published import leave_out
+from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
 from eventsql_orchestration.model import how_often
 
 
@@ -61,10 +61,10 @@ class ClaimLostFailure(dg.Failure):
 
     def __init__(self, consumer: Consumer, lost: str) -> None:
         super().__init__(
-            f"the run lost its claim: {lost}. Most often its process stood still, or was cut off from the database, "
-            "for longer than its lease. No event is lost and none takes effect twice: what this run committed stays, "
-            "the rest is undone, and whoever has the partition now consumes it. There is nothing to do, and Dagster "
-            "does not retry the run",
+            f"the run lost its claim: {lost}. Usually the cause is a process that stood still, or was cut off from the "
+            "database, for longer than its lease. No event is lost, and no event takes effect twice: the batches that "
+            "this run committed stay, and the partition's new owner consumes the rest. You need not do anything. "
+            "Dagster does not retry the run",
             metadata={"topic": consumer.topic, "consumer": consumer.name, "lost": lost},
             allow_retries=False,
         )
@@ -76,16 +76,16 @@ def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: boo
     resume = f"`eventsql consumer resume {topic} {consumer.name}`"
     if failure.outcome == Failure.BLOCKED and refused:
         advice = (
-            "the partition stops here, because the dead letter factory made no dead letter of it: mend the consumer or "
-            f"the factory, and run {resume}"
+            "the partition is blocked, because the dead letter factory made no dead letter of the event: correct the "
+            f"consumer or the factory, then run {resume}"
         )
     elif failure.outcome == Failure.BLOCKED:
         advice = (
-            f"the partition stops here: mend the consumer and run {resume}, or create topic {topic}_dlt, where such "
-            "events go"
+            f"the partition is blocked: correct the consumer and run {resume}, or create topic {topic}_dlt for dead "
+            "letters"
         )
     else:
-        advice = f"it is tried again after a pause; with topic {topic}_dlt it goes there when its attempts are spent"
+        advice = f"it is retried after a pause; after its last attempt, it goes to topic {topic}_dlt if that exists"
     return dg.Failure(
         f"event {failure.event_id} of {name_of(consumer, claim.range.partition)} failed "
         f"{how_often(failure.attempts)} in consumer {consumer.name} ({failure.error}): {advice}",
@@ -99,7 +99,7 @@ def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: boo
             "outcome": failure.outcome,
             "advice": advice,
         },
-        # Its claim is given back: the next tick claims the range anew, when the event is due.
+        # The claim is released: a tick claims the range again when the event is due.
         allow_retries=False,
     )
 
@@ -113,11 +113,14 @@ def _dead_letters(drained: Drained) -> dg.MetadataValue:
     )
 
 
-def metadata_of(consumer: Consumer, drained: Drained, *, without: Collection[str]) -> dict[str, Any]:
-    """The metadata of a run's asset, without the metadata about publishing to the topics in `without`."""
+def results(
+    key: dg.AssetKey, consumer: Consumer, publishes: Sequence[dg.AssetKey], drained: Drained
+) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
+    """The metadata of a run's asset, and of each topic that the run publishes to."""
+    topics = {topic: topic.path[-1] for topic in publishes}
     partitions = sorted({claim.range.partition for claim, _ in drained.claims})
     metadata: dict[str, Any] = {
-        **{name: value for said in drained.said for name, value in leave_out(said, without).items()},
+        **{name: value for said in drained.said for name, value in leave_out(said, topics.values()).items()},
         **input_metadata(consumer.topic, drained.ranges(), consumer=consumer.name),
         **({"partition": partitions[0]} if len(partitions) == 1 else {}),
         "events": drained.events,
@@ -128,4 +131,6 @@ def metadata_of(consumer: Consumer, drained: Drained, *, without: Collection[str
         metadata["events given up"] = _dead_letters(drained)
     if (note := drained.lost or drained.note) is not None:
         metadata["note"] = note
-    return metadata
+    yield key, metadata
+    for topic, name in topics.items():
+        yield topic, add_up(drained.said, name)

@@ -8,12 +8,11 @@ from typing import Any, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration import Consumer, Shard
+from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster.consumers.batch import ReplayError
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
 from eventsql_orchestration.dagster.consumers.drain import Draining
-from eventsql_orchestration.dagster.consumers.owners import owner_of_run
 from eventsql_orchestration.dagster.consumers.reexecution import (
     ancestors,
     forbid_retries,
@@ -30,30 +29,26 @@ DrainingOn: TypeAlias = Callable[[Shard], Draining]
 
 
 def drain(
-    context: dg.AssetExecutionContext,
-    eventsql: EventSQLResource,
-    draining_on: DrainingOn,
-    config: ClaimConfig,
-    consumer: Consumer,
+    context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig, draining_on: DrainingOn
 ) -> None:
     """Consume the step's claim; without a claim, the waiting events; or replay a range.
 
     The run's tag names its shard. A run without the tag, launched by hand, visits all shards and skips those that are
-    down. Raises `ReplayError`, `ForeignClaimError` for a claim of another consumer, and
-    `ShardSetError` for a claim whose shard is not known.
+    down. Raises `ReplayError`, `ForeignClaimError` for a claim of another consumer, and `ShardSetError` for a claim
+    whose shard is not known.
     """
     shards = _shards(context, eventsql, config)
     down: list[str] = []
     for shard in shards:
         draining = draining_on(shard)
         try:
-            _drain(context, draining, config, consumer)
+            _drain(context, draining, config)
         except DatabaseUnavailableError as error:
             down.append(shard.name or str(shard.database))
             if len(down) == len(shards):
                 raise
             context.log.warning("shard %s is down: %s", down[-1], error)
-            draining.drained.note = f"not all is consumed of {', '.join(down)}, which is down"
+            draining.drained.note = f"events are left on {', '.join(down)}, which cannot be reached"
         if draining.drained.over:
             return
 
@@ -65,37 +60,6 @@ def _shards(context: dg.AssetExecutionContext, eventsql: EventSQLResource, confi
     return eventsql.shards if shard is None and claim is None else (eventsql.shard(shard),)
 
 
-def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer) -> None:
-    shared = SHARED_TAG in context.run.tags
-    requested_for = _requested(context).get("claim") if shared else None
-    if config.claim is not None:
-        if draining.is_another_claim(config.claim, context.run.tags):
-            if _replays(context, config):
-                raise ReplayError(f"there is nothing to replay: {draining.drained.note}")
-            return
-        draining.require_claim_of(consumer, config.claim)
-        if _replays(context, config) and _replay(context, draining, config):
-            return
-        claim = draining.take_over(config.claim)
-        if claim is None:
-            _come_too_late(context, draining, config.claim)
-        else:
-            context.log.info("%s is taken over by this run", claim)
-            draining.run(claim)
-        if shared and not draining.drained.over:
-            # The sensor claims one partition only.
-            _claim_and_drain(context, draining, config, consumer)
-    elif config.succeeds is not None and _replays(context, config):
-        _replay_successor(context, draining, config, consumer)
-    elif requested_for is None:
-        _claim_and_drain(context, draining, config, consumer)
-    elif _replays(context, config):
-        context.log.info("this run consumes a range once more: what waits for this asset is none of it")
-    else:
-        with draining.keeping(requested_for, context.run.tags):
-            _claim_and_drain(context, draining, config, consumer)
-
-
 def _requested(context: dg.AssetExecutionContext) -> Mapping[str, Any]:
     """The config of the step with the claim that a shared run was requested for; empty if the run has no claim."""
     run_config: Mapping[str, Any] = context.run.run_config
@@ -103,26 +67,57 @@ def _requested(context: dg.AssetExecutionContext) -> Mapping[str, Any]:
     return next((config for config in configs if config.get("claim") is not None), {})
 
 
-def _claim_and_drain(
-    context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer
-) -> None:
+def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> None:
+    requested_for = _requested(context).get("claim") if SHARED_TAG in context.run.tags else None
+    if config.claim is not None:
+        _drain_claim(context, draining, config, config.claim)
+    elif config.succeeds is not None and _replays(context, config):
+        _replay_successor(context, draining, config)
+    elif requested_for is None:
+        _claim_and_drain(context, draining, config)
+    elif _replays(context, config):
+        context.log.info("this run replays a range of another consumer: it leaves this consumer's events to other runs")
+    else:
+        with draining.keeping(requested_for, context.run.tags):
+            _claim_and_drain(context, draining, config)
+
+
+def _drain_claim(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, claim_id: int) -> None:
+    """Consume the claim that the run was requested for, or replay it."""
+    if draining.is_another_claim(claim_id, context.run.tags):
+        if _replays(context, config):
+            raise ReplayError(f"there is nothing to replay: {draining.drained.note}")
+        return
+
+    draining.require_own_claim(claim_id)
+    if _replays(context, config) and _replay(context, draining, config, claim_id):
+        return
+
+    claim = draining.take_over(claim_id)
+    if claim is None:
+        _come_too_late(context, draining, claim_id)
+    else:
+        context.log.info("this run takes %s over", claim)
+        draining.run(claim)
+    if SHARED_TAG in context.run.tags and not draining.drained.over:
+        # The sensor claims one partition only.
+        _claim_and_drain(context, draining, config)
+
+
+def _claim_and_drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> None:
     """Consume the waiting events of one partition, or of each partition of the consumer."""
-    for partition in draining.partitions(consumer) if config.partition is None else (config.partition,):
+    for partition in draining.partitions() if config.partition is None else (config.partition,):
         if config.succeeds is None:
-            found = draining.claim(consumer.topic, consumer.name, partition)
+            found = draining.claim(partition)
         else:
-            found = draining.succeed(
-                config.succeeds,
-                consumer.topic,
-                consumer.name,
-                partition,
-                is_over=partial(_is_over, context, config.succeeds),
-            )
+            is_over = partial(_is_over, context, config.succeeds)
+            found = draining.succeed(config.succeeds, partition, is_over=is_over)
         if isinstance(found, Claim):
             draining.run(found)
         else:
-            on = "" if draining.shard is None else f" on shard {draining.shard!r}"
-            context.log.info("nothing to consume of %s%s: %s", name_of(consumer, partition), on, found)
+            on = "" if draining.shard.name is None else f" on shard {draining.shard.name!r}"
+            place = name_of(draining.consumer, partition)
+            context.log.info("nothing to consume of %s%s: %s", place, on, found.reason)
         if draining.drained.over:
             return
 
@@ -158,7 +153,7 @@ def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:
     if config.replay is None:
         return repeats_success(context.run, context.instance)
     if config.replay and is_automatic_retry(context.run, context.instance):
-        raise _no_second_replay(context, "this is Dagster's automatic retry of a run that was to replay a range")
+        raise _no_second_replay(context, "this run is Dagster's automatic retry of a run that replays a range")
     return config.replay
 
 
@@ -166,42 +161,37 @@ def _no_second_replay(context: dg.AssetExecutionContext, why: str) -> ReplayErro
     """The error for a second replay of a partly replayed range that no person requested. Forbids further retries."""
     forbid_retries(context.run, context.instance)
     return ReplayError(
-        f"nothing is replayed: {why}, and a part of it may have taken effect. To replay the whole range, execute the "
-        "run that had succeeded again"
+        f"nothing was replayed: {why}, and a part of the range may have taken effect. To replay the whole range, "
+        "re-execute the run that succeeded"
     )
 
 
-def _replay_successor(
-    context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, consumer: Consumer
-) -> None:
+def _replay_successor(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> None:
     """Replay the first range that a successor had claimed. A successor is requested without a claim."""
     assert config.partition is not None, "a partition is taken over"
-    firsts = (
-        draining.first_of(run_id, consumer, config.partition) for run_id in ancestors(context.run, context.instance)
+    for run_id in ancestors(context.run, context.instance):
+        if (claim_id := draining.first_of(run_id, config.partition)) is not None:
+            _replay(context, draining, config, claim_id)
+            return
+    raise ReplayError(
+        "there is nothing to replay: the re-executed run committed no range, or its claims are deleted by now. The "
+        "run's materialization names the ranges that it consumed; `eventsql backfill` replays any range"
     )
-    claim_id = next((first for first in firsts if first is not None), None)
-    if claim_id is None:
-        raise ReplayError(
-            "there is nothing to replay: the run that is executed again had committed no range, or its claims are "
-            "deleted by now; its materialization names what it consumed, and `eventsql backfill` replays any range"
-        )
-    _replay(context, draining, config.model_copy(update={"claim": claim_id}))
 
 
-def _replay(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> bool:
+def _replay(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, claim_id: int) -> bool:
     """Replay a run's range.
 
     False if no person requested a replay, and the range was never committed, or this run committed it and its step is
     retried.
     """
-    assert config.claim is not None, "a replay is that of a claim"
-    claim, run_id = draining.committed(config.claim), context.run.run_id
-    if config.replay is None and (claim is None or claim.owner == owner_of_run(run_id)):
+    claim, run_id = draining.committed(claim_id), context.run.run_id
+    if config.replay is None and (claim is None or claim.owner == draining.owner):
         return False
     if claim is None:
         raise ReplayError(
-            f"claim {config.claim} was not committed, so there is nothing to replay: its events are consumed, if they "
-            "were not yet, by the next run that the consumer's sensor requests"
+            f"there is nothing to replay: claim {claim_id} was not committed. The consumer's sensor requests a run for "
+            "those of its events that are not consumed yet"
         )
     begun = f"{run_id}/{claim.id}"
     run = context.instance.get_run_by_id(run_id)
@@ -210,6 +200,6 @@ def _replay(context: dg.AssetExecutionContext, draining: Draining, config: Claim
         raise _no_second_replay(context, f"this run has begun to replay {claim} before")
     context.instance.add_run_tags(run_id, {REPLAY_TAG: "true", REPLAY_BEGUN_TAG: begun})
     forbid_retries(context.run, context.instance)
-    context.log.info("%s was committed and is replayed: its effects happen again, the offset stays", claim)
+    context.log.info("replaying %s, which was committed: its effects happen again, the offset stays", claim)
     draining.replay(claim)
     return True

@@ -28,7 +28,7 @@ import dagster as dg
 from eventsql_orchestration.dagster.consumers.long_poll import evaluate_and_linger
 from eventsql_orchestration.dagster.consumers.tick import Watch
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.tags import HOUSEKEEPING_CONSUMER, HOUSEKEEPING_TAG
+from eventsql_orchestration.dagster.tags import CONSUMER_RUN
 
 MIN_INTERVAL: Final = 1
 """Dagster looks at sensors every 5 s. An interval of exactly 5 s would skip every second look."""
@@ -47,7 +47,7 @@ def build_sensor(
         minimum_interval_seconds=MIN_INTERVAL,
         default_status=default_status,
         description=watch.description,
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER},
+        tags=CONSUMER_RUN,
     )
     def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
         with eventsql.bounded(watch.options.statement_timeout) as platform:

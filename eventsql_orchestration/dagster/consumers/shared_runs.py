@@ -11,13 +11,7 @@ from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, TickOptions
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
-from eventsql_orchestration.dagster.tags import (
-    CONSUMER_TAG,
-    HOUSEKEEPING_CONSUMER,
-    HOUSEKEEPING_TAG,
-    SHARED_TAG,
-    TOPIC_TAG,
-)
+from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, TOPIC_TAG
 from eventsql_orchestration.errors import ValidationError
 
 _OF_ONE = (TOPIC_TAG, CONSUMER_TAG)
@@ -42,36 +36,34 @@ def share_runs(
     materializes: their steps have an order, so each needs its own runs.
     """
     if len(consumers) < 2:
-        raise ValidationError("runs are shared by two consumers at least")
-    materialized = {key: consumer for consumer in consumers for key in consumer.asset.keys}
-    if len(materialized) != sum(len(list(consumer.asset.keys)) for consumer in consumers):
-        raise ValidationError(f"{name}: a consumer is named twice, or two of them publish to one topic")
-    for consumer in consumers:
-        for dependency in consumer.asset.get_asset_spec(consumer.key).deps:
-            if dependency.asset_key in materialized:
-                raise ValidationError(
-                    f"{name}: consumer {consumer.consumer.name!r} reads {dependency.asset_key.to_user_string()}, which "
-                    f"{materialized[dependency.asset_key].consumer.name!r} materializes: they cannot share runs"
-                )
+        raise ValidationError("runs are shared by at least two consumers")
+    materialized = _materialized(name, consumers)
+    own = {tag: value for consumer in consumers for tag, value in (consumer.job.tags or {}).items()}
     job = dg.define_asset_job(
         name,
         selection=dg.AssetSelection.assets(*materialized).without_checks(),
-        description=f"Consumes what waits for {', '.join(consumer.consumer.name for consumer in consumers)}, in turn.",
+        description=f"Consumes the waiting events of {', '.join(each.consumer.name for each in consumers)}, in turn.",
         executor_def=dg.in_process_executor,
-        tags={
-            **{
-                tag: value
-                for consumer in consumers
-                for tag, value in (consumer.job.tags or {}).items()
-                if tag not in _OF_ONE
-            },
-            HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER,
-            SHARED_TAG: "true",
-        },
+        tags={**{tag: value for tag, value in own.items() if tag not in _OF_ONE}, **CONSUMER_RUN, SHARED_TAG: "true"},
     )
     members = [
         ConsumerWatch(each.topic, each.consumer, "_".join(each.key.path), each.limits, name, ticks)
         for each in consumers
     ]
-    sensor = build_sensor(SharedWatch(tuple(members)), job, default_status)
+    sensor = build_sensor(SharedWatch(tuple(members), name, ticks), job, default_status)
     return tuple(replace(consumer, job=job, sensors=(sensor,)) for consumer in consumers)
+
+
+def _materialized(name: str, consumers: Sequence[ConsumerDefinition]) -> list[dg.AssetKey]:
+    """The assets of consumers that can share runs. Raises `ValidationError` for others."""
+    makers = {key: each.consumer.name for each in consumers for key in each.asset.keys}
+    if len(makers) != sum(len(list(each.asset.keys)) for each in consumers):
+        raise ValidationError(f"{name}: a consumer is named twice, or two of them publish to one topic")
+    for each in consumers:
+        for dependency in each.asset.get_asset_spec(each.key).deps:
+            if (maker := makers.get(dependency.asset_key)) is not None:
+                raise ValidationError(
+                    f"{name}: consumer {each.consumer.name!r} reads {dependency.asset_key.to_user_string()}, which "
+                    f"{maker!r} materializes: they cannot share runs"
+                )
+    return list(makers)

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import dagster as dg
 
-from eventsql_orchestration import EventSQL, Shard
+from eventsql_orchestration import Consumer, EventSQL, Shard, Topic
 from eventsql_orchestration.dagster.consumers.decision import RunState
-from eventsql_orchestration.dagster.consumers.options import TickOptions
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, RunLimits, TickOptions
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, SchemaOutdatedError
 
 _T = TypeVar("_T")
@@ -63,24 +63,40 @@ class Leased(NothingYet):
 
 
 class Watch(Protocol):
-    """Decides what a tick does on one database."""
+    """Decides what a tick of the sensor with the name `sensor` does on one database.
+
+    The sensor waits for events of `topics`.
+    """
+
+    @property
+    def sensor(self) -> str: ...
 
     @property
     def options(self) -> TickOptions: ...
 
     @property
-    def sensor(self) -> str:
-        """The sensor's name."""
+    def description(self) -> str: ...
 
     @property
-    def description(self) -> str:
-        """The sensor's description."""
-
-    @property
-    def topics(self) -> Collection[str]:
-        """The topics of the events that the sensor waits for."""
+    def topics(self) -> Collection[str]: ...
 
     def evaluate(self, tick: Tick, cursor: str | None) -> dg.SensorResult: ...
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A consumer whose events a sensor claims. `op_name` is the step of its asset in the runs that it requests."""
+
+    topic: Topic
+    consumer: Consumer
+    op_name: str
+    limits: RunLimits
+    sensor: str
+    options: TickOptions = DEFAULT_TICKS
+
+    @property
+    def topics(self) -> tuple[str]:
+        return (self.topic.name,)
 
 
 def evaluate(
@@ -106,7 +122,7 @@ def evaluate(
         after.of[name] = before.of.get(name)
         if budget.spent():
             after.begin = after.begin or name
-            results.reasons[name] = "it has its turn in the next tick"
+            results.reasons[name] = "the next tick begins with it"
             continue
         try:
             result = watch.evaluate(replace(tick, shard=shards[name]), before.of.get(name))

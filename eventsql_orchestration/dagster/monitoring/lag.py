@@ -12,8 +12,8 @@ import dagster as dg
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.consumers.owners import run_of_owner
 from eventsql_orchestration.dagster.shards import place, where
+from eventsql_orchestration.dagster.tags import run_of_owner
 from eventsql_orchestration.errors import TopicNotFoundError
 
 TRANSFER_STALLED: Final = 120.0

@@ -19,9 +19,9 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
-from eventsql_orchestration.dagster.consumers.owners import owner_of_run
 from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of, shard_of
 from eventsql_orchestration.dagster.shards import shards_of
+from eventsql_orchestration.dagster.tags import owner_of_run
 from eventsql_orchestration.dagster.trace.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import LocalDagsterError, ShardSetError, TopicNotFoundError, ValidationError
