@@ -6,11 +6,13 @@ import logging
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import dagster as dg
+from psycopg.rows import tuple_row
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Shard
+from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -50,7 +52,7 @@ class ShardsLeftOutError(dg.Failure):
         super().__init__(
             "; ".join(
                 [
-                    *([f"{', '.join(down)} cannot be reached: start that server, or mend its URL"] if down else []),
+                    *([f"{', '.join(down)} cannot be reached: start the server, or correct its URL"] if down else []),
                     *([f"it failed on {', '.join(other)}"] if other else []),
                     "every other shard is done, and the next run does what is left",
                 ]
@@ -75,6 +77,15 @@ def on_each(shards: Sequence[Shard], do: Callable[[Shard], T_co]) -> OnShards[T_
         except EventSQLError as error:
             left_out[shard.name or str(shard.database)] = error
     return OnShards(done, left_out)
+
+
+def rows_of(
+    shard: Shard, file: str, name: str, values: Mapping[str, object], *, topic: str | None = None
+) -> list[tuple[Any, ...]]:
+    """The rows of a named statement of a file in `database/sql/`, executed on one shard."""
+    statement = Queries(file, shard.database.schema)(name, topic=topic)
+    with shard.database.connection() as connection:
+        return connection.cursor(row_factory=tuple_row).execute(statement, values, prepare=False).fetchall()
 
 
 def place(shard: str | None, partition: int) -> str:

@@ -240,7 +240,7 @@ def test_a_plan_says_that_the_consumer_is_paused_or_filters(bench: Workbench, ba
         location.fragile.consumer, filter=EventFilter(key_prefix="a"), max_attempts=2
     )
     paused, filtered = everything(backfills, "fragile").remarks
-    assert "is paused, and stays so" in paused
+    assert "is paused" in paused
     assert "key a*" in filtered
 
 
@@ -605,7 +605,7 @@ def test_a_range_is_cut_where_the_topic_was_repartitioned(
     assert before.logs[0].partitions == (0, 1)
     assert sum(run.events for run in before.runs) == 30
     one = backfills.plan("orders", "ledger", ReplayRange(Earliest(), AtOffset(ids[29]), partition=1))
-    with pytest.raises(ValidationError, match="as a whole: leave one with all of the partitions"):
+    with pytest.raises(ValidationError, match="was repartitioned"):
         backfills.register(one, "two", into="ledger_3")
     backfills.register(one, "two")
 
@@ -623,7 +623,7 @@ def test_a_side_consumer_of_one_partition_keeps_it_when_the_topic_is_repartition
 
 def test_a_side_consumer_named_like_a_window_is_refused(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 5)
-    with pytest.raises(ValidationError, match="would be taken for a window"):
+    with pytest.raises(ValidationError, match="window of a backfill"):
         backfills.register(everything(backfills), "one", into=f"next{MARK}two_1_2")
     assert backfills.registered() == []
 

@@ -66,7 +66,7 @@ def test_the_example_is_a_whole_location_that_consumes(
     backfills = Backfills(bench.platform.shards)
     plan = backfills.plan("orders", "ledger", ReplayRange(Earliest()))
     backfill = backfills.register(plan, "again")
-    assert any("must bear" in remark for remark in plan.remarks)
+    assert any("must tolerate" in remark for remark in plan.remarks)
     keys = [run.key(backfill.id) for run in plan.runs]
     bench.instance.add_dynamic_partitions("ledger_backfill", keys)
     for key in keys:

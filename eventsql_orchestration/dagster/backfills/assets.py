@@ -10,7 +10,7 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.backfills.replay import WindowGoneError, WindowReplay
+from eventsql_orchestration.dagster.backfills.replay import ReplayConfig, WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.backfills.windows import ReplayRange, new_id, read_key
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.drain import Drained
@@ -63,16 +63,6 @@ class BackfillDefinition:
         return [self.job, self.plan_job]
 
 
-class ReplayConfig(dg.Config):
-    """Limits of the run of a window: it claims up to `max_events` at once, by default as many as the consumer's runs.
-
-    The run fails when the whole backfill has `max_failures` dead letters, 10 by default.
-    """
-
-    max_events: int | None = None
-    max_failures: int | None = None
-
-
 class PlanConfig(dg.Config):
     """The range of a backfill, and its windows.
 
@@ -92,7 +82,7 @@ class PlanConfig(dg.Config):
         try:
             window = None if self.window_seconds is None else timedelta(seconds=self.window_seconds)
         except (OverflowError, ValueError):
-            raise ValidationError(f"{self.window_seconds} seconds are no window") from None
+            raise ValidationError(f"window_seconds is not a possible length of time: {self.window_seconds}") from None
         return ReplayRange(read_place(self.start), read_place(self.end), self.window_events, window)
 
 
@@ -106,26 +96,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     """
     name = "_".join(consumer.key.path) + SUFFIX
     partitions = dg.DynamicPartitionsDefinition(name=name)
-    own = next(spec for spec in consumer.asset.specs if spec.key == consumer.key)
-    spec = dg.AssetSpec(
-        key=dg.AssetKey([name]),
-        # A run that finds its window replayed materializes nothing.
-        skippable=True,
-        deps=[topic_key(consumer.topic.name)],
-        description=f"Ranges of topic {consumer.topic.name} that are replayed through {consumer.consumer.name}.",
-        group_name=own.group_name,
-        owners=list(own.owners),
-        kinds={*KINDS, *own.kinds},
-        metadata={
-            CONSUMED_TOPIC: consumer.topic.name,
-            "consumer": consumer.consumer.name,
-            "replays": dg.MetadataValue.asset(consumer.key),
-            ASSETS_METADATA: dg.MetadataValue.json(
-                [each.to_user_string() for each in (consumer.key, *consumer.computation.publishes)]
-            ),
-        },
-        partitions_def=partitions,
-    )
+    spec = _spec(consumer, name, partitions)
 
     def compute(context: dg.AssetExecutionContext, config: ReplayConfig, resources: Mapping[str, Any]) -> Any:
         yield from _replay(context, config, consumer, spec.key, resources)
@@ -148,6 +119,28 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
         },
     )
     return BackfillDefinition(consumer, asset, job, _plan_job(consumer, partitions), partitions)
+
+
+def _spec(consumer: ConsumerDefinition, name: str, partitions: dg.DynamicPartitionsDefinition) -> dg.AssetSpec:
+    own = consumer.asset.get_asset_spec(consumer.key)
+    materialized = [each.to_user_string() for each in (consumer.key, *consumer.computation.publishes)]
+    return dg.AssetSpec(
+        key=dg.AssetKey([name]),
+        # A run that finds its window replayed materializes nothing.
+        skippable=True,
+        deps=[topic_key(consumer.topic.name)],
+        description=f"Ranges of topic {consumer.topic.name} that are replayed through {consumer.consumer.name}.",
+        group_name=own.group_name,
+        owners=list(own.owners),
+        kinds={*KINDS, *own.kinds},
+        metadata={
+            CONSUMED_TOPIC: consumer.topic.name,
+            "consumer": consumer.consumer.name,
+            "replays": dg.MetadataValue.asset(consumer.key),
+            ASSETS_METADATA: dg.MetadataValue.json(materialized),
+        },
+        partitions_def=partitions,
+    )
 
 
 def backfill_of(topic: str, consumer: str) -> str:
@@ -222,9 +215,8 @@ def _replay(
     backfill_id, window, partition = read_key(context.partition_key)
     platform = eventsql.shard(window.shard)
     replay = WindowReplay(
-        platform, consumer, consumer.computation.consume(context, platform, resources),
-        backfill_id=backfill_id, window=window, partition=partition, owner=owner_of_run(context.run.run_id),
-        log=context.log, max_events=config.max_events, max_failures=config.max_failures,
+        platform, consumer, consumer.computation.consume(context, platform, resources), backfill_id, window, partition,
+        owner_of_run(context.run.run_id), context.log, config,
     )  # fmt: skip
     of = backfill_of(consumer.topic.name, consumer.consumer.name)
     tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of, **BACKFILL_RUN}

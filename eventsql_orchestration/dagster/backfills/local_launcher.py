@@ -22,7 +22,7 @@ from dagster.components.definitions import LazyDefinitions
 
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.backfills.launcher import DEFINE_IT, BackfillJob, Ended
-from eventsql_orchestration.dagster.local.dagster_process import failure_of
+from eventsql_orchestration.dagster.local.dagster_process import failure_of, last_line
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
 
@@ -32,7 +32,7 @@ GRACE: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class CodeLocation:
-    """Where definitions are: a Python file or an importable module."""
+    """Where definitions are: a Python file or an importable module. Exactly one of the two is given."""
 
     file: Path | None = None
     module: str | None = None
@@ -42,10 +42,12 @@ class CodeLocation:
 
     def arguments(self) -> list[str]:
         """The options by which Dagster's commands find it."""
-        if self.file is not None:
-            return ["-f", str(self.file.resolve()), "-d", str(self.file.resolve().parent)]
-        assert self.module is not None, "one of both is given"
-        return ["-m", self.module, "-d", str(Path.cwd())]
+        where = ["-m", str(self.module)] if self.file is None else ["-f", str(self.file.resolve())]
+        return [*where, "-d", self._directory]
+
+    @property
+    def _directory(self) -> str:
+        return str(Path.cwd() if self.file is None else self.file.resolve().parent)
 
     def load(self) -> tuple[str, dg.Definitions]:
         """Its definitions, loaded into this process, and their name there.
@@ -53,9 +55,8 @@ class CodeLocation:
         As in Dagster, a function with `@dg.definitions` goes before other definitions. Raises `LocalDagsterError` if
         there are none or several, and if they cannot be loaded.
         """
-        directory = str(self.file.resolve().parent) if self.file is not None else str(Path.cwd())
-        if directory not in sys.path:
-            sys.path.insert(0, directory)
+        if self._directory not in sys.path:
+            sys.path.insert(0, self._directory)
         try:
             name, found = self._found(self._import())
             return name, found if isinstance(found, dg.Definitions) else found()
@@ -80,8 +81,7 @@ class CodeLocation:
 
     def _import(self) -> ModuleType:
         if self.file is None:
-            assert self.module is not None, "one of both is given"
-            return importlib.import_module(self.module)
+            return importlib.import_module(str(self.module))
         spec = importlib.util.spec_from_file_location(self.file.stem, self.file)
         if spec is None or spec.loader is None:
             raise LocalDagsterError(f"{self} is no Python file")
@@ -100,14 +100,11 @@ class LocalRuns:
 
     def __init__(self, location: CodeLocation, *, environment: Mapping[str, str]) -> None:
         self.location = location
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._directory = tempfile.TemporaryDirectory(prefix="eventsql-backfill-")
         home = os.environ.get("DAGSTER_HOME")
         if not home:
-            self._temporary = tempfile.TemporaryDirectory(prefix="eventsql-backfill-")
-            home = self._temporary.name
+            home = self._directory.name
             Path(home, "dagster.yaml").write_text("telemetry:\n  enabled: false\n", encoding="utf-8")
-        self._home = Path(home)
-        self._logs = tempfile.TemporaryDirectory(prefix="eventsql-backfill-logs-")
         self._environment = {**os.environ, **environment, "DAGSTER_HOME": home}
         self._instance = dg.DagsterInstance.from_config(home)
         self._processes: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
@@ -120,11 +117,9 @@ class LocalRuns:
                 executable = job.asset_layer.executable_asset_keys
                 specs = (each for each in definitions.resolve_all_asset_specs() if each.key in executable)
                 asset = next(each for each in specs if ASSETS_METADATA in each.metadata)
-                partitions = asset.partitions_def
-                assert isinstance(partitions, dg.DynamicPartitionsDefinition), "it is a backfill's"
-                assert partitions.name is not None, "it has one"
+                # The asset and its dynamic partitions have one name.
                 assets = tuple(asset.metadata[ASSETS_METADATA].value)
-                return BackfillJob(job.name, partitions.name, assets, of, repository=name)
+                return BackfillJob(job.name, asset.key.path[-1], assets, of, repository=name)
         raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
     def require_running(self) -> None:
@@ -145,12 +140,11 @@ class LocalRuns:
         # fmt: off
         command = [
             sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-a", job.repository,
-            "-j", job.name,
-            "--tags", json.dumps(job.run_tags(backfill_id, key)),
+            "-j", job.name, "--tags", json.dumps(job.run_tags(backfill_id, key)),
         ]
         # fmt: on
         if config := job.config(max_failures):
-            file = Path(self._logs.name, f"{number}.json")
+            file = Path(self._directory.name, f"{number}.json")
             file.write_text(json.dumps(config), encoding="utf-8")
             command += ["-c", str(file)]
         try:
@@ -186,12 +180,10 @@ class LocalRuns:
                 process.kill()
                 process.wait()
         self._instance.dispose()
-        self._logs.cleanup()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._directory.cleanup()
 
     def _log(self, number: str) -> Path:
-        return Path(self._logs.name, f"{number}.log")
+        return Path(self._directory.name, f"{number}.log")
 
     def _why(self, number: str, key: str, code: int) -> str:
         if code < 0:
@@ -199,5 +191,4 @@ class LocalRuns:
         for run in self._instance.get_runs(dg.RunsFilter(tags={DAGSTER_PARTITION_TAG: key}), limit=1):
             if (why := failure_of(self._instance, run.run_id)) is not None:
                 return why
-        lines = self._log(number).read_text(errors="replace").strip().splitlines()
-        return f"its process ended with {code}: {lines[-1].strip() if lines else 'it left no message'}"
+        return f"its process ended with {code}: {last_line(self._log(number))}"

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from eventsql_orchestration import NOT_PARTITIONED, Shard
 from eventsql_orchestration.dagster.backfills.windows import MAX_RUNS, LogPlan, PlannedRun, ReplayRange, Window
+from eventsql_orchestration.dagster.shards import rows_of
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.catalog import choose_partitions
@@ -40,16 +41,16 @@ class LogPlanner:
         runs, times = self.contents(topic, windows, partitions)
 
         if any(state.paused for state in states):
-            remarks.append(f"consumer {consumer!r} is paused, and stays so: a backfill runs all the same")
+            remarks.append(f"consumer {consumer!r} is paused and stays paused; the backfill runs anyway")
         if any(state.last_event_id > after for state in states):
             remarks.append(
-                f"consumer {consumer!r} has had events of this range: its function gets them again and must bear that "
-                "(an upsert does)"
+                f"consumer {consumer!r} has consumed events of this range: its function gets them again and must "
+                "tolerate that, for example by an upsert"
             )
         if states[0].filter is not None:
             remarks.append(f"only events that match the consumer's filter are replayed ({states[0].filter})")
         if len({run.window for run in runs}) > 1:
-            remarks.append("a key's events keep their order within a window; across windows with --parallel 1 alone")
+            remarks.append("a key's events keep their order within a window, and across windows only with --parallel 1")
 
         with self._shard.database.connection() as connection:
             first_event = self.first_event(connection, topic, after, upto)
@@ -62,11 +63,8 @@ class LogPlanner:
         self, topic: str, windows: Sequence[Window], partitions: Sequence[int]
     ) -> tuple[list[PlannedRun], list[datetime]]:
         """The runs of some windows, and times between which all of their events entered the log."""
-        with self._shard.database.connection() as connection:
-            rows = connection.execute(
-                self._queries("contents", topic=topic),
-                {"afters": [each.after for each in windows], "uptos": [each.upto for each in windows]}, prepare=False,
-            ).fetchall()  # fmt: skip
+        bounds = {"afters": [each.after for each in windows], "uptos": [each.upto for each in windows]}
+        rows = rows_of(self._shard, "backfills", "contents", bounds, topic=topic)
         of = {window.upto: window for window in windows}
         whole = list(partitions) == [NOT_PARTITIONED]
         counts: dict[tuple[Window, int], int] = {}
@@ -113,7 +111,7 @@ class LogPlanner:
         elif isinstance(end, AtOffset) and end.offset > log_end:
             remarks.append(f"the log ends at offset {log_end:,}: the range ends there")
         if isinstance(end, Latest) and (waiting := self._shard.buffered().get(topic)):
-            remarks.append(f"{waiting:,} events are still in the buffer and no part of the range")
+            remarks.append(f"{waiting:,} events are still in the buffer and are not part of the range")
         return after, upto, remarks
 
     def _cut(self, topic: str, after: int, upto: int, wanted: ReplayRange) -> list[Window]:
@@ -122,11 +120,9 @@ class LogPlanner:
         if wanted.window_events is None and wanted.window is None:
             return [Window(after, upto, self._shard.name)]
         seconds = None if wanted.window is None else wanted.window.total_seconds()
-        with self._shard.database.connection() as connection:
-            rows = connection.execute(
-                self._queries("window_ends" if seconds is None else "period_ends", topic=topic),
-                {"after": after, "upto": upto, "events": wanted.window_events, "seconds": seconds}, prepare=False,
-            ).fetchall()  # fmt: skip
+        name = "window_ends" if seconds is None else "period_ends"
+        values = {"after": after, "upto": upto, "events": wanted.window_events, "seconds": seconds}
+        rows = rows_of(self._shard, "backfills", name, values, topic=topic)
         if len(rows) > MAX_RUNS:
             raise ValidationError(f"{len(rows):,} windows are too many ({MAX_RUNS:,} at most): take larger ones")
         ends = [row[0] for row in rows]

@@ -32,6 +32,7 @@ from eventsql_orchestration.dagster.backfills.windows import (
     check_id,
     resume_command,
 )
+from eventsql_orchestration.dagster.shards import rows_of
 from eventsql_orchestration.database import Connection, Queries, driver_connection
 from eventsql_orchestration.errors import RegistryError, ValidationError
 from eventsql_orchestration.maintenance.seek import Move
@@ -74,11 +75,11 @@ class Backfills:
             return
         if len(self._logs) > 1:
             raise ValidationError(
-                "a consumer that a backfill leaves behind would not be on all shards at once: register it first, with "
-                "`eventsql consumer create`, and replay through that one"
+                f"consumer {into!r} would not be on all shards at once: create it with `eventsql consumer create`, and "
+                "replay the range through it"
             )
         if MARK in check_name("consumer name", into):
-            raise ValidationError(f"{into!r} would be taken for a window of a backfill: choose a name without {MARK!r}")
+            raise ValidationError(f"{into!r} looks like a window of a backfill: choose a name without {MARK!r}")
 
     def register(self, plan: Plan, backfill_id: str, *, into: str | None = None) -> Backfill:
         """Create the side consumers of a plan's windows, all or none. They keep retention off the range.
@@ -290,12 +291,10 @@ class _LogBackfills:
         return replace(backfill, parts=tuple(done))
 
     def count(self, topic: str, partition: int, after: int, upto: int, *, limit: int) -> int:
-        query = self._queries("left_of" if partition == NOT_PARTITIONED else "left_of_partition", topic=topic)
+        name = "left_of" if partition == NOT_PARTITIONED else "left_of_partition"
         values = {"partition": partition, "after": after, "upto": upto, "limit": limit}
-        with self._database.connection() as connection:
-            row = connection.execute(query, values, prepare=False).fetchone()
-        assert row is not None, "an aggregate gives one row"
-        return int(row[0])
+        ((count,),) = rows_of(self._shard, "backfills", name, values, topic=topic)
+        return int(count)
 
     def renew(self, backfill: Backfill) -> None:
         for name in sorted({part.name for part in backfill.parts if not part.done and (part.spent or part.paused)}):
@@ -366,6 +365,6 @@ def _check_whole(topic: str, log: LogPlan, known: Sequence[layouts.Layout]) -> N
     within = layouts_within(known, log.after, log.upto)
     if NOT_PARTITIONED not in log.partitions and any(each.partitions > len(log.partitions) for each in within):
         raise ValidationError(
-            f"topic {topic!r} was repartitioned, and a consumer goes from one number of partitions to the next as a "
-            "whole: leave one with all of the partitions (without --partition), or none (without --into)"
+            f"topic {topic!r} was repartitioned, and a consumer needs all partitions to continue from the old layout "
+            "to the new one: replay all partitions (without --partition), or leave no consumer (without --into)"
         )

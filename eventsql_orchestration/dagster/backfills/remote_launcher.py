@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
@@ -66,8 +66,10 @@ class RemoteDagster:
             for job in repository["jobs"]:
                 if {"key": BACKFILL_OF_TAG, "value": of} in job["tags"]:
                     (node,) = [node for node in repository["assetNodes"] if job["name"] in node["jobNames"]]
+                    entries = {each["label"]: each.get("jsonString") for each in node["metadataEntries"]}
                     return BackfillJob(
-                        job["name"], node["partitionDefinition"]["name"], _assets(node["metadataEntries"]), of,
+                        job["name"], node["partitionDefinition"]["name"],
+                        tuple(json.loads(entries.get(ASSETS_METADATA) or "[]")), of,
                         repository["location"]["name"], repository["name"],
                     )  # fmt: skip
         raise ValidationError(f"{self.url} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
@@ -127,10 +129,5 @@ class RemoteDagster:
     def _runs(self, *, limit: int | None = None, **filters: Any) -> list[Any]:
         answer = self._webserver.ask(_RUNS, filter=filters, limit=limit)["runsOrError"]
         if "results" not in answer:
-            raise LocalDagsterError(f"{self.url} does not tell its runs: {answer.get('message')}")
+            raise LocalDagsterError(f"{self.url} could not list its runs: {answer.get('message')}")
         return list(answer["results"])
-
-
-def _assets(entries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    listed = next((entry["jsonString"] for entry in entries if entry["label"] == ASSETS_METADATA), "[]")
-    return tuple(json.loads(listed))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import dagster as dg
 
@@ -37,53 +37,46 @@ PROGRESS_SECONDS: Final = 10.0
 """Seconds between two lines of progress in a run's log."""
 
 
+class ReplayConfig(dg.Config):
+    """Limits of the run of a window: it claims up to `max_events` at once, by default as many as the consumer's runs.
+
+    The run fails when the whole backfill has `max_failures` dead letters, 10 by default.
+    """
+
+    max_events: int | None = None
+    max_failures: int | None = None
+
+
 class WindowGoneError(dg.Failure):
     """The window of a run is not registered: its backfill is finished, or was deleted."""
 
-    def __init__(self, backfill_id: str, consumer: str, key: str) -> None:
-        super().__init__(
-            f"backfill {backfill_id} of consumer {consumer!r} has no window {key} any more: it was deleted, or it "
-            "finished over 30 days ago; make a new backfill to replay the range",
-            allow_retries=False,
-        )
 
-
+@dataclass
 class WindowReplay:
     """Replays one partition of one window: claims ranges of it as its side consumer until nothing is left."""
 
-    def __init__(
-        self,
-        platform: Shard,
-        consumer: ConsumerDefinition,
-        consume: Callable[[Claim], BatchResult],
-        *,
-        backfill_id: str,
-        window: Window,
-        partition: int,
-        owner: str,
-        log: logging.Logger,
-        max_events: int | None = None,
-        max_failures: int | None = None,
-    ) -> None:
-        self._platform = platform
-        self._backfills = Backfills([platform])
-        self._topic = consumer.topic.name
-        self._consumer = consumer.consumer.name
-        self._lease = consumer.limits.lease
-        self._max_events = check_whole("max_events", max_events or consumer.limits.max_events, least=1)
-        most = DEFAULT_MAX_FAILURES if max_failures is None else max_failures
+    platform: Shard
+    consumer: ConsumerDefinition
+    consume: Callable[[Claim], BatchResult]
+    backfill_id: str
+    window: Window
+    partition: int
+    owner: str
+    log: logging.Logger
+    config: ReplayConfig
+    drained: Drained = field(default_factory=Drained, init=False)
+    _told_at: float = field(default_factory=time.monotonic, init=False)
+
+    def __post_init__(self) -> None:
+        limits = self.consumer.limits
+        self._max_events = check_whole("max_events", self.config.max_events or limits.max_events, least=1)
+        most = DEFAULT_MAX_FAILURES if self.config.max_failures is None else self.config.max_failures
         self._max_failures = check_whole("max_failures", most, least=1)
-        self._log = log
-        self._told_at = time.monotonic()
-        self._consume = consume
-        self._backfill_id = backfill_id
-        self._window = window
-        self._partition = partition
-        self._owner = owner
-        self.drained = Drained()
+        self._backfills = Backfills([self.platform])
+        self._topic, self._consumer = self.consumer.topic.name, self.consumer.consumer.name
 
     def run(self, has_ended: Callable[[str], bool]) -> Backfill:
-        """Replay the rest of the window; gives the backfill as it is then. `has_ended` tells whether a run has ended.
+        """Replay the rest of the window. Returns the backfill as it is then. `has_ended`: whether a run has ended.
 
         A failing event is retried when it is due, as often as the consumer allows, and becomes a dead letter if the
         topic has a dead letter topic. Raises `dagster.Failure` if an event blocks the window, if the backfill has
@@ -96,17 +89,17 @@ class WindowReplay:
                 return backfill
             if backfill.given_up >= self._max_failures:
                 raise self._stopped(backfill)
-            if part.owner is not None and part.owner != self._owner:
+            if part.owner is not None and part.owner != self.owner:
                 run_id = run_of_owner(part.owner)
                 if run_id is not None and has_ended(run_id):
                     self._give_back(part)
                 elif lease_ends_at not in {None, part.lease_ends_at}:
-                    raise dg.Failure(f"{part.owner} replays this window now", allow_retries=False)
+                    raise self._failure(f"{part.owner} replays this window now")
                 # A live run renews its lease. The lease of a killed run ends.
                 lease_ends_at = part.lease_ends_at
                 time.sleep(POLL)
             elif part.paused:
-                raise dg.Failure(f"the window is paused: {self._advice()} ends that", allow_retries=False)
+                raise self._failure(f"the window is paused: run {self._resume} to continue")
             elif part.spent and (reason := self._blocking(part)) is not None:
                 raise self._blocked(part, reason)
             elif part.retry_in > 0:
@@ -115,35 +108,39 @@ class WindowReplay:
                 self._claim_and_consume(part, may_fail=self._max_failures - backfill.given_up)
 
     def _look(self) -> tuple[Backfill, Replayed]:
-        backfill = self._backfills.find(self._topic, self._backfill_id, self._consumer)
-        part = None if backfill is None else backfill.part(self._window, self._partition)
+        backfill = self._backfills.find(self._topic, self.backfill_id, self._consumer)
+        part = None if backfill is None else backfill.part(self.window, self.partition)
         if backfill is None or part is None:
-            key = partition_key(self._backfill_id, self._window, self._partition)
-            raise WindowGoneError(self._backfill_id, self._consumer, key)
+            raise WindowGoneError(
+                f"backfill {self.backfill_id} of consumer {self._consumer!r} no longer has window "
+                f"{partition_key(self.backfill_id, self.window, self.partition)}: the backfill was deleted, or it "
+                "finished over 30 days ago. Make a new backfill to replay the range",
+                allow_retries=False,
+            )
         return backfill, part
 
     def _claim_and_consume(self, part: Replayed, *, may_fail: int) -> None:
         events = self._backfills.left(self._topic, part, self._max_events)
         if not events:
             return
-        claim = self._platform.claims.claim(
-            self._topic, part.name, self._partition,
-            owner=self._owner, max_events=events, max_wait=0.0, lease=self._lease,
+        claim = self.platform.claims.claim(
+            self._topic, part.name, self.partition,
+            owner=self.owner, max_events=events, max_wait=0.0, lease=self.consumer.limits.lease,
         )  # fmt: skip
         if not isinstance(claim, Claim):
             # Somebody has it locked just now; or the next look says why.
             time.sleep(POLL)
             return
-        claim = replace(claim, shard=self._platform.name)
-        if isinstance(self._consume, BatchConsumer):
-            self._consume.max_dead_letters = may_fail
+        claim = replace(claim, shard=self.platform.name)
+        if isinstance(self.consume, BatchConsumer):
+            self.consume.max_dead_letters = may_fail
         try:
-            if claim.range.upto > self._window.upto:
+            if claim.range.upto > self.window.upto:
                 # Another run got further between the look and the claim.
-                self._platform.claims.release(claim)
+                self.platform.claims.release(claim)
                 return
-            with self._platform.claims.heartbeat(claim, lease=self._lease):
-                consumed = self._consume(claim)
+            with self.platform.claims.heartbeat(claim, lease=self.consumer.limits.lease):
+                consumed = self.consume(claim)
         except ClaimLostError:
             return
         except BaseException:
@@ -157,65 +154,59 @@ class WindowReplay:
         """Log failures, and the progress every 10 seconds."""
         failure = consumed.failure
         if failure is not None:
-            self._log.warning("event %d failed, attempt %d: %s", failure.event_id, failure.attempts, failure.error)
+            self.log.warning("event %d failed, attempt %d: %s", failure.event_id, failure.attempts, failure.error)
         for letter in consumed.dead_letters:
-            self._log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
+            self.log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
         if time.monotonic() - self._told_at >= PROGRESS_SECONDS:
             self._told_at = time.monotonic()
             letters = len(self.drained.dead_letters)
-            self._log.info("%d events are replayed so far, %d of them were given up", self.drained.events, letters)
+            self.log.info("%d events are replayed so far, %d of them became dead letters", self.drained.events, letters)
 
     def _release(self, claim: Claim) -> None:
-        """Give a claim back, so that the next run need not wait for the end of its lease."""
+        """Release a claim, so that the next run need not wait for the end of its lease."""
         try:
-            self._platform.claims.release(claim)
+            self.platform.claims.release(claim)
         except EventSQLError as error:
-            self.drained.note = f"{claim} is not given back before its lease ends: {error}"
+            self.drained.note = f"{claim} stays leased until its lease ends, because its release failed: {error}"
 
     def _give_back(self, part: Replayed) -> None:
-        live = self._platform.claims.live(self._topic, part.name, self._partition)
+        live = self.platform.claims.live(self._topic, part.name, self.partition)
         if live is not None and live.owner == part.owner:
-            self._platform.claims.release(live)
+            self.platform.claims.release(live)
 
-    def _advice(self) -> str:
-        return f"`{resume_command(self._topic, self._consumer, self._backfill_id)}`"
+    @property
+    def _resume(self) -> str:
+        return f"`{resume_command(self._topic, self._consumer, self.backfill_id)}`"
+
+    def _failure(self, description: str, **metadata: Any) -> dg.Failure:
+        named = {"topic": self._topic, "consumer": self._consumer, "backfill": self.backfill_id}
+        return dg.Failure(description, metadata={**named, **metadata}, allow_retries=False)
 
     def _stopped(self, backfill: Backfill) -> dg.Failure:
         """The error after too many dead letters."""
-        own = self.drained.dead_letters
-        first = f", such as event {own[0].event_id}: {own[0].error}" if own else ""
-        return dg.Failure(
-            f"backfill {self._backfill_id} stops: it gave {backfill.given_up} events up, and {self._max_failures} are "
-            f"allowed (max_failures){first}. `{letters_command(self._topic, self._backfill_id)}` lists them. Mend the "
-            f"consumer's function, and run {self._advice()}: it goes on after them and counts anew",
-            metadata={
-                "topic": self._topic,
-                "consumer": self._consumer,
-                "given up": backfill.given_up,
-                "backfill": self._backfill_id,
-                **({"event": own[0].event_id, "error": own[0].error} if own else {}),
-            },
-            allow_retries=False,
+        first = next(iter(self.drained.dead_letters), None)
+        example = "" if first is None else f", for example event {first.event_id} ({first.error})"
+        return self._failure(
+            f"backfill {self.backfill_id} stops: {backfill.given_up} events became dead letters{example}, and "
+            f"max_failures is {self._max_failures}. `{letters_command(self._topic, self.backfill_id)}` lists them. "
+            f"Correct the consumer's function, then run {self._resume}: the backfill continues after these events, and "
+            "counts failures from 0",
+            **{"given up": backfill.given_up},
+            **({} if first is None else {"event": first.event_id, "error": first.error}),
         )
 
     def _blocking(self, part: Replayed) -> str | None:
         """The reason why an event without attempts left cannot become a dead letter; None if it can."""
-        for state in self._platform.registry.consumer(self._topic, part.name):
-            if state.partition == self._partition:
-                return self._platform.dead_letters.blocking(state)
+        for state in self.platform.registry.consumer(self._topic, part.name):
+            if state.partition == self.partition:
+                return self.platform.dead_letters.blocking(state)
         return None
 
     def _blocked(self, part: Replayed, reason: str) -> dg.Failure:
-        return dg.Failure(
+        return self._failure(
             f"event {part.failed_event} failed as often as consumer {self._consumer!r} may try it ({part.failure}) and "
-            f"{reason}: mend the consumer, or create topic {self._topic}_dlt, where such events go, and run "
-            f"{self._advice()}",
-            metadata={
-                "topic": self._topic,
-                "consumer": self._consumer,
-                "event": part.failed_event,
-                "error": part.failure,
-                "backfill": self._backfill_id,
-            },
-            allow_retries=False,
+            f"{reason}: correct the consumer, or create topic {self._topic}_dlt for dead letters, then run "
+            f"{self._resume}",
+            event=part.failed_event,
+            error=part.failure,
         )

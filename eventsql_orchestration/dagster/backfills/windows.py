@@ -40,7 +40,6 @@ def check_id(backfill_id: str) -> str:
 
 
 def new_id() -> str:
-    """An id that no other backfill has."""
     return f"{datetime.now(UTC):%Y%m%d}-{secrets.token_hex(3)}"
 
 
@@ -108,7 +107,6 @@ class PlannedRun:
     events: int
 
     def key(self, backfill_id: str) -> str:
-        """The partition key of the run in Dagster."""
         return partition_key(backfill_id, self.window, self.partition)
 
 
@@ -124,8 +122,8 @@ def read_key(key: str) -> tuple[str, Window, int]:
     match = _KEY.fullmatch(key)
     if match is None:
         raise ValidationError(
-            f"{key!r} is no window of a backfill: write ID:AFTER-UPTO or ID:AFTER-UPTO:PARTITION, and @SHARD if there "
-            "are several"
+            f"{key!r} is not a window of a backfill: write ID:AFTER-UPTO or ID:AFTER-UPTO:PARTITION, then @SHARD "
+            "if there are several shards"
         )
     partition = NOT_PARTITIONED if match["partition"] is None else int(match["partition"])
     return match["id"], Window(int(match["after"]), int(match["upto"]), match["shard"]), partition
@@ -232,7 +230,6 @@ class Backfill:
         return replace(found[0], created_at=min(each.created_at for each in found), parts=parts)
 
     def by_shard(self) -> dict[str | None, Backfill]:
-        """Its parts on each shard, by the name of the shard."""
         shards = dict.fromkeys(part.window.shard for part in self.parts)
         return {
             shard: replace(self, parts=tuple(part for part in self.parts if part.window.shard == shard))
@@ -266,10 +263,8 @@ class Backfill:
 
 
 def resume_command(topic: str, consumer: str, backfill_id: str) -> str:
-    """The command that runs the rest of a backfill."""
     return f"eventsql backfill {topic} {consumer} --resume {backfill_id} --execute"
 
 
 def letters_command(topic: str, backfill_id: str) -> str:
-    """The command that lists the dead letters of a backfill."""
     return f"eventsql dlt list {topic} --backfill {backfill_id}"

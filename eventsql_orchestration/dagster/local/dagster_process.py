@@ -13,13 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import dagster as dg
 import requests
 
-from eventsql_orchestration.dagster.local.webserver import Webserver
+from eventsql_orchestration.dagster.local.webserver import Webserver, one_line
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
 
@@ -92,7 +91,6 @@ def _locked(descriptor: int) -> bool:
 
 
 def _end_orphans(path: Path, *, timeout: float = 10.0) -> None:
-    """Kill the processes that a killed owner left."""
     with _lock_file(path) as lock:
         if _locked(lock):
             return
@@ -147,7 +145,6 @@ class LocalDagster:
 
     @property
     def url(self) -> str:
-        """The URL of the UI."""
         return f"http://{HOST}:{self.port}"
 
     def start(self, *, timeout: float = 120.0, on_wait: Callable[[str], None] = lambda _: None) -> None:
@@ -156,6 +153,17 @@ class LocalDagster:
         `on_wait` gets the name of the part that is not ready yet. Raises `LocalDagsterError`.
         """
         self._give_up_leftovers()
+        self._start_process()
+        deadline = time.monotonic() + timeout
+        while (waiting_for := self._not_ready()) is not None:
+            self.require_running()
+            if time.monotonic() > deadline:
+                raise LocalDagsterError(f"Dagster did not start in {timeout:.0f} s ({waiting_for}); see {self.log}")
+            on_wait(waiting_for)
+            time.sleep(0.25)
+        (self.instance_home / _URL_FILE).write_text(self.url, encoding="utf-8")
+
+    def _start_process(self) -> None:
         # fmt: off
         command = [
             sys.executable, "-m", "dagster", "dev", "-h", HOST, "-p", str(self.port),
@@ -169,33 +177,16 @@ class LocalDagster:
             # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
             with _heeding_interrupts():
                 self._process = subprocess.Popen(
-                    command,
-                    cwd=self.definitions.parent,
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(lock,),
-                )
+                    command, cwd=self.definitions.parent, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
+                )  # fmt: skip
             os.ftruncate(lock, 0)
             os.write(lock, str(self._process.pid).encode())
-        deadline = time.monotonic() + timeout
-        while True:
-            waiting_for = self._not_ready()
-            if waiting_for is None:
-                (self.instance_home / _URL_FILE).write_text(self.url, encoding="utf-8")
-                return
-            self.require_running()
-            if time.monotonic() > deadline:
-                raise LocalDagsterError(f"Dagster did not start in {timeout:.0f} s ({waiting_for}); see {self.log}")
-            on_wait(waiting_for)
-            time.sleep(0.25)
 
     def require_running(self) -> None:
         """Raises `LocalDagsterError` if the processes have ended by themselves."""
         if self._process is None or self._process.poll() is not None:
-            raise LocalDagsterError(f"Dagster does not run any more: {self._last_words()}; see {self.log}")
+            raise LocalDagsterError(f"Dagster does not run any more: {last_line(self.log)}; see {self.log}")
 
     def _give_up_leftovers(self) -> None:
         """Cancel runs whose processes ended with an earlier start of this instance."""
@@ -215,8 +206,8 @@ class LocalDagster:
         for entry in entries:
             message = (entry["locationOrLoadError"] or {}).get("message")
             if message:
-                lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
-                raise LocalDagsterError(f"{self.definitions.name} cannot be loaded: {lines[-1]}; see {self.log}")
+                why = message.strip().splitlines()[-1].strip()
+                raise LocalDagsterError(f"{self.definitions.name} cannot be loaded: {why}; see {self.log}")
         return None
 
     def jobs_with(self, tag: str) -> list[str]:
@@ -224,18 +215,9 @@ class LocalDagster:
         jobs = [job for repository in Webserver(self.url).repositories() for job in repository["jobs"]]
         return [job["name"] for job in jobs if tag in {each["key"] for each in job["tags"]}]
 
-    def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = self.log.read_text(errors="replace").strip().splitlines()
-            if lines:
-                return lines[-1].strip()
-        return "it left no message"
-
-    @contextlib.contextmanager
-    def instance(self) -> Iterator[dg.DagsterInstance]:
-        """The instance of these processes."""
-        with dg.DagsterInstance.from_config(str(self.instance_home)) as instance:
-            yield instance
+    def instance(self) -> dg.DagsterInstance:
+        """The instance of these processes, which the caller closes."""
+        return dg.DagsterInstance.from_config(str(self.instance_home))
 
     def launch(self, job: str, *, run_config: Mapping[str, Any] | None = None) -> str:
         """Launch a run of `job`; gives its id. Raises `RunFailedError` if Dagster refuses it."""
@@ -269,12 +251,10 @@ class LocalDagster:
 
     def stop(self, *, timeout: float = 30.0) -> None:
         """End the runs, then the processes. Processes that do not end within `timeout` seconds are killed."""
-        if self._process is not None:
-            (self.instance_home / _URL_FILE).unlink(missing_ok=True)
-            self._stop(self._process, timeout)
-            self._process = None
-
-    def _stop(self, process: subprocess.Popen[bytes], timeout: float) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        (self.instance_home / _URL_FILE).unlink(missing_ok=True)
         try:
             if process.poll() is None:
                 self._end_runs(timeout=timeout / 2)
@@ -300,16 +280,21 @@ class LocalDagster:
     def __enter__(self) -> LocalDagster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def last_line(log: Path) -> str:
+    """The last line of a process's log."""
+    with contextlib.suppress(OSError):
+        if lines := log.read_text(errors="replace").strip().splitlines():
+            return lines[-1].strip()
+    return "it left no message"
 
 
 def failure_of(instance: dg.DagsterInstance, run_id: str) -> str | None:
     """The error of a run's first failed step, in one line; None if no step failed."""
     for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.STEP_FAILURE):
         if entry.dagster_event is not None and (error := entry.dagster_event.step_failure_data.error) is not None:
-            cause = error.cause or error
-            return " ".join(cause.message.split())[:500]
+            return one_line((error.cause or error).message)
     return None

@@ -43,7 +43,9 @@ def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = No
     config = yaml.safe_dump(
         instance_config(max_concurrent_runs=max_concurrent_runs or 3 * (os.cpu_count() or 2)), sort_keys=False
     )
-    _write(directory / CONFIG_FILE, "# Written by eventsql: changes are lost.\n" + config)
+    draft = directory / "dagster.tmp"
+    draft.write_text("# Written by eventsql: changes are lost.\n" + config, encoding="utf-8")
+    draft.replace(directory / CONFIG_FILE)
     with Database(dsn) as database, database.errors(), database.engine.connect() as connection:
         connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {STORAGE_SCHEMA}")
     # Create Dagster's tables here: several processes that create them at once collide.
@@ -108,9 +110,3 @@ def storage_url(dsn: str) -> str:
     given = named if isinstance(named, str) else " ".join(named)
     options = f"{given} -csearch_path={STORAGE_SCHEMA}".strip()
     return url.update_query_dict({"options": options}).render_as_string(hide_password=False)
-
-
-def _write(path: Path, content: str) -> None:
-    draft = path.with_suffix(".tmp")
-    draft.write_text(content, encoding="utf-8")
-    draft.replace(path)

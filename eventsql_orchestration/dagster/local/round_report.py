@@ -10,12 +10,7 @@ from typing import Any
 import dagster as dg
 
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.dagster.lineage.metadata_keys import (
-    INPUT_CONSUMER,
-    INPUT_TOPIC,
-    PUBLISHED_EVENTS,
-    PUBLISHED_TOPIC,
-)
+from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.tags import TOPIC_TAG
 
 
@@ -62,17 +57,17 @@ class RunCounts:
 
     @classmethod
     def take(cls, instance: dg.DagsterInstance, runs: Collection[dg.DagsterRun]) -> RunCounts:
-        """Read the materializations of these runs."""
         counts = cls(failed=any(run.status is dg.DagsterRunStatus.FAILURE for run in runs))
         for run in runs:
             topics = {run.tags[TOPIC_TAG]} if TOPIC_TAG in run.tags else set()
             for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
                 logged: Any = entry.dagster_event
                 metadata = logged.step_materialization_data.materialization.metadata
-                if INPUT_CONSUMER in metadata:
-                    topics.add(str(metadata[INPUT_TOPIC].value))
-                if PUBLISHED_TOPIC in metadata and PUBLISHED_EVENTS in metadata:
-                    counts.published[str(metadata[PUBLISHED_TOPIC].value)] += int(metadata[PUBLISHED_EVENTS].value)
+                if keys.INPUT_CONSUMER in metadata:
+                    topics.add(str(metadata[keys.INPUT_TOPIC].value))
+                if keys.PUBLISHED_TOPIC in metadata and keys.PUBLISHED_EVENTS in metadata:
+                    topic = str(metadata[keys.PUBLISHED_TOPIC].value)
+                    counts.published[topic] += int(metadata[keys.PUBLISHED_EVENTS].value)
             counts.runs.update(topics)
         return counts
 

@@ -57,7 +57,7 @@ class Webserver:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise ValidationError(
-                f"{without_credentials(url)!r} is no URL of a Dagster webserver, such as http://127.0.0.1:3000"
+                f"{without_credentials(url)!r} is not the URL of a Dagster webserver, for example http://127.0.0.1:3000"
             )
         self.url = without_credentials(url)
         self.endpoint = f"{url.rstrip('/')}/graphql"
@@ -98,10 +98,11 @@ class Webserver:
         self, repository: str, location: str, job: str, *, config: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
         """Launch a run of a job; gives its id. Raises `RunFailedError` if Dagster refuses it."""
-        selector = {"repositoryLocationName": location, "repositoryName": repository, "jobName": job}
         parameters = {
-            "selector": selector, "runConfigData": config, "executionMetadata": {"tags": listed_tags(tags)},
-        }  # fmt: skip
+            "selector": {"repositoryLocationName": location, "repositoryName": repository, "jobName": job},
+            "runConfigData": config,
+            "executionMetadata": {"tags": listed_tags(tags)},
+        }
         answer = self.ask(_LAUNCH, parameters=parameters)["launchRun"]
         if answer["__typename"] != "LaunchRunSuccess":
             why = answer.get("message") or "; ".join(error["message"] for error in answer.get("errors", []))
