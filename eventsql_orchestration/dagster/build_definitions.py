@@ -1,5 +1,6 @@
 """A whole code location from its consumers: adds everything else that a location needs, with defaults."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from eventsql_orchestration.dagster.consumers.definition import ConsumerDefiniti
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits
 from eventsql_orchestration.dagster.housekeeping.schedule import build_housekeeping_schedule
 from eventsql_orchestration.dagster.monitoring.alerts import Notify, build_alert_sensor
-from eventsql_orchestration.dagster.monitoring.checks import build_lag_check
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.register import REGISTER_JOB
@@ -46,55 +47,56 @@ def build_definitions(
     """Everything that a location with these consumers needs, for `defs` of its module.
 
     - The consumers' assets, jobs and sensors; with `backfills`, the asset and the jobs of `build_backfill` for each.
-    - External assets: `topics`, and the consumers' topics to which no consumer publishes; with `dead_letters`, their
-      dead letter topics.
+    - As external assets: the topics to which no consumer publishes, and with `dead_letters` their dead letter topics.
     - The checks `lag` (none if `lag` is None) and `delivered`; with `notify`, an alert sensor.
     - The transfer, the lag sensor and housekeeping, and the job `register` (`build_register_job`). Run that job once
       after each deployment that adds topics or consumers.
     - The resource `eventsql`, by default `environment_resource()`, and further `resources`.
 
     A location may merge several of these definitions. Give each one except the first a `name` and `platform=False`. The
-    job and the sensors carry the name (`register_<name>`, `lag_<name>`). Without `platform`, the definitions leave out
-    the resource `eventsql`, the transfer, housekeeping, and the assets of topics other than `topics`, with their dead
-    letter topics.
-
+    job and the sensors carry the name (`register_<name>`, `lag_<name>`). Without `platform`, there is no resource
+    `eventsql`, no transfer, no housekeeping, and no asset of a topic outside of `topics` or of its dead letters.
     Raises `ValidationError` for two consumers with one name, or two definitions of one consumer.
     """
     check_distinct(consumers)
     suffix = "" if name is None else f"_{name}"
-    checks = [build_delivered_check(consumer) for consumer in consumers]
-    if lag is not None:
-        checks += [build_lag_check(consumer, **asdict(lag)) for consumer in consumers]
-    known = {topic.name: topic for topic in (*topics, *(consumer.topic for consumer in consumers))}
+    known = list({each.name: each for each in (*topics, *(consumer.topic for consumer in consumers))}.values())
     # Several definitions may consume one topic, but only one of them can have its asset.
-    external = _external(consumers, list(known.values()) if platform else topics, dead_letters=dead_letters)
+    external = _external(consumers, known if platform else topics, dead_letters=dead_letters)
+    checks, sensors = _monitoring(consumers, external, lag, notify, suffix)
     replays = [build_backfill(consumer) for consumer in consumers] if backfills else []
-
     register = build_register_job(
-        consumers, topics=list(known.values()), dead_letters=dead_letters, prepare=prepare, name=REGISTER_JOB + suffix
+        consumers, topics=known, dead_letters=dead_letters, prepare=prepare, name=REGISTER_JOB + suffix
     )
-    sensors = {sensor.name: sensor for consumer in consumers for sensor in consumer.sensors}
-    alerts = [build_alert_sensor(checks, notify, name=f"alerts{suffix}")] if notify is not None and checks else []
+
+    # Consumers that share their runs share a job and a sensor.
+    own_jobs = {each.job.name: each.job for each in consumers}.values()
+    own_sensors = {sensor.name: sensor for each in consumers for sensor in each.sensors}.values()
     return dg.Definitions(
-        assets=[
-            *(topic_asset(topic) for topic in external),
-            *(consumer.asset for consumer in consumers),
-            *(replay.asset for replay in replays),
-        ],
+        assets=[*map(topic_asset, external), *(each.asset for each in consumers), *(each.asset for each in replays)],
         asset_checks=[check.definition for check in checks],
-        jobs=[
-            register,
-            *{consumer.job.name: consumer.job for consumer in consumers}.values(),
-            *(job for replay in replays for job in replay.jobs),
-        ],
-        sensors=[
-            *sensors.values(),
-            build_lag_sensor(consumers, checks=checks, topics=external, name=f"lag{suffix}"),
-            *alerts,
-        ],
+        jobs=[register, *own_jobs, *(job for replay in replays for job in replay.jobs)],
+        sensors=[*own_sensors, *sensors],
         schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=checks)] if platform else [],
         resources={**({RESOURCE_KEY: eventsql or environment_resource()} if platform else {}), **(resources or {})},
     )
+
+
+def _monitoring(
+    consumers: Sequence[ConsumerDefinition],
+    external: Sequence[Topic],
+    lag: LagLimits | None,
+    notify: Notify | None,
+    suffix: str,
+) -> tuple[list[ConsumerCheck], list[dg.SensorDefinition]]:
+    """The checks of consumers, the lag sensor that evaluates them, and with `notify`, the alert sensor."""
+    checks = [build_delivered_check(consumer) for consumer in consumers]
+    if lag is not None:
+        checks += [build_lag_check(consumer, **asdict(lag)) for consumer in consumers]
+    sensors = [build_lag_sensor(consumers, checks=checks, topics=external, name=f"lag{suffix}")]
+    if notify is not None and checks:
+        sensors.append(build_alert_sensor(checks, notify, name=f"alerts{suffix}"))
+    return checks, sensors
 
 
 def _external(consumers: Sequence[ConsumerDefinition], topics: Sequence[Topic], *, dead_letters: bool) -> list[Topic]:
@@ -103,15 +105,14 @@ def _external(consumers: Sequence[ConsumerDefinition], topics: Sequence[Topic], 
     """
     published = {key for consumer in consumers for key in consumer.asset.keys}
     names = {topic.name for topic in topics}
-    taking = dead_letter_topics([each for each in consumers if each.topic.name in names]) if dead_letters else []
-    each_once = {topic.name: topic for topic in (*taking, *topics)}
+    letters = dead_letter_topics([each for each in consumers if each.topic.name in names]) if dead_letters else []
+    each_once = {topic.name: topic for topic in (*letters, *topics)}
     return [topic for topic in each_once.values() if topic_key(topic.name) not in published]
 
 
 def dead_letter_topics(consumers: Sequence[ConsumerDefinition]) -> list[Topic]:
     """The dead letter topics of these consumers, each once; the check `delivered` links to them."""
-    names = dict.fromkeys(consumer.topic.dead_letter_topic for consumer in consumers)
-    return [Topic(name) for name in names]
+    return [Topic(name) for name in dict.fromkeys(consumer.topic.dead_letter_topic for consumer in consumers)]
 
 
 def environment_resource() -> EventSQLResource:
@@ -148,14 +149,11 @@ def build_register_job(
                 prepare(shard)
         done += [consumer.register(platform) for consumer in consumers]
         for each in done:
-            (context.log.warning if each.changes else context.log.info)(str(each))
+            context.log.log(logging.WARNING if each.changes else logging.INFO, "%s", each)
         context.log.info("%d topics and %d consumers are registered", len(topics), len(consumers))
-        context.add_output_metadata(
-            {
-                "created": [each.name for each in done if each.created],
-                "changed": {each.name: list(each.changes) for each in done if each.changes},
-            }
-        )
+        created = [each.name for each in done if each.created]
+        changed = {each.name: list(each.changes) for each in done if each.changes}
+        context.add_output_metadata({"created": created, "changed": changed})
 
     @dg.job(name=name, description="Create topics and consumers, or find them.", executor_def=dg.in_process_executor)
     def registration() -> None:

@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -26,9 +26,7 @@ from eventsql_orchestration.validation import check_name, check_whole
 
 FUNCTION_FILE: Final = "consume.py"
 
-_COMPONENT_FILES: Final = frozenset({"defs.yaml", "defs.yml"})
-
-_FUNCTION: Final = '''"""What the consumer does with a batch of events."""
+_FUNCTION: Final = '''"""The function that handles the consumer's events."""
 
 from collections.abc import Sequence
 
@@ -37,8 +35,8 @@ from eventsql_orchestration.database import Connection
 
 
 def consume(events: Sequence[Event], connection: Connection) -> None:
-    """What is written through `connection` commits together with the consumer's offset: exactly once."""
-    raise NotImplementedError("say what becomes of these events")
+    """Writes through `connection` commit together with the consumer's offset: exactly once."""
+    raise NotImplementedError("handle the events here")
 '''
 
 
@@ -62,9 +60,8 @@ class ConsumerScaffolder(dg.Scaffolder[ConsumerParams]):
         The consumer's name is that of its folder, changed to a name that Dagster accepts. The consumer has the platform
         if no other component of the project has it.
         """
-        name = usable_name(request.target_path.name)
-        own = [request.target_path / file for file in _COMPONENT_FILES]
-        others = [file for file in with_platform(request.project_root or request.target_path.parent) if file not in own]
+        folder, name = request.target_path, usable_name(request.target_path.name)
+        others = [file for file in with_platform(request.project_root or folder.parent) if file.parent != folder]
         attributes: dict[str, Any] = {
             "name": name,
             "topic": request.params.topic,
@@ -74,9 +71,8 @@ class ConsumerScaffolder(dg.Scaffolder[ConsumerParams]):
             **({"platform": False} if others else {}),
         }
         dg.scaffold_component(request, attributes)
-        function = request.target_path / FUNCTION_FILE
-        if not function.exists():
-            function.write_text(_FUNCTION, encoding="utf-8")
+        if not (folder / FUNCTION_FILE).exists():
+            (folder / FUNCTION_FILE).write_text(_FUNCTION, encoding="utf-8")
 
 
 def usable_name(text: str) -> str:
@@ -96,32 +92,34 @@ def _is_name(text: str) -> bool:
 
 def with_platform(root: Path) -> list[Path]:
     """The files below a folder with components that have `platform: true`: each file once per component."""
-    return [file for file in _component_files(root) for having in _consumers(file) if having]
-
-
-def _component_files(root: Path) -> Iterator[Path]:
+    found = []
     for folder, folders, files in os.walk(root):
         # Skip hidden folders and environments.
         folders[:] = sorted(
             each for each in folders if not each.startswith(".") and not Path(folder, each, "pyvenv.cfg").exists()
         )
-        yield from (Path(folder, file) for file in sorted(_COMPONENT_FILES.intersection(files)))
+        for file in sorted({"defs.yaml", "defs.yml"}.intersection(files)):
+            path = Path(folder, file)
+            found += [path for document in _documents(path) if _has_platform(document)]
+    return found
 
 
-def _consumers(file: Path) -> list[bool]:
-    """Whether each component of this package in a file has the platform. Dagster reports an invalid file."""
+def _documents(file: Path) -> list[Any]:
+    """The YAML documents of a file; none if it is invalid, which Dagster reports."""
     try:
-        documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+        return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    ours = [each for each in documents if isinstance(each, dict) and _is_ours(each.get("type"))]
-    given = [each.get("attributes") for each in ours]
+
+
+def _has_platform(document: Any) -> bool:
+    """Whether a document is a component of this package that has the platform."""
+    kind = str(document.get("type")) if isinstance(document, dict) else ""
+    if not kind.startswith("eventsql_orchestration.") or not kind.endswith(".EventSQLConsumerComponent"):
+        return False
+    attributes = document.get("attributes")
     # The value of a template is not known here.
-    return [isinstance(each, dict) and each.get("platform", True) is True for each in given]
-
-
-def _is_ours(kind: object) -> bool:
-    return str(kind).startswith("eventsql_orchestration.") and str(kind).endswith(".EventSQLConsumerComponent")
+    return isinstance(attributes, dict) and attributes.get("platform", True) is True
 
 
 class ComponentTopic(dg.Model, dg.Resolvable):
@@ -162,7 +160,7 @@ class ComponentFilter(dg.Model, dg.Resolvable):
 def _check_asset_name(value: str) -> None:
     if not _is_name(value):
         raise ValidationError(
-            f"{value!r} is no name for an asset: take letters, digits and _, such as {usable_name(value)!r}"
+            f"{value!r} is not a name for an asset: use letters, digits and _, for example {usable_name(value)!r}"
         )
 
 
@@ -221,6 +219,9 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
         function = getattr(module, self.function, None)
         if not callable(function):
             raise ConfigurationError(f"function: {context.path / self.file} has no function {self.function!r}")
+        declared: DeclaredFilter = None
+        if self.filter is not None:
+            declared = self.filter.event_filter if isinstance(self.filter, ComponentFilter) else EVERY_EVENT
         definition = consumer_asset(
             topic=Topic(self.topic, self.partitions),
             consumer=self.consumer,
@@ -228,7 +229,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             name=self.name,
             limits=self.limits,
             max_attempts=self.max_attempts,
-            filter=self._declared_filter(),
+            filter=declared,
             start=read_place(self.start),
         )(function)
         return build_definitions(
@@ -240,17 +241,12 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             lag=self.lag,
         )
 
-    def _declared_filter(self) -> DeclaredFilter:
-        if self.filter is None:
-            return None
-        return self.filter.event_filter if isinstance(self.filter, ComponentFilter) else EVERY_EVENT
-
     def _has_the_platform_alone(self, root: Path) -> None:
         having = with_platform(root)
         if len(having) > 1:
             # Dagster's own message only says that resources differ.
             files = " and ".join(str(file.relative_to(root)) for file in having)
             raise ConfigurationError(
-                f"platform: {files} would all bring the resource `eventsql`, the transfer and housekeeping, and a "
-                "location has these once: leave it true in one of them, and write `platform: false` in the others"
+                f"platform: {files} each have the resource `eventsql`, the transfer and housekeeping, but a location "
+                "needs these once: write `platform: false` in all of them except one"
             )

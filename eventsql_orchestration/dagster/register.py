@@ -73,7 +73,7 @@ def other_form(consumer: Consumer) -> str:
     """The message for a consumer that is registered in another form than its asset declares."""
     is_now, declared = ("not ", "") if consumer.partitioned else ("", "not ")
     return (
-        f"consumer {consumer.name!r} of topic {consumer.topic!r} is registered as {is_now}partitioned, and its asset "
+        f"consumer {consumer.name!r} of topic {consumer.topic!r} is registered as {is_now}partitioned, but its asset "
         f"declares it as {declared}partitioned: give the asset partitioned={not consumer.partitioned}, or delete the "
         f"consumer and its offsets with `eventsql consumer delete {shlex.quote(consumer.topic)} "
         f"{shlex.quote(consumer.name)}` and {LAUNCH_IT}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import dagster as dg
@@ -116,14 +117,13 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
         known = ", ".join(each.name for each in shards if each.name is not None)
         if name is None:
             raise ShardSetError(f"there are several shards ({known}), and this is done on one: name it")
-        if len(shards) > 1 and any(each.name is None for each in shards):
-            down = ", ".join(str(each.database) for each in shards if each.name is None)
+        if len(shards) == 1:
+            raise ShardSetError(
+                f"there is no shard {name!r}: `dsn` of EventSQLResource names one database, {shards[0].database}"
+            )
+        if down := ", ".join(str(each.database) for each in shards if each.name is None):
             raise ShardUnavailableError(f"shard {name!r} is none of {known}, and {down} cannot be reached", shard=name)
-        raise ShardSetError(
-            f"there is no shard {name!r}: the shards are {known}"
-            if known
-            else f"there is no shard {name!r}: `dsn` of EventSQLResource names one database, {shards[0].database}"
-        )
+        raise ShardSetError(f"there is no shard {name!r}: the shards are {known}")
 
     def bounded(self, timeout: float) -> EventSQL:
         """A separate platform that limits each statement to `timeout` seconds. The caller closes it.
@@ -169,8 +169,7 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
             wanted, on = {"claim": str(events.id)}, events.shard
         else:
             wanted, on = range_options(events), shard
-        source = self._source_of((self.shard(on),))
-        reader = spark.read.format(FORMAT).options(dsn=source.dsn, schema=source.schema, **wanted)
+        reader = spark.read.format(FORMAT).options(**self.spark_options(self.shard(on).name), **wanted)
         if columns is not None:
             reader = reader.schema(columns)
         return reader.load()
@@ -182,14 +181,11 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
 
     def source(self, shard: str | None = None) -> Source:
         """All shards, or one shard, as Spark's tasks know them, with passwords. Raises as `shard`."""
-        return self._source_of(self.platform.shards if shard is None else (self.shard(shard),))
-
-    def _source_of(self, shards: Sequence[Shard]) -> Source:
+        shards = self.platform.shards if shard is None else (self.shard(shard),)
         databases = [each.database for each in shards]
         return Source(" ".join(each.dsn for each in databases), self.db_schema, ", ".join(map(str, databases)))
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002 - Dagster gives it
-        """Close all connections."""
         with self._lock:
             if self._platform is not None:
                 self._platform.close()
@@ -223,7 +219,6 @@ class TopicResource(dg.ConfigurableResource[Any]):
 
     @property
     def platform(self) -> EventSQL:
-        """The topic's platform."""
         return self.eventsql.platform
 
     def register(self) -> Topic:
@@ -253,8 +248,6 @@ class TopicResource(dg.ConfigurableResource[Any]):
         Raises `ValidationError` if `event` is neither a publication nor bytes, `TopicNotFoundError`,
         `InvalidPublicationError`, `PartitionOutOfRangeError`, `DatabaseError`.
         """
-        if not isinstance(event, Publication | bytes):
-            raise ValidationError(f"an event is a Publication, or its value as bytes, not {_kind(event)}")
         if isinstance(event, bytes):
             event = Publication(self.topic, event, key=key, metadata=metadata or {}, partition=partition)
         elif key is not None or metadata is not None or partition is not None:
@@ -277,20 +270,15 @@ class TopicResource(dg.ConfigurableResource[Any]):
             (self._mine(publication, origin) for publication in publications), connection=connection
         )
 
-    def _mine(self, publication: Publication, origin: Mapping[str, str]) -> Publication:
+    def _mine(self, publication: object, origin: Mapping[str, str]) -> Publication:
         if not isinstance(publication, Publication):
-            raise ValidationError(f"publish_all takes publications, not {_kind(publication)}")
+            kind = f"{type(publication).__name__}{' (encode it first)' if isinstance(publication, str) else ''}"
+            raise ValidationError(f"an event is a Publication (`publish` also takes its value as bytes), not {kind}")
         if publication.topic != self.topic:
             raise ValidationError(f"a publication for topic {publication.topic!r} was given to topic {self.topic!r}")
         if not origin:
             return publication
-        return Publication(
-            publication.topic,
-            publication.value,
-            key=publication.key,
-            metadata={**publication.metadata, **origin},
-            partition=publication.partition,
-        )
+        return replace(publication, metadata={**publication.metadata, **origin})
 
     def read(
         self,
@@ -318,7 +306,3 @@ def _connecting_within(url: str, seconds: int) -> str:
     if "connect_timeout" in parsed.query:
         return url
     return parsed.update_query_dict({"connect_timeout": str(seconds)}).render_as_string(hide_password=False)
-
-
-def _kind(value: object) -> str:
-    return f"{type(value).__name__} (encode it first)" if isinstance(value, str) else type(value).__name__

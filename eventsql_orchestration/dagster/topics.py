@@ -8,21 +8,11 @@ from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration import EventSQL, Shard
-from eventsql_orchestration.dagster.lineage.metadata_keys import (
-    INPUT_SHARD,
-    PUBLISHED_EVENTS,
-    PUBLISHED_FIRST,
-    PUBLISHED_LAST,
-    PUBLISHED_TOPIC,
-    PUBLISHED_TRACE,
-    trace_command,
-)
+from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.register import topic_missing
-from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.database import Queries
+from eventsql_orchestration.dagster.shards import rows_of, shards_of
 from eventsql_orchestration.errors import DatabaseUnavailableError, TopicNotFoundError
 from eventsql_orchestration.model import Topic, check_topic_name
 
@@ -131,21 +121,16 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
     return TopicNews(tuple(materializations), reported, tuple(dict.fromkeys(missing)))
 
 
-def _arrival(platform: Shard, topic: str, after: int | None, end: int) -> dg.AssetMaterialization:
+def _arrival(shard: Shard, topic: str, after: int | None, end: int) -> dg.AssetMaterialization:
     metadata: dict[str, Any] = {
-        PUBLISHED_TOPIC: topic,
-        PUBLISHED_LAST: end,
-        PUBLISHED_TRACE: trace_command(topic, end, platform.name),
-        **({} if platform.name is None else {INPUT_SHARD: platform.name}),
+        keys.PUBLISHED_TOPIC: topic,
+        keys.PUBLISHED_LAST: end,
+        keys.PUBLISHED_TRACE: keys.trace_command(topic, end, shard.name),
+        **({} if shard.name is None else {keys.INPUT_SHARD: shard.name}),
     }
     if after is not None:
-        with platform.database.connection() as connection:
-            row = (
-                connection.cursor(row_factory=tuple_row)
-                .execute(Queries("log", platform.database.schema)("extent", topic=topic), {"after": after, "upto": end})
-                .fetchone()
-            )
-        # None if retention has already dropped them.
-        if row is not None and row[0]:
-            metadata |= {PUBLISHED_EVENTS: row[0], PUBLISHED_FIRST: row[1]}
-    return dg.AssetMaterialization(asset_key=topic_key(topic), description="events have come", metadata=metadata)
+        (found,) = rows_of(shard, "log", "extent", {"after": after, "upto": end}, topic=topic)
+        # There are none if retention has already dropped them.
+        if found[0]:
+            metadata |= {keys.PUBLISHED_EVENTS: found[0], keys.PUBLISHED_FIRST: found[1]}
+    return dg.AssetMaterialization(asset_key=topic_key(topic), description="events have arrived", metadata=metadata)

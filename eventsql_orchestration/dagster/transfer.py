@@ -12,8 +12,7 @@ from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.dagster.tags import (
-    HOUSEKEEPING_INTERNAL,
-    HOUSEKEEPING_TAG,
+    INTERNAL_RUN,
     MAX_RUNTIME_TAG,
     MOVING_TAG,
     PRIORITY_TAG,
@@ -45,21 +44,18 @@ def build_transfer_schedule(
     @dg.op(name="move_events", description="Moves events from the buffer to their topics' logs.")
     def move_events(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
         moved = transfer_until_relieved(
-            context,
-            eventsql.platform,
-            polling_delay=polling_delay,
-            limit_seconds=limit_seconds,
+            context, eventsql.platform, polling_delay=polling_delay, limit_seconds=limit_seconds,
             look_around=look_around,
-        )
+        )  # fmt: skip
         context.add_output_metadata({"events": sum(moved.values()), **{f"events of {t}": n for t, n in moved.items()}})
 
     @dg.job(
         name=name,
-        description="Moves events from the buffer to their topics' logs until the next run of this job has taken over.",
+        description="Moves events from the buffer to their topics' logs until the next run of this job takes over.",
         executor_def=dg.in_process_executor,
         tags={
             TRANSFER_TAG: name,
-            HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL,
+            **INTERNAL_RUN,
             # A full queue of consumer runs must not delay the events that the consumers wait for.
             PRIORITY_TAG: "10",
             MAX_RUNTIME_TAG: str(round(limit_seconds + 60)),
@@ -74,7 +70,7 @@ def build_transfer_schedule(
         cron_schedule="* * * * *",
         default_status=default_status,
         description="Starts the next run of the transfer every minute.",
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
+        tags=INTERNAL_RUN,
     )
 
 
@@ -190,19 +186,17 @@ def _let_consumers_go(context: dg.OpExecutionContext, platform: EventSQL) -> Non
         platform.unfinished()
         platform.held_back()
     except EventSQLError as error:
-        context.log.info("consumers of a shard that was added are looked at again in a moment: %s", error)
+        context.log.info(
+            "could not finish publications, or start consumers on an added shard; trying again in a moment: %s", error
+        )
 
 
 def _newer_run(context: dg.OpExecutionContext, label: str) -> str | None:
     """A newer run of this job that moves events of the same database."""
     runs = context.instance.get_run_records(
         dg.RunsFilter(job_name=context.job_name, tags={MOVING_TAG: label}, statuses=[dg.DagsterRunStatus.STARTED]),
-        limit=5,
+        limit=1,
     )
     mine = context.run.run_id
-    newer = []
-    for run in runs:
-        if run.dagster_run.run_id == mine:
-            break
-        newer.append(run.dagster_run.run_id)
-    return newer[0] if newer else None
+    # The newest run comes first.
+    return runs[0].dagster_run.run_id if runs and runs[0].dagster_run.run_id != mine else None

@@ -268,7 +268,7 @@ def test_without_dagster_input_without_a_claim_is_unknown(run: Run, pipeline: Pi
     run_id, offset = through_io_manager(pipeline)
     found, _ = trace(run, "sums", offset)
     assert (found["run_id"], found["inputs"]) == (run_id, [])
-    assert found["notes"] == ["it had no claim; Dagster knows what it read without one"]
+    assert found["notes"] == ["it had no claim; only Dagster knows what a run reads without one"]
 
 
 def test_a_bad_url_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:

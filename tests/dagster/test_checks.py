@@ -124,7 +124,7 @@ def test_with_grace_a_lag_check_turns_red_only_after_a_time_without_a_break(benc
     (begins,) = watch.at(1_015.0)
     assert begins.passed
     assert begins.metadata["beyond since"].value == 1_015.0
-    assert "red when it stays so for 60 s" in str(begins.description)
+    assert "60 s" in str(begins.description)
     assert watch.at(1_074.0) == []
     (red,) = watch.at(1_075.0)
     assert (red.passed, red.severity) == (False, dg.AssetCheckSeverity.ERROR)

@@ -34,7 +34,6 @@ from eventsql_orchestration.dagster.housekeeping.prune import (
     purge_ticks,
 )
 from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
-from eventsql_orchestration.dagster.monitoring.lag_sensor import OWN_EVENT
 from eventsql_orchestration.dagster.shards import on_each
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
@@ -43,6 +42,7 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_INTERNAL,
     HOUSEKEEPING_TAG,
+    INTERNAL_RUN,
 )
 from eventsql_orchestration.errors import ClaimLostError, ValidationError
 from eventsql_orchestration.model import Retention
@@ -218,7 +218,7 @@ ledger_check = build_delivered_check(consumer_asset(topic=Topic("orders"), consu
 def report(instance: dg.DagsterInstance, *, passed: bool = True, own: bool = True) -> None:
     """An observation and the result of a check."""
     instance.report_runless_asset_event(
-        dg.AssetObservation(asset_key=ASSET, metadata={"lag events": 1}, tags=dict(OWN_EVENT) if own else {})
+        dg.AssetObservation(asset_key=ASSET, metadata={"lag events": 1}, tags=INTERNAL_RUN if own else {})
     )
     instance.report_runless_asset_event(
         dg.AssetCheckEvaluation(asset_key=ASSET, check_name="delivered" if own else "theirs", passed=passed)
@@ -263,7 +263,7 @@ def test_old_reports_are_deleted_except_the_newest_and_those_of_others(
     records = stored.fetch_observations(ASSET, limit=100).records
     assert len(records) == 4
     assert records[0].asset_observation is not None
-    assert records[0].asset_observation.tags == dict(OWN_EVENT)
+    assert records[0].asset_observation.tags == INTERNAL_RUN
 
 
 def test_reports_of_others_are_not_deleted_whatever_they_contain(
@@ -272,11 +272,11 @@ def test_reports_of_others_are_not_deleted_whatever_they_contain(
     tag = f'"{HOUSEKEEPING_TAG}": "{HOUSEKEEPING_INTERNAL}"'
     for _ in range(3):
         stored.report_runless_asset_event(
-            dg.AssetObservation(asset_key=ASSET, description=tag, metadata={"json": dict(OWN_EVENT), "text": tag})
+            dg.AssetObservation(asset_key=ASSET, description=tag, metadata={"json": INTERNAL_RUN, "text": tag})
         )
-        stored.report_runless_asset_event(dg.AssetMaterialization(asset_key=ASSET, metadata={"json": dict(OWN_EVENT)}))
+        stored.report_runless_asset_event(dg.AssetMaterialization(asset_key=ASSET, metadata={"json": INTERNAL_RUN}))
     assert delete_reports(stored, [], before=datetime.now(UTC) + timedelta(seconds=1)) == 0
-    stored.report_runless_asset_event(dg.AssetMaterialization(asset_key=ASSET, tags=dict(OWN_EVENT)))
+    stored.report_runless_asset_event(dg.AssetMaterialization(asset_key=ASSET, tags=INTERNAL_RUN))
     stored.report_runless_asset_event(dg.AssetMaterialization(asset_key=ASSET))
     assert delete_reports(stored, [], before=datetime.now(UTC) + timedelta(seconds=1)) == 1
     assert counts(platform)["event_logs"] == 7

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, Shard, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard, Topic
 from eventsql_orchestration.consumer import DeclaredFilter
 from eventsql_orchestration.dagster.consumers.batch import BatchConsumer, RangeConsumer
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
@@ -40,7 +40,6 @@ from eventsql_orchestration.dagster.tags import (
     pool_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.offsets import Start, starting_at
 from eventsql_orchestration.validation import check_kind, check_whole
@@ -86,10 +85,8 @@ def consumer_asset(
 
     The asset's name is `name` (by default the function's name), and the job's name is `consume_<name>`. With
     `sensor="partition"`, each partition has its own sensor, which can be watched and stopped by itself. With
-    `"consumer"`, one sensor looks at all partitions with one statement: use it from some 30 partitions on
-    (docs/dagster.md).
-
-    Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
+    `"consumer"`, one sensor looks at all partitions by one statement: use it from some 30 partitions on
+    (docs/dagster.md). Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
     """
     check_whole("batch", batch, least=1)
     declared = _Declared(
@@ -101,10 +98,8 @@ def consumer_asset(
         user = UserFunction.of(function, required=("events", "connection"), optional=("context",))
 
         def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
-            def call(events: Sequence[Event], connection: Connection) -> Any:
-                return user(resources, events=events, connection=connection, context=context)
-
-            return BatchConsumer(shard, call, batch, limits.lease)
+            call = partial(user, resources, context=context)
+            return BatchConsumer(shard, lambda events, on: call(events=events, connection=on), batch, limits.lease)
 
         return declared.define(user, consume)
 

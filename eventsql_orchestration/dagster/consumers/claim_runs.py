@@ -12,6 +12,7 @@ import dagster as dg
 
 from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.shards import rows_of
 from eventsql_orchestration.dagster.tags import (
     CLAIM_TAG,
     CLAIMED_AT_TAG,
@@ -21,7 +22,6 @@ from eventsql_orchestration.dagster.tags import (
     run_of_owner,
     shard_tags,
 )
-from eventsql_orchestration.database import Queries
 
 
 def made_at(shard: Shard, claims: Iterable[int]) -> dict[int, int]:
@@ -29,10 +29,7 @@ def made_at(shard: Shard, claims: Iterable[int]) -> dict[int, int]:
     wanted = list(claims)
     if not wanted:
         return {}
-    statement = Queries("claim_times", shard.database.schema)("made")
-    with shard.database.connection() as connection:
-        rows = connection.execute(statement, {"claims": wanted}).fetchall()
-    return {int(claim): int(made) for claim, made in rows}
+    return {int(claim): int(made) for claim, made in rows_of(shard, "claim_times", "made", {"claims": wanted})}
 
 
 def claim_tags(claim_id: int, made: int, shard: str | None) -> dict[str, str]:

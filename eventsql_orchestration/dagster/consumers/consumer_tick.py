@@ -74,7 +74,6 @@ class ConsumerWatch(Watched):
         )
 
     def of(self, partition: int) -> PartitionWatch:
-        """The watch of one partition."""
         return PartitionWatch(**vars(self), partition=partition)
 
     def look(self, tick: Tick) -> Sight | str:
@@ -96,7 +95,6 @@ class ConsumerWatch(Watched):
         return Sight(standings, runs)
 
     def needs_attention(self, sight: Sight, standing: PartitionClaims, tick: Tick, *, hands_over: bool = True) -> bool:
-        """Whether a tick has to decide about a partition."""
         record = sight.run_of(standing)
         run = None if record is None else tick.state(record)
         return needs_attention(standing, run, self.limits, self.options, hands_over=hands_over)
@@ -143,7 +141,6 @@ class ConsumerWatch(Watched):
 
 
 def _skipped(standings: Mapping[int, PartitionClaims], reasons: Mapping[int, str]) -> dg.SkipReason:
-    """Why no run is requested, for people."""
     leased = sum(standing.leased and partition not in reasons for partition, standing in standings.items())
     idle = len(standings) - len(reasons) - leased
     counts = [f"{idle} of {len(standings)} partitions have no events"]

@@ -96,7 +96,6 @@ Decision: TypeAlias = Wait | RequestSuccessor | TryClaim
 
 
 def decide(state: PartitionState, limits: RunLimits, options: TickOptions) -> Decision:
-    """What a tick does about a partition."""
     claim, run = state.claim, state.run
     hand_over = _hand_over(state, limits, options)
 

@@ -2,13 +2,21 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
 from eventsql_orchestration.errors import ValidationError
 
 Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
+
+
+def check_not_negative(limits: Any) -> None:
+    """Raise `ValidationError` for a field that is negative or not a number. A field may be None."""
+    for each in fields(limits):
+        value = getattr(limits, each.name)
+        if value is not None and not value >= 0:
+            raise ValidationError(f"{each.name} must not be negative: {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +50,7 @@ class RunLimits(dg.Resolvable):
             )
         if self.lease <= 0:
             raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")
-        for each in fields(self):
-            if getattr(self, each.name) < 0:
-                raise ValidationError(f"{each.name} must not be negative: {getattr(self, each.name)}")
+        check_not_negative(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +101,7 @@ class LagLimits(dg.Resolvable):
     def __post_init__(self) -> None:
         if self.max_events is None and self.max_seconds is None:
             raise ValidationError("a limit is needed: max_events, max_seconds, or both")
-        for each in fields(self):
-            if (getattr(self, each.name) or 0) < 0:
-                raise ValidationError(f"{each.name} must not be negative: {getattr(self, each.name)}")
+        check_not_negative(self)
 
 
 DEFAULT_LAG: Final = LagLimits()

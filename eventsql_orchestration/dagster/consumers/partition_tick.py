@@ -50,7 +50,6 @@ class PartitionWatch(Watched):
 
     @property
     def label(self) -> str:
-        """The partition's label, for people."""
         return self.topic.name if self.partition == NOT_PARTITIONED else f"{self.topic.name}[{self.partition}]"
 
     @property
@@ -115,7 +114,6 @@ class PartitionWatch(Watched):
     def _state(
         self, live: Claim | None, record: dg.RunRecord | None, last: LastClaim | None, tick: Tick
     ) -> PartitionState:
-        """The partition, with everything that the decision depends on."""
         run = None if record is None else tick.state(record)
         drains = draining_run(live, run, last, self.limits, self.options)
         state = PartitionState(live, run, drains)

@@ -42,7 +42,6 @@ class Tick:
     clock: Callable[[], float] = time.time
 
     def state(self, run: dg.RunRecord) -> RunState:
-        """A run as it is now."""
         now, updated = self.clock(), run.update_timestamp
         changed = (updated if updated.tzinfo is not None else updated.replace(tzinfo=UTC)).timestamp()
         return RunState(

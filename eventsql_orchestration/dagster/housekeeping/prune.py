@@ -151,9 +151,8 @@ def delete_reports(
     with storage.index_connection() as connection:
         for asset in connection.execute(_ASSETS).scalars().all():
             for kind, entry in _TAGS.items():
-                deleted += _in_batches(
-                    connection, _DELETE_EVENTS, {**own, "asset": asset, "type": kind, "entry": entry}
-                )
+                values = {**own, "asset": asset, "type": kind, "entry": entry}
+                deleted += _in_batches(connection, _DELETE_EVENTS, values)
         for check in checks:
             values = {**common, "asset": check.asset_key.to_string(), "check": check.name}
             deleted += _in_batches(connection, _DELETE_EVALUATIONS, values)
@@ -235,13 +234,8 @@ def delete_windows(
             continue
         name = str(partitions.name)
         topic, consumer = str(spec.metadata[CONSUMED_TOPIC]), str(spec.metadata["consumer"])
-        of_consumer = [
-            each
-            for found in registered.of.values()
-            for each in found
-            if (each.topic, each.consumer) == (topic, consumer)
-        ]
-        kept = {each.id for each in of_consumer}
+        known = (each for found in registered.of.values() for each in found)
+        kept = {each.id for each in known if (each.topic, each.consumer) == (topic, consumer)}
         by_id: dict[str, list[str]] = {}
         for key in instance.get_dynamic_partitions(name):
             try:

@@ -1,7 +1,7 @@
 """Housekeeping: keeps topics to their retention, and this package's own frequent runs and ticks in bounds."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import dagster as dg
@@ -9,6 +9,7 @@ from dagster_shared.check import CheckError
 
 from eventsql_orchestration import Shard
 from eventsql_orchestration.dagster.backfills.registry import Backfills
+from eventsql_orchestration.dagster.consumers.options import check_not_negative
 from eventsql_orchestration.dagster.housekeeping.prune import (
     delete_claims,
     delete_publications,
@@ -25,10 +26,8 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_CONSUMER,
     HOUSEKEEPING_INTERNAL,
     HOUSEKEEPING_TAG,
+    INTERNAL_RUN,
 )
-from eventsql_orchestration.errors import ValidationError
-
-_TAGS = {HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,7 @@ class HistoryRetention:
     claim_hours: float = 720.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not getattr(self, field.name) >= 0:
-                raise ValidationError(f"{field.name} must not be negative")
+        check_not_negative(self)
 
 
 def build_housekeeping_schedule(
@@ -75,14 +72,7 @@ def build_housekeeping_schedule(
     """
     kept = HistoryRetention() if retention is None else retention
 
-    def forget_publications(context: dg.OpExecutionContext, shard: Shard) -> str:
-        deleted = delete_publications(shard, context.instance, before=_ago(kept.publication_hours))
-        return f"deleted {deleted} records of publications"
-
     delete_old_history = _history_op(kept, tuple(check.key for check in checks))
-    drop_old_segments = _shard_op(
-        "drop_old_segments", "Drops the segments of topics that are beyond their retention.", _drop_segments
-    )
     delete_old_claims = _shard_op(
         "delete_old_claims",
         "Deletes claims that ended long ago.",
@@ -91,7 +81,9 @@ def build_housekeeping_schedule(
     delete_old_publications = _shard_op(
         "delete_old_publications",
         "Deletes the records of publications that nothing repeats any more.",
-        forget_publications,
+        lambda context, shard: (
+            f"deleted {delete_publications(shard, context.instance, before=_ago(kept.publication_hours))} records"
+        ),
         after_history=True,
     )
 
@@ -99,7 +91,7 @@ def build_housekeeping_schedule(
         name=name,
         description="Keeps topics to their retention, and the history of the platform's own runs in bounds.",
         executor_def=dg.in_process_executor,
-        tags=_TAGS,
+        tags=INTERNAL_RUN,
     )
     def housekeeping() -> None:
         drop_old_segments()
@@ -110,7 +102,7 @@ def build_housekeeping_schedule(
         delete_old_windows(history)
 
     return dg.ScheduleDefinition(
-        name=name, job=housekeeping, cron_schedule=cron_schedule, default_status=default_status, tags=_TAGS
+        name=name, job=housekeeping, cron_schedule=cron_schedule, default_status=default_status, tags=INTERNAL_RUN
     )
 
 
@@ -131,7 +123,7 @@ def _history_op(retention: HistoryRetention, checks: Collection[dg.AssetCheckKey
         context.log.info(
             "deleted %s, %s",
             ", ".join(f"{count} {kind} runs" for kind, count in deleted.items()),
-            "no reports: only those in PostgreSQL can be" if reports is None else f"{reports} reports",
+            "no reports, because Dagster's storage is not PostgreSQL" if reports is None else f"{reports} reports",
         )
         context.add_output_metadata(
             {**{f"{kind} runs deleted": count for kind, count in deleted.items()}, "reports deleted": reports or 0}
@@ -166,6 +158,11 @@ def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
         + (f", {each.held_by} has not passed the next that is due" if each.held_by else "")
         for each in shard.retention.run_once()
     )
+
+
+drop_old_segments = _shard_op(
+    "drop_old_segments", "Drops the segments of topics that are beyond their retention.", _drop_segments
+)
 
 
 @dg.op(

@@ -107,8 +107,8 @@ def _check_columns(schema: pa.Schema, topic: str) -> None:
             continue
         if field.name not in _TYPES:
             raise ValidationError(
-                f"column {field.name!r} is no part of an event of topic {topic!r}: return {', '.join(_TYPES)}, and put "
-                "other data into value"
+                f"column {field.name!r} is not a part of an event of topic {topic!r}: return {', '.join(_TYPES)}, and "
+                "put other data into value"
             )
         if not _fits(field.name, field.type):
             raise ValidationError(f"column {field.name!r} must be {_ACCEPTED[field.name]}, not {field.type}")
@@ -137,15 +137,11 @@ def _fits(name: str, type_: pa.DataType) -> bool:
 def _conform(batch: pa.RecordBatch, topic: str) -> pa.RecordBatch:
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     if "topic" in columns:
-        _check_topics(columns["topic"], topic)
+        for named in columns["topic"].unique().to_pylist():
+            if named != topic:
+                raise ValidationError(f"column 'topic': {named!r} is not the topic of the asset, which is {topic!r}")
     kept = {name: _cast(name, columns[name]) for name in _TYPES if name in columns}
     return pa.RecordBatch.from_pydict(kept)
-
-
-def _check_topics(column: Any, topic: str) -> None:
-    for named in column.unique().to_pylist():
-        if named != topic:
-            raise ValidationError(f"column 'topic': {named!r} is not the topic of the asset, which is {topic!r}")
 
 
 def _cast(name: str, column: Any) -> Any:
@@ -178,14 +174,13 @@ def _publications(values: Iterable[object], topic: str) -> Iterator[pa.RecordBat
 
 
 def _batch(publications: Sequence[Publication]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pydict(
-        {
-            "value": pa.array([each.value for each in publications], pa.binary()),
-            "key": pa.array([each.key for each in publications], pa.string()),
-            "partition": pa.array([each.partition for each in publications], pa.int64()),
-            "headers": pa.array([list(each.metadata.items()) for each in publications], HEADERS),
-        }
-    )
+    columns = {
+        "value": [each.value for each in publications],
+        "key": [each.key for each in publications],
+        "partition": [each.partition for each in publications],
+        "headers": [list(each.metadata.items()) for each in publications],
+    }
+    return pa.RecordBatch.from_pydict(columns, schema=pa.schema({name: _TYPES[name] for name in columns}))
 
 
 def _publication(value: object, number: int, topic: str) -> Publication:

@@ -12,16 +12,7 @@ from pydantic import Field, field_validator
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange, Shard
 from eventsql_orchestration.dagster.io.publish import publish
-from eventsql_orchestration.dagster.lineage.metadata_keys import (
-    CONSUMED_TOPIC,
-    PUBLISHED_AS,
-    PUBLISHED_EVENTS,
-    PUBLISHED_FIRST,
-    PUBLISHED_LAST,
-    PUBLISHED_RANGES,
-    PUBLISHED_RUN,
-    PUBLISHED_TOPIC,
-)
+from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID, Origin, input_metadata
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
@@ -61,7 +52,6 @@ class Selection:
         return all(headers.get(name) == text for name, text in self.origin.items())
 
     def metadata(self) -> dict[str, Any]:
-        """The range for the metadata of an input."""
         found = {"partition": self.range.partition, AFTER: self.range.after, UPTO: self.range.upto}
         return found if self.shard is None else {SHARD: self.shard, **found}
 
@@ -106,11 +96,12 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
     def handle_output(self, context: dg.OutputContext, obj: object) -> None:
         """Publish a value. Its materialization gets the topic, the number of events and their offsets as metadata."""
-        topic = self._topic_of_output(context)
+        metadata = {**context.definition_metadata, **context.output_metadata}
+        topic = self._topic(context, metadata, f"output {context.name!r} of {context.step_key}")
         if obj is None:
             raise ValidationError(
-                f"the function returned None, which cannot be published to topic {topic!r}: return an empty list if "
-                "there are no events, or annotate the function with -> None"
+                f"the function returned None, and topic {topic!r} takes events: return an empty list for none, "
+                "or annotate the function with -> None"
             )
         output = f"output {context.step_key}.{context.name}"
         if context.mapping_key is not None:
@@ -121,9 +112,9 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
     def load_input(self, context: dg.InputContext) -> Any:
         """Load the events that an input asks for, as the type of its annotation."""
-        annotation = context.dagster_type.typing_type
-        form = _form(annotation)
-        topic = self._topic_of_input(context)
+        form = _form(context.dagster_type.typing_type)
+        upstream = {} if context.upstream_output is None else context.upstream_output.definition_metadata
+        topic = self._topic(context, {**upstream, **context.definition_metadata}, f"input {context.name!r}")
         require_topic(self.eventsql.platform, topic)
         parts = self._selections(context, topic)
         selections = [each for part in parts for each in part]
@@ -135,30 +126,20 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             context.log.info("input %s is loaded from %s of topic %s", context.name, ranges, topic)
         return getattr(self, f"_load_{form}")(selections)
 
-    def _topic_of_output(self, context: dg.OutputContext) -> str:
-        metadata = {**context.definition_metadata, **context.output_metadata}
-        key = context.asset_key if context.has_asset_key else None
-        return self._topic(metadata, key, f"output {context.name!r} of {context.step_key}")
-
-    def _topic_of_input(self, context: dg.InputContext) -> str:
-        upstream = {} if context.upstream_output is None else context.upstream_output.definition_metadata
-        key = context.asset_key if context.has_asset_key else None
-        return self._topic({**upstream, **context.definition_metadata}, key, f"input {context.name!r}")
-
-    def _topic(self, metadata: Mapping[str, Any], key: dg.AssetKey | None, what: str) -> str:
+    def _topic(self, context: dg.OutputContext | dg.InputContext, metadata: Mapping[str, Any], what: str) -> str:
         if TOPIC in metadata:
             return check_topic_name(_plain(metadata[TOPIC]))
-        if key is None:
+        if not context.has_asset_key:
             raise ConfigurationError(f"{what} names no topic: give it metadata={{'topic': …}}")
-        name = key.to_user_string()
+        key, name = context.asset_key, context.asset_key.to_user_string()
         if name in self.topics:
             return self.topics[name]
         if key.path[0] == TOPIC_PREFIX and len(key.path) == 2:
             return check_topic_name(key.path[1])
-        if CONSUMED_TOPIC in metadata:
+        if keys.CONSUMED_TOPIC in metadata:
             raise ConfigurationError(
-                f"asset {name} consumes topic {_plain(metadata[CONSUMED_TOPIC])!r} and does not make it: take the "
-                "asset topic/<name> that it publishes to, or name its topic in `topics` of the IO manager"
+                f"asset {name} consumes topic {_plain(metadata[keys.CONSUMED_TOPIC])!r} and does not publish to it: "
+                "use the asset topic/<name> that it publishes to, or name its topic in `topics` of the IO manager"
             )
         raise ConfigurationError(
             f"asset {name} has no topic: give it metadata={{'topic': …}}, name one in `topics` of the IO manager, or "
@@ -175,23 +156,20 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             )
         named = {AFTER, UPTO, TOPIC_PARTITION, SHARD} & metadata.keys()
         if not named:
+            # No events make an empty frame.
+            nothing = [Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].name)]
             if context.has_asset_key and context.has_asset_partitions:
-                return [self._materialized(context, topic, key) for key in context.asset_partition_keys]
+                return [_materialized(context, topic, key) or nothing for key in context.asset_partition_keys]
             if reads == "materialization":
-                return [self._materialized(context, topic, None)]
+                return [_materialized(context, topic, None) or nothing]
         return [self._named_ranges(context.name, topic, metadata)]
-
-    def _materialized(self, context: dg.InputContext, topic: str, partition: str | None) -> list[Selection]:
-        # No events make an empty frame.
-        nothing = Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].name)
-        return _materialized(context, topic, partition) or [nothing]
 
     def _named_ranges(self, name: str, topic: str, metadata: Mapping[str, Any]) -> list[Selection]:
         shard = metadata.get(SHARD)
         shards = self.eventsql.shards if shard is None else (self.eventsql.shard(str(shard)),)
         if len(shards) > 1 and {AFTER, UPTO} & metadata.keys():
             raise ConfigurationError(
-                f"input {name!r}: offsets are those of one shard: name it in metadata shard, one of "
+                f"input {name!r}: an offset belongs to one shard: name it in metadata shard, one of "
                 f"{', '.join(str(each.name) for each in shards)}"
             )
         return [self._named_range(name, topic, metadata, each) for each in shards]
@@ -297,20 +275,19 @@ def _materialized(context: dg.InputContext, topic: str, partition: str | None) -
     materialization = records[0].asset_materialization if records else None
     if materialization is None:
         raise ValidationError(f"{what} has not been materialized: there is nothing to load")
-    metadata = {name: value.value for name, value in materialization.metadata.items()}
-    if metadata.get(PUBLISHED_TOPIC) != topic:
-        raise ValidationError(f"the last materialization of {what} says nothing of events that it published to {topic}")
-    if not metadata.get(PUBLISHED_EVENTS):
+    metadata: dict[str, Any] = {name: value.value for name, value in materialization.metadata.items()}
+    if metadata.get(keys.PUBLISHED_TOPIC) != topic:
+        raise ValidationError(f"the last materialization of {what} does not name events published to topic {topic!r}")
+    if not metadata.get(keys.PUBLISHED_EVENTS):
         return []
-    ends = [{"first": metadata.get(PUBLISHED_FIRST), "last": metadata.get(PUBLISHED_LAST)}]
-    told: Any = metadata.get(PUBLISHED_RANGES)
-    ranges: list[dict[str, Any]] = told or ends
+    ends = [{"first": metadata.get(keys.PUBLISHED_FIRST), "last": metadata.get(keys.PUBLISHED_LAST)}]
+    ranges: list[dict[str, Any]] = metadata.get(keys.PUBLISHED_RANGES) or ends
     if any(not isinstance(each[end], int) for each in ranges for end in ("first", "last")):
         raise ValidationError(
-            f"the last materialization of {what} does not say the offsets of its events, which had not been "
-            "transferred: name a range, or read the whole topic"
+            f"the last materialization of {what} does not name the offsets of its events, because they were not "
+            "transferred in time: name a range, or read the whole topic"
         )
-    named = {ASSET_KEY: metadata.get(PUBLISHED_AS), PARTITION: partition, RUN_ID: metadata.get(PUBLISHED_RUN)}
+    named = {ASSET_KEY: metadata.get(keys.PUBLISHED_AS), PARTITION: partition, RUN_ID: metadata.get(keys.PUBLISHED_RUN)}
     origin = {name: text for name, text in named.items() if isinstance(text, str)}
     return [
         Selection(OffsetRange(topic, NOT_PARTITIONED, each["first"] - 1, each["last"]), origin, each.get("shard"))

@@ -12,10 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
-
-from psycopg import sql
-from psycopg.rows import tuple_row
+from typing import Any, Final
 
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.claims import Claim
@@ -23,13 +20,10 @@ from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, Orig
 from eventsql_orchestration.dagster.lineage.published import Published, Span
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.database import Queries
+from eventsql_orchestration.dagster.shards import rows_of
 from eventsql_orchestration.publishing.two_phase_participant import TwoPhaseParticipant
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.spark import FORMAT, eventsql_error
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 TRANSFER_TIMEOUT: Final = 5.0
 """Seconds to wait until a transfer has given the published events their offsets, which only metadata needs."""
@@ -64,17 +58,8 @@ def publish_events(
     return published.metadata()
 
 
-def publish_dataframe(
-    context: ExecutionContext,
-    dataframe: DataFrame,
-    *,
-    eventsql: EventSQLResource,
-    topic: str,
-    claim: Claim | None = None,
-    batch: int = 0,
-) -> dict[str, Any]:
-    """`publish_events` for a DataFrame of Spark."""
-    return publish_events(context, dataframe, eventsql=eventsql, topic=topic, claim=claim, batch=batch)
+publish_dataframe = publish_events
+"""`publish_events`, by the name that says what most Spark assets publish."""
 
 
 def publish(
@@ -104,9 +89,9 @@ def publish(
     if not repeated:
         write = _Write(eventsql, topic, origin.metadata(), writer, batch, claim)
         if is_spark_frame(type(value)):
-            _write_frame(value, write)
+            write.write_frame(value)
         else:
-            repeated = not _stage_and_publish(value, write)
+            repeated = not write.stage_and_publish(value)
     return publications.outcome(writer, batch, origin, repeated=repeated)
 
 
@@ -121,8 +106,8 @@ class _Write:
     batch: int
     claim: Claim | None
 
-    def options(self) -> dict[str, str]:
-        """For the data source of Spark."""
+    def write_frame(self, frame: Any) -> None:
+        """Publish a DataFrame of Spark by the data source."""
         options = {
             **self.eventsql.spark_options(),
             "topic": self.topic,
@@ -134,35 +119,30 @@ class _Write:
             options["claim"] = str(self.claim.id)
             if self.claim.shard is not None:
                 options["claimShard"] = self.claim.shard
-        return options
-
-
-def _write_frame(frame: Any, write: _Write) -> None:
-    try:
-        frame.write.format(FORMAT).mode("append").options(**write.options()).save()
-    except Exception as error:
-        found = eventsql_error(error)
-        if found is None:
-            raise
-        raise found from error
-
-
-def _stage_and_publish(value: object, write: _Write) -> bool:
-    """Do in this process the work of a Spark write's tasks and driver; False if it had been published before."""
-    # These load Arrow's drivers.
-    from eventsql_orchestration.dagster.io.frames import event_batches  # noqa: PLC0415
-    from eventsql_orchestration.spark.commit_protocol import Publications  # noqa: PLC0415
-    from eventsql_orchestration.spark.staging import stage  # noqa: PLC0415
-
-    batches = event_batches(value, write.topic)
-    with Publications(write.eventsql.source()) as publications:
-        hold = None if write.claim is None else publications.hold(write.claim.id, write.claim.shard)
-        attempt = stage(publications.write_targets(write.topic, write.headers), batches)
         try:
-            return publications.publish(write.writer, write.batch, [attempt], hold)
-        except BaseException:
-            publications.discard([attempt])
-            raise
+            frame.write.format(FORMAT).mode("append").options(**options).save()
+        except Exception as error:
+            found = eventsql_error(error)
+            if found is None:
+                raise
+            raise found from error
+
+    def stage_and_publish(self, value: object) -> bool:
+        """Do in this process the work of a Spark write's tasks and driver. False if it had been published before."""
+        # These load Arrow's drivers.
+        from eventsql_orchestration.dagster.io.frames import event_batches  # noqa: PLC0415
+        from eventsql_orchestration.spark.commit_protocol import Publications  # noqa: PLC0415
+        from eventsql_orchestration.spark.staging import stage  # noqa: PLC0415
+
+        batches = event_batches(value, self.topic)
+        with Publications(self.eventsql.source()) as publications:
+            hold = None if self.claim is None else publications.hold(self.claim.id, self.claim.shard)
+            attempt = stage(publications.write_targets(self.topic, self.headers), batches)
+            try:
+                return publications.publish(self.writer, self.batch, [attempt], hold)
+            except BaseException:
+                publications.discard([attempt])
+                raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +169,8 @@ class _Publications:
 
     def find(self, writer: str, batch: int) -> tuple[int, datetime] | None:
         """The number of events in a writer's batch and the time of its publication; None if it is not published."""
-        row = _one(self._decider, Queries("lineage", _schema(self._decider))("publication"), writer=writer, batch=batch)
-        return None if row is None else (row[0], row[1])
+        rows = rows_of(self._decider, "lineage", "publication", {"writer": writer, "batch": batch})
+        return (rows[0][0], rows[0][1]) if rows else None
 
     def is_finished(self, writer: str, batch: int) -> bool:
         """Whether there is nothing left to publish."""
@@ -228,36 +208,18 @@ class _Publications:
         portions = []
         for shard in self._shards:
             if shard is not self._decider:
-                query = Queries("two_phase", _schema(shard))("published_part")
-                row = _one(shard, query, decider=self._decider.name, writer=writer, batch=batch)
-                if row is not None:
-                    portions.append(_Portion(shard, row[0], row[1]))
+                named = {"decider": self._decider.name, "writer": writer, "batch": batch}
+                rows = rows_of(shard, "two_phase", "published_part", named)
+                portions += [_Portion(shard, row[0], row[1]) for row in rows]
         left = events - sum(portion.events for portion in portions)
         return [_Portion(self._decider, left, at), *portions] if left else portions
 
     def _offsets(self, portion: _Portion, origin: Origin) -> tuple[int, int | None, int | None, str | None]:
-        shard, schema = portion.shard, _schema(portion.shard)
         # Events enter the log after they were published.
-        before = _one(shard, Queries("seek", schema)("before_time", topic=self._topic), time=portion.at)
-        found = _one(
-            shard,
-            Queries("lineage", schema)("published", topic=self._topic),
-            after=0 if before is None else before[0],
-            at=portion.at,
-            asset=origin.asset,
-            partition=origin.partition,
-            events=portion.events,
-        )
-        assert found is not None, "an aggregate gives one row"
-        count, first, last, run = found
+        before = rows_of(portion.shard, "seek", "before_time", {"time": portion.at}, topic=self._topic)
+        values = {
+            "after": before[0][0] if before else 0, "at": portion.at, "asset": origin.asset,
+            "partition": origin.partition, "events": portion.events,
+        }  # fmt: skip
+        ((count, first, last, run),) = rows_of(portion.shard, "lineage", "published", values, topic=self._topic)
         return count, first, last, run
-
-
-def _schema(platform: Shard) -> str:
-    return platform.database.schema
-
-
-def _one(platform: Shard, statement: sql.SQL, **values: object) -> tuple[Any, ...] | None:
-    with platform.database.connection() as connection:
-        row: tuple[Any, ...] | None = connection.cursor(row_factory=tuple_row).execute(statement, values).fetchone()
-    return row

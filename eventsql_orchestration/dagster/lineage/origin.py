@@ -10,15 +10,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.lineage.metadata_keys import (
-    INPUT_ASSET,
-    INPUT_CONSUMER,
-    INPUT_RANGES,
-    INPUT_SHARD,
-    INPUT_TOPIC,
-    INPUT_TRACE,
-    trace_command,
-)
+from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.tags import SHARD_TAG
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX, topic_key
 
@@ -67,14 +59,13 @@ class Origin:
         asset = context.asset_key.to_user_string() if context.has_asset_key else None
         partition = None
         if context.has_asset_key and context.has_asset_partitions:
-            keys = context.asset_partition_keys
-            partition = keys[0] if len(keys) == 1 else _range(context.asset_partition_key_range)
+            computed = context.asset_partition_keys
+            partition = computed[0] if len(computed) == 1 else _range(context.asset_partition_key_range)
         elif context.has_partition_key:
             partition = context.partition_key
         return cls(run.run_id, run.root_run_id or run.run_id, asset, partition, run.tags.get(SHARD_TAG))
 
     def metadata(self) -> dict[str, str]:
-        """The metadata of every event."""
         named = {RUN_ID: self.run_id, ASSET_KEY: self.asset, PARTITION: self.partition, SHARD: self.shard}
         return {name: text for name, text in named.items() if text is not None}
 
@@ -126,17 +117,17 @@ def _read_writer(writer: str) -> list[object]:
     return parts if isinstance(parts, list) and parts else [None]
 
 
-def _range(keys: dg.PartitionKeyRange) -> str:
+def _range(computed: dg.PartitionKeyRange) -> str:
     # As Dagster's own UI writes it.
-    return f"{keys.start}...{keys.end}"
+    return f"{computed.start}...{computed.end}"
 
 
 def asset_name(context: ExecutionContext) -> str | None:
     """The key of the asset that is computed, as `a/b`, without the topics that it publishes to; None in a plain op."""
     if not context.has_assets_def:
         return None
-    keys = sorted(context.selected_asset_keys)
-    own = [key for key in keys if key.path[0] != TOPIC_PREFIX] or keys
+    computed = sorted(context.selected_asset_keys)
+    own = [key for key in computed if key.path[0] != TOPIC_PREFIX] or computed
     return ",".join(key.to_user_string() for key in own)
 
 
@@ -160,15 +151,15 @@ def input_metadata(
     """
     listed = [dict(each) for each in ranges]
     metadata: dict[str, dg.MetadataValue[Any]] = {
-        INPUT_TOPIC: dg.MetadataValue.text(topic),
-        INPUT_ASSET: dg.MetadataValue.asset(topic_key(topic)),
-        INPUT_RANGES: dg.MetadataValue.json(listed),
+        keys.INPUT_TOPIC: dg.MetadataValue.text(topic),
+        keys.INPUT_ASSET: dg.MetadataValue.asset(topic_key(topic)),
+        keys.INPUT_RANGES: dg.MetadataValue.json(listed),
     }
     if consumer is not None:
-        metadata[INPUT_CONSUMER] = dg.MetadataValue.text(consumer)
+        metadata[keys.INPUT_CONSUMER] = dg.MetadataValue.text(consumer)
     shards = {each.get("shard") for each in listed}
     if len(shards) == 1 and (shard := next(iter(shards))) is not None:
-        metadata[INPUT_SHARD] = dg.MetadataValue.text(shard)
+        metadata[keys.INPUT_SHARD] = dg.MetadataValue.text(shard)
     if last := max((each for each in listed if each["upto"] > each["after"]), key=lambda r: r["upto"], default=None):
-        metadata[INPUT_TRACE] = dg.MetadataValue.text(trace_command(topic, last["upto"], last.get("shard")))
+        metadata[keys.INPUT_TRACE] = dg.MetadataValue.text(keys.trace_command(topic, last["upto"], last.get("shard")))
     return metadata

@@ -7,14 +7,15 @@ runs, Dagster has `run_failure_sensor`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, latest_evaluation
-from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
+from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import ValidationError
 
 GREEN: Final = "green"
@@ -31,6 +32,11 @@ class CheckAlert:
     description: str
     metadata: dict[str, Any]
     at: float
+
+    @property
+    def state(self) -> str:
+        """`green`, or the severity of a red check."""
+        return GREEN if self.passed else self.severity.value
 
     def __str__(self) -> str:
         state = "is green again" if self.passed else f"is red ({self.severity.value})"
@@ -67,35 +73,11 @@ def build_alert_sensor(
         minimum_interval_seconds=interval_seconds,
         default_status=default_status,
         description=f"Tells when one of {len(keys)} checks turns red, and when it is green again.",
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
+        tags=INTERNAL_RUN,
     )
     def alert(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         known: dict[str, str] = json.loads(context.cursor) if context.cursor else {}
-        sent = 0
-        failure: Exception | None = None
-        for key in keys:
-            found = latest_evaluation(context.instance, key)
-            if found is None:
-                continue
-            latest = _alert(key, *found)
-            state = GREEN if latest.passed else latest.severity.value
-            if state == known.get(key.to_user_string(), GREEN):
-                continue
-            try:
-                notify(latest)
-            except Exception as error:  # noqa: BLE001 - one error of a user's function must not stop other alerts
-                context.log.error(
-                    "not sent, the next tick tries again: %s (%s: %s)",
-                    latest,
-                    type(error).__name__,
-                    error,
-                )
-                failure = error
-            else:
-                known[key.to_user_string()] = state
-                sent += 1
-        if failure is not None and not sent:
-            raise failure
+        sent = _send(_changes(context.instance, keys, known), notify, known, context.log)
         return dg.SensorResult(
             skip_reason=f"{sent} alerts sent" if sent else "no check has changed", cursor=json.dumps(known)
         )
@@ -103,8 +85,35 @@ def build_alert_sensor(
     return alert
 
 
-def _alert(key: dg.AssetCheckKey, evaluation: dg.AssetCheckEvaluation, at: float) -> CheckAlert:
-    metadata = {name: value.value for name, value in evaluation.metadata.items()}
-    return CheckAlert(
-        key.asset_key, key.name, evaluation.passed, evaluation.severity, evaluation.description or "", metadata, at
-    )
+def _changes(
+    instance: dg.DagsterInstance, keys: Iterable[dg.AssetCheckKey], known: Mapping[str, str]
+) -> Iterator[CheckAlert]:
+    """The checks whose newest result has another state than the one that is known."""
+    for key in keys:
+        if (found := latest_evaluation(instance, key)) is not None:
+            evaluation, at = found
+            metadata = {name: value.value for name, value in evaluation.metadata.items()}
+            latest = CheckAlert(
+                key.asset_key, key.name, evaluation.passed, evaluation.severity, evaluation.description or "",
+                metadata, at,
+            )  # fmt: skip
+            if latest.state != known.get(key.to_user_string(), GREEN):
+                yield latest
+
+
+def _send(alerts: Iterable[CheckAlert], notify: Notify, known: dict[str, str], log: logging.Logger) -> int:
+    """Send alerts, and note the states that are sent. Returns their number. Raises the last error if none is sent."""
+    sent = 0
+    failure: Exception | None = None
+    for alert in alerts:
+        try:
+            notify(alert)
+        except Exception as error:  # noqa: BLE001 - one error of a user's function must not stop other alerts
+            log.error("not sent, the next tick tries again: %s (%s: %s)", alert, type(error).__name__, error)
+            failure = error
+        else:
+            known[dg.AssetCheckKey(alert.asset, alert.check).to_user_string()] = alert.state
+            sent += 1
+    if failure is not None and not sent:
+        raise failure
+    return sent

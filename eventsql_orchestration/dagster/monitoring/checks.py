@@ -12,10 +12,10 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.consumers.options import LagLimits
 from eventsql_orchestration.dagster.monitoring.lag import AssetLag, read_lags
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.errors import ValidationError
 
 LAG_CHECK: Final = "lag"
 
@@ -89,14 +89,9 @@ def build_lag_check(
     cause and the numbers. The check is also red while a shard is down, because the lag there is unknown. Raises
     `ValidationError` if no threshold is given, or a negative one.
     """
-    if max_events is None and max_seconds is None:
-        raise ValidationError("a lag check needs max_events, max_seconds, or both")
-    if (max_events is not None and max_events < 0) or (max_seconds is not None and max_seconds < 0):
-        raise ValidationError("max_events and max_seconds must not be negative")
-    if grace < 0:
-        raise ValidationError(f"grace is a number of seconds, not {grace}")
-    rule = _LagRule(consumer, max_events, max_seconds, grace)
-    description = f"Consumer {consumer.consumer.name} is behind by {rule.limits} at most" + (
+    limits = LagLimits(max_events=max_events, max_seconds=max_seconds, grace=grace)
+    rule = _LagRule(consumer, limits)
+    description = f"Consumer {consumer.consumer.name} is behind by {rule.bounds} at most" + (
         f", or not for longer than {grace:g} s." if grace else "."
     )
     return define_check(consumer, LAG_CHECK, description, severity, rule)
@@ -144,44 +139,36 @@ def latest_evaluation(
 @dataclass(frozen=True, slots=True)
 class _LagRule:
     consumer: ConsumerDefinition
-    max_events: int | None
-    max_seconds: float | None
-    grace: float
+    limits: LagLimits
 
     @property
-    def limits(self) -> str:
-        events = None if self.max_events is None else f"{self.max_events} events"
-        seconds = None if self.max_seconds is None else f"{self.max_seconds:g} s"
-        return " and ".join(limit for limit in (events, seconds) if limit)
+    def bounds(self) -> str:
+        events, seconds = self.limits.max_events, self.limits.max_seconds
+        return " and ".join(
+            [*([] if events is None else [f"{events} events"]), *([] if seconds is None else [f"{seconds:g} s"])]
+        )
 
     def __call__(self, look: Look) -> Verdict:
         lag = look.lag
         if not lag.partitions:
             return unregistered(self.consumer)
-        if not self._beyond(lag):
-            return Verdict(True, f"{_behind(lag)}: within {self.limits}", lag.metadata(), "within")
-        fault = f"beyond {self.limits}" if self._far(lag) else "as far as is known"
+        behind, far = f"{lag.events} events and {lag.seconds:.1f} s behind", self._is_far(lag)
+        if not far and not lag.unreachable:
+            return Verdict(True, f"{behind}: within {self.bounds}", lag.metadata(), "within")
+
+        fault = f"beyond {self.bounds}" if far else "as far as is known"
         since = float(look.memory.get(BEYOND_SINCE, look.now))
         metadata = {**lag.metadata(), BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
         memory = {BEYOND_SINCE: since}
-        left = self.grace - (look.now - since)
+        left = self.limits.grace - (look.now - since)
         if left > 0:
-            description = f"{_behind(lag)}, {fault}; red when it stays so for {left:.0f} s. {lag.cause()}"
+            description = f"{behind}, {fault}; red if this lasts {left:.0f} s more. {lag.cause()}"
             return Verdict(True, description, metadata, "beyond for a while", memory)
-        description = f"{_behind(lag)}, {fault}. {lag.cause()}"
-        return Verdict(False, description, metadata, f"beyond {lag.causes}", memory)
+        return Verdict(False, f"{behind}, {fault}. {lag.cause()}", metadata, f"beyond {lag.causes}", memory)
 
-    def _beyond(self, lag: AssetLag) -> bool:
-        return self._far(lag) or bool(lag.unreachable)
-
-    def _far(self, lag: AssetLag) -> bool:
-        return (self.max_events is not None and lag.events > self.max_events) or (
-            self.max_seconds is not None and lag.seconds > self.max_seconds
-        )
-
-
-def _behind(lag: AssetLag) -> str:
-    return f"{lag.events} events and {lag.seconds:.1f} s behind"
+    def _is_far(self, lag: AssetLag) -> bool:
+        events, seconds = self.limits.max_events, self.limits.max_seconds
+        return (events is not None and lag.events > events) or (seconds is not None and lag.seconds > seconds)
 
 
 def unregistered(consumer: ConsumerDefinition) -> Verdict:

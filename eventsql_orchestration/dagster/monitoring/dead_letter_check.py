@@ -80,8 +80,10 @@ class _DeliveredRule:
         for shard in shards:
             name = shard.name or str(shard.database)
             before = look.memory.get(name, {})
-            known_down = shard.name is None or name in look.lag.unreachable
-            here = None if known_down else self._look_if_up(shard, before)
+            try:
+                here = None if shard.name is None or name in look.lag.unreachable else self._look(shard, before)
+            except DatabaseUnavailableError:
+                here = None
             if here is None:
                 found.memory[name] = before
                 down.append(name)
@@ -94,12 +96,6 @@ class _DeliveredRule:
             found.memory[name] = {**here.memory, _UNSETTLED: bool(here)}
         found.letters.sort(key=lambda letter: letter.buffered_at)
         return self._verdict(found, down, doubtful=doubtful)
-
-    def _look_if_up(self, shard: Shard, memory: Memory) -> _Found | None:
-        try:
-            return self._look(shard, memory)
-        except DatabaseUnavailableError:
-            return None
 
     def _look(self, shard: Shard, memory: Memory) -> _Found:
         topic, name = self.consumer.topic.name, self.consumer.consumer.name
@@ -120,26 +116,22 @@ class _DeliveredRule:
         if doubtful:
             unknown += ", and had undelivered events when it was last reached"
         if not found and not doubtful:
-            description = (
-                f"every event was delivered, as far as is known: {unknown}" if down else "every event was delivered"
-            )
+            description = "every event was delivered" + (f", as far as is known: {unknown}" if down else "")
             return Verdict(True, description, metadata, " ".join(["delivered", *down]), found.memory)
-        description = "; ".join(
-            [
-                *(_blocked(state, reason) for state, reason in blocked),
-                *([_given_up(letters)] if letters else []),
-                *([unknown] if down else []),
-            ]
-        )
-        if letters:
-            metadata |= _letters_metadata(topic, name, letters)
+
+        reasons = [_blocked(state, reason) for state, reason in blocked]
         if blocked:
             metadata["resume"] = f"eventsql consumer resume {topic} {shlex.quote(name)}"
+        if letters:
+            reasons.append(_given_up(letters))
+            metadata |= _letters_metadata(topic, name, letters[:LETTERS_SHOWN])
+        if down:
+            reasons.append(unknown)
         ids = [letter.id if letter.shard is None else place(letter.shard, letter.id) for letter in letters]
         stops = [
             (s.partition if s.shard is None else place(s.shard, s.partition), s.failed_event_id) for s, _ in blocked
         ]
-        return Verdict(False, description, metadata, " ".join([str(ids), str(stops), *down]), found.memory)
+        return Verdict(False, "; ".join(reasons), metadata, " ".join([str(ids), str(stops), *down]), found.memory)
 
 
 def _open_letters(
@@ -176,12 +168,12 @@ def _given_up(letters: list[DeadLetter]) -> str:
 
 
 def _named(letter: DeadLetter) -> str:
-    cause = letter.metadata
-    often = how_often(cause.get(dead_letter_values.ATTEMPTS, "some"))
-    return (
-        f"event {letter.origin or 'of unknown origin'}{_on(letter.shard)} failed {often} "
-        f"({cause.get(dead_letter_values.EXCEPTION)}: {cause.get(dead_letter_values.MESSAGE)})"
-    )
+    often = how_often(letter.metadata.get(dead_letter_values.ATTEMPTS, "some"))
+    return f"event {letter.origin or 'of unknown origin'}{_on(letter.shard)} failed {often} ({_error(letter)})"
+
+
+def _error(letter: DeadLetter) -> str:
+    return f"{letter.metadata.get(dead_letter_values.EXCEPTION)}: {letter.metadata.get(dead_letter_values.MESSAGE)}"
 
 
 def _blocked(state: ConsumerState, reason: str) -> str:
@@ -193,27 +185,26 @@ def _blocked(state: ConsumerState, reason: str) -> str:
 
 
 def _letters_metadata(topic: str, consumer: str, letters: list[DeadLetter]) -> dict[str, Any]:
-    shown = letters[:LETTERS_SHOWN]
+    def record(letter: DeadLetter) -> dg.TableRecord:
+        return dg.TableRecord(
+            {
+                "topic": str(letter.metadata.get(dead_letter_values.SOURCE_TOPIC, topic)),
+                "partition": str(letter.metadata.get(dead_letter_values.SOURCE_PARTITION, "")),
+                "offset": str(letter.metadata.get(dead_letter_values.SOURCE_OFFSET, "")),
+                "attempts": str(letter.metadata.get(dead_letter_values.ATTEMPTS, "")),
+                "error": _error(letter),
+                "given up at": letter.buffered_at.isoformat(timespec="seconds"),
+                "show": show(letter),
+                **({} if letter.shard is None else {"shard": letter.shard}),
+            }
+        )
+
+    def show(letter: DeadLetter) -> str:
+        return command(letter.shard, f"dlt show {topic} {letter.id}")
+
     return {
-        "dead letters": dg.MetadataValue.table(
-            [
-                dg.TableRecord(
-                    {
-                        "topic": str(letter.metadata.get(dead_letter_values.SOURCE_TOPIC, topic)),
-                        "partition": str(letter.metadata.get(dead_letter_values.SOURCE_PARTITION, "")),
-                        "offset": str(letter.metadata.get(dead_letter_values.SOURCE_OFFSET, "")),
-                        "attempts": str(letter.metadata.get(dead_letter_values.ATTEMPTS, "")),
-                        "error": f"{letter.metadata.get(dead_letter_values.EXCEPTION)}: "
-                        f"{letter.metadata.get(dead_letter_values.MESSAGE)}",
-                        "given up at": letter.buffered_at.isoformat(timespec="seconds"),
-                        "show": command(letter.shard, f"dlt show {topic} {letter.id}"),
-                        **({} if letter.shard is None else {"shard": letter.shard}),
-                    }
-                )
-                for letter in shown
-            ]
-        ),
-        "show": command(shown[0].shard, f"dlt show {topic} {shown[0].id}"),
+        "dead letters": dg.MetadataValue.table([record(letter) for letter in letters]),
+        "show": show(letters[0]),
         "redrive": f"eventsql dlt redrive {topic} --consumer {shlex.quote(consumer)}",
-        "dead letter topic": dg.MetadataValue.asset(topic_key(shown[0].topic)),
+        "dead letter topic": dg.MetadataValue.asset(topic_key(letters[0].topic)),
     }

@@ -18,7 +18,7 @@ from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look
 from eventsql_orchestration.dagster.monitoring.lag import AssetLag, place_of, read_lags
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
+from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.errors import SchemaOutdatedError, ValidationError
 
@@ -35,9 +35,6 @@ GREEN_INTERVAL: Final = 3_600.0
 RENEWAL_INTERVAL: Final = 60.0
 """The same after the asset was materialized, when Dagster's UI hides older results. A red check is reported again at
 once."""
-
-OWN_EVENT: Final = MappingProxyType({HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL})
-"""The tags by which housekeeping recognizes the observations and materializations of this package."""
 
 Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
 
@@ -62,27 +59,24 @@ def build_lag_sensor(
     Raises `ValidationError` for a check of a consumer that is not among `consumers`, and for two definitions of one
     consumer.
     """
-    watched, judged, external = tuple(consumers), tuple(checks), tuple(topics)
-    check_distinct(watched)
-    if strangers := {check.key.to_user_string() for check in judged} - {
-        check.key.to_user_string() for check in judged if check.consumer in watched
-    }:
-        raise ValidationError(f"these checks are of consumers that the sensor does not watch: {sorted(strangers)}")
+    check_distinct(consumers)
+    strangers = sorted(check.key.to_user_string() for check in checks if check.consumer not in consumers)
+    if strangers:
+        raise ValidationError(f"these checks are of consumers that the sensor does not watch: {strangers}")
 
     @dg.sensor(
         name=name,
         minimum_interval_seconds=interval_seconds,
         default_status=default_status,
         description="Observes how far every consumer is behind, and evaluates the checks of consumers.",
-        tags={HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL},
+        tags=INTERNAL_RUN,
     )
     def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
         with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
             return observe_lag(
-                platform, watched,
-                checks=judged, topics=external, cursor=context.cursor, now=time.time(),
-                stopped=stopped_sensors(context.instance, watched),
-                materialized=materialized_at(context.instance, watched),
+                platform, consumers, checks=checks, topics=topics, cursor=context.cursor, now=time.time(),
+                stopped=stopped_sensors(context.instance, consumers),
+                materialized=materialized_at(context.instance, consumers),
             )  # fmt: skip
 
     return observe
@@ -106,9 +100,8 @@ def stopped_sensors(instance: dg.DagsterInstance, consumers: Iterable[ConsumerDe
     switched = {state.instigator_name: state.status.value for state in instance.all_instigator_state()}
 
     def is_off(sensor: dg.SensorDefinition) -> bool:
-        by_default = "STOPPED" if sensor.default_status == dg.DefaultSensorStatus.STOPPED else "RUNNING"
-        status = switched.get(sensor.name, by_default)
-        return (by_default if status == "DECLARED_IN_CODE" else status) == "STOPPED"
+        status = switched.get(sensor.name, "DECLARED_IN_CODE")
+        return (sensor.default_status.value if status == "DECLARED_IN_CODE" else status) == "STOPPED"
 
     return frozenset(sensor.name for each in consumers for sensor in each.sensors if is_off(sensor))
 
@@ -155,32 +148,26 @@ def observe_lag(
 
     `stopped` are the names of sensors that are switched off, `materialized` is the result of `materialized_at`.
     """
-    before, after = _Cursor.parse(cursor), _Cursor()
     try:
         found = read_lags(platform, consumers)
     except SchemaOutdatedError as error:
         return dg.SensorResult(skip_reason=error.message, cursor=cursor)
-    lags = {
-        consumer.key: _compared(found[consumer.key], consumer, before, stopped)
-        for consumer in consumers
-        if consumer.key in found
-    }
-    events: list[Event] = [
-        *_observations(consumers, lags, before, after, now),
-        *_arrivals(platform, topics, before, after, now),
-    ]
+
+    tick = _Tick(now, _Cursor.parse(cursor))
+    known = [consumer for consumer in consumers if consumer.key in found]
+    lags = {each.key: _compared(found[each.key], each, tick.before, stopped) for each in known}
+    events: list[Event] = [*tick.observations(lags), *tick.arrivals(platform, topics)]
     for check in checks:
-        look = Look(platform, lags.get(check.consumer.key, AssetLag(())), now)
-        events += _evaluations(check, look, materialized.get(check.consumer.key, 0.0), before, after)
+        key = check.consumer.key
+        look = Look(platform, lags.get(key, AssetLag(())), now)
+        events += tick.evaluations(check, look, materialized.get(key, 0.0))
     missing = [
-        consumer_missing(consumer.consumer)
-        for consumer in consumers
-        if consumer.key not in lags or not lags[consumer.key].partitions
+        consumer_missing(each.consumer) for each in consumers if each.key not in lags or not lags[each.key].partitions
     ]
     return dg.SensorResult(
         asset_events=events,
         skip_reason=None if events else "; ".join(missing) or "no consumer is behind",
-        cursor=after.text(),
+        cursor=tick.after.text(),
     )
 
 
@@ -189,72 +176,57 @@ def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stop
     offsets = before.offsets.get(consumer.key.to_user_string(), {})
     # A consumer may have one sensor for all of its partitions.
     own = len(consumer.sensors) == len(consumer.partitions)
-    sensors = zip(
-        consumer.partitions, consumer.sensors if own else consumer.sensors * len(consumer.partitions), strict=True
-    )
+    sensors = consumer.sensors if own else consumer.sensors * len(consumer.partitions)
+    of = zip(consumer.partitions, sensors, strict=True)
+    moved = (each for each in lag.partitions if each.last_event_id > offsets.get(place_of(each), each.last_event_id))
     return replace(
         lag,
-        moved=frozenset(
-            place_of(each)
-            for each in lag.partitions
-            if each.last_event_id > offsets.get(place_of(each), each.last_event_id)
-        ),
-        stopped={partition: sensor.name for partition, sensor in sensors if sensor.name in stopped},
+        moved=frozenset(map(place_of, moved)),
+        stopped={partition: sensor.name for partition, sensor in of if sensor.name in stopped},
     )
 
 
-def _observations(
-    consumers: Sequence[ConsumerDefinition],
-    lags: Mapping[dg.AssetKey, AssetLag],
-    before: _Cursor,
-    after: _Cursor,
-    now: float,
-) -> Iterable[dg.AssetObservation]:
-    for consumer in consumers:
-        lag = lags.get(consumer.key)
-        if lag is None or not lag.partitions:
-            continue
-        asset = consumer.key.to_user_string()
-        after.offsets[asset] = {
-            place_of(each): each.last_event_id for each in lag.partitions if each.shard not in lag.unreachable
-        }
-        events, at = before.observed.get(asset, (None, 0.0))
-        if not lag.events and not lag.unreachable and events == 0 and now - at < IDLE_INTERVAL:
-            after.observed[asset] = (events, at)
-            continue
-        after.observed[asset] = (lag.events, now)
-        yield dg.AssetObservation(asset_key=consumer.key, metadata=lag.metadata(), tags=dict(OWN_EVENT))
+@dataclass
+class _Tick:
+    """A tick at `now`: reads the state that the tick before left, and writes the state for the next one."""
 
+    now: float
+    before: _Cursor
+    after: _Cursor = field(default_factory=_Cursor)
 
-def _arrivals(
-    platform: EventSQL, topics: Sequence[Topic], before: _Cursor, after: _Cursor, now: float
-) -> Iterable[dg.AssetMaterialization]:
-    after.topics, after.topics_at = before.topics, before.topics_at
-    if not topics or now - before.topics_at < TOPIC_INTERVAL:
-        return
-    news = topic_observations(platform, topics, seen=before.topics)
-    after.topics, after.topics_at = dict(news.seen), now
-    for arrival in news.materializations:
-        yield dg.AssetMaterialization(
-            asset_key=arrival.asset_key,
-            description=arrival.description,
-            metadata=arrival.metadata,
-            tags=dict(OWN_EVENT),
-        )
+    def observations(self, lags: Mapping[dg.AssetKey, AssetLag]) -> Iterable[dg.AssetObservation]:
+        for key, lag in lags.items():
+            if not lag.partitions:
+                continue
+            asset = key.to_user_string()
+            reached = (each for each in lag.partitions if each.shard not in lag.unreachable)
+            self.after.offsets[asset] = {place_of(each): each.last_event_id for each in reached}
+            events, at = self.before.observed.get(asset, (None, 0.0))
+            if not lag.events and not lag.unreachable and events == 0 and self.now - at < IDLE_INTERVAL:
+                self.after.observed[asset] = (events, at)
+                continue
+            self.after.observed[asset] = (lag.events, self.now)
+            yield dg.AssetObservation(asset_key=key, metadata=lag.metadata(), tags=INTERNAL_RUN)
 
+    def arrivals(self, platform: EventSQL, topics: Sequence[Topic]) -> Iterable[dg.AssetMaterialization]:
+        self.after.topics, self.after.topics_at = self.before.topics, self.before.topics_at
+        if not topics or self.now - self.before.topics_at < TOPIC_INTERVAL:
+            return
+        news = topic_observations(platform, topics, seen=self.before.topics)
+        self.after.topics, self.after.topics_at = dict(news.seen), self.now
+        for arrival in news.materializations:
+            yield dg.AssetMaterialization(arrival.asset_key, arrival.description, arrival.metadata, tags=INTERNAL_RUN)
 
-def _evaluations(
-    check: ConsumerCheck, look: Look, materialized: float, before: _Cursor, after: _Cursor
-) -> Iterable[dg.AssetCheckEvaluation]:
-    name = check.key.to_user_string()
-    said = before.checks.get(name, {})
-    verdict = check.judge(replace(look, memory=said.get("memory", {})))
-    at = said.get("at", 0.0)
-    if materialized >= at:
-        pause = RENEWAL_INTERVAL if verdict.passed else 0.0
-    else:
-        pause = GREEN_INTERVAL if verdict.passed else IDLE_INTERVAL
-    if said.get("face") != verdict.face or look.now - at >= pause:
-        at = look.now
-        yield check.evaluation(verdict)
-    after.checks[name] = {"face": verdict.face, "at": at, "memory": dict(verdict.memory)}
+    def evaluations(self, check: ConsumerCheck, look: Look, materialized: float) -> Iterable[dg.AssetCheckEvaluation]:
+        name = check.key.to_user_string()
+        said = self.before.checks.get(name, {})
+        verdict = check.judge(replace(look, memory=said.get("memory", {})))
+        at = said.get("at", 0.0)
+        if materialized >= at:
+            pause = RENEWAL_INTERVAL if verdict.passed else 0.0
+        else:
+            pause = GREEN_INTERVAL if verdict.passed else IDLE_INTERVAL
+        if said.get("face") != verdict.face or self.now - at >= pause:
+            at = self.now
+            yield check.evaluation(verdict)
+        self.after.checks[name] = {"face": verdict.face, "at": at, "memory": dict(verdict.memory)}

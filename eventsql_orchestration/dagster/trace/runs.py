@@ -12,10 +12,9 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.lineage.metadata_keys import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
 from eventsql_orchestration.dagster.local.webserver import Webserver
+from eventsql_orchestration.dagster.tags import DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import LocalDagsterError
 from eventsql_orchestration.model import NOT_PARTITIONED
-
-PARTITION_TAG: Final = "dagster/partition"
 
 TIMEOUT: Final = 30.0
 """Seconds that a webserver may take for one answer."""
@@ -94,27 +93,20 @@ class StoredRuns:
         self._instance = instance
 
     def run(self, run_id: str) -> RunFacts | None:
-        """See `Runs`."""
         try:
             record = self._instance.get_run_record_by_id(run_id)
-            return None if record is None else self._facts(run_id, record)
+            return None if record is None else self._facts(record)
         except Exception as error:
             # Each kind of storage raises errors of its own.
             reason = " ".join(str(error).split())[:300]
             raise LocalDagsterError(f"the storage of Dagster fails: {type(error).__name__}: {reason}") from error
 
-    def _facts(self, run_id: str, record: dg.RunRecord) -> RunFacts:
+    def _facts(self, record: dg.RunRecord) -> RunFacts:
         run = record.dagster_run
         return RunFacts(
-            id=run_id,
-            job=run.job_name,
-            status=run.status.value,
-            started=_time(record.start_time),
-            ended=_time(record.end_time),
-            partition=run.tags.get(PARTITION_TAG),
-            root_run_id=run.root_run_id,
-            inputs=_unique(self._inputs(run_id)),
-        )
+            run.run_id, run.job_name, run.status.value, _time(record.start_time), _time(record.end_time),
+            run.tags.get(DAGSTER_PARTITION_TAG), run.root_run_id, _unique(self._inputs(run.run_id)),
+        )  # fmt: skip
 
     def _inputs(self, run_id: str) -> Iterator[RunInput]:
         told = {dg.DagsterEventType.LOADED_INPUT, dg.DagsterEventType.ASSET_MATERIALIZATION}
@@ -140,25 +132,17 @@ class ServedRuns:
         self._webserver = Webserver(url, timeout=TIMEOUT)
 
     def run(self, run_id: str) -> RunFacts | None:
-        """See `Runs`."""
         found = self._webserver.ask(_RUN, run=run_id)["runOrError"]
         if "message" in found:
-            raise LocalDagsterError(
-                f"Dagster at {self._webserver.url} does not say what run {run_id} is: {found['message']}"
-            )
+            raise LocalDagsterError(f"Dagster at {self._webserver.url} cannot load run {run_id}: {found['message']}")
         if not found:
             return None
         tags = {tag["key"]: tag["value"] for tag in found["tags"]}
+        root = found["rootRunId"] if found["rootRunId"] != run_id else None
         return RunFacts(
-            id=run_id,
-            job=found["jobName"],
-            status=found["status"],
-            started=_time(found["startTime"]),
-            ended=_time(found["endTime"]),
-            partition=tags.get(PARTITION_TAG),
-            root_run_id=found["rootRunId"] if found["rootRunId"] != run_id else None,
-            inputs=_unique(self._inputs(run_id)),
-        )
+            run_id, found["jobName"], found["status"], _time(found["startTime"]), _time(found["endTime"]),
+            tags.get(DAGSTER_PARTITION_TAG), root, _unique(self._inputs(run_id)),
+        )  # fmt: skip
 
     def _inputs(self, run_id: str) -> Iterator[RunInput]:
         cursor = None
@@ -190,14 +174,11 @@ def _ranges(metadata: Mapping[str, Any]) -> Iterator[RunInput]:
         partition, claim, shard = each.get("partition", NOT_PARTITIONED), each.get("claim"), each.get("shard")
         if all(type(number) is int for number in (each.get("after"), each.get("upto"), partition)):
             yield RunInput(
-                topic=topic,
-                partition=partition,
-                after=each["after"],
-                upto=each["upto"],
+                topic, partition, each["after"], each["upto"],
                 consumer=consumer if isinstance(consumer, str) else None,
                 claim=claim if type(claim) is int else None,
                 shard=shard if isinstance(shard, str) else None,
-            )
+            )  # fmt: skip
 
 
 def _unique(inputs: Iterable[RunInput]) -> tuple[RunInput, ...]:

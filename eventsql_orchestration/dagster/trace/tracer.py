@@ -15,15 +15,12 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Final
 
-from psycopg.rows import tuple_row
-
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
 from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of, shard_of
-from eventsql_orchestration.dagster.shards import shards_of
+from eventsql_orchestration.dagster.shards import rows_of, shards_of
 from eventsql_orchestration.dagster.tags import owner_of_run
 from eventsql_orchestration.dagster.trace.runs import RunFacts, RunInput, Runs
-from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import LocalDagsterError, ShardSetError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED
 
@@ -164,9 +161,9 @@ class Tracer:
             return replace(traced, run=run, notes=tuple(notes))
         if not read:
             notes.append(
-                "it read no topic that a claim or Dagster tells of"
+                "no claim names a topic that it read, and Dagster names none"
                 if run is not None
-                else "it had no claim; Dagster knows what it read without one"
+                else "it had no claim; only Dagster knows what a run reads without one"
             )
         inputs = tuple(self._input(each, depth - 1) for each in read)
         return replace(traced, run=run, inputs=inputs, notes=tuple(notes))
@@ -193,8 +190,8 @@ class Tracer:
         """The claims of the asset that published, from the claims of a run that several consumers share."""
         committed = {
             (shard_of(writer), claim_of(writer))
-            for shard in self._shards
-            for (writer,) in self._rows(shard, "writers_between", {"first": traced.since, "last": traced.until})
+            for shard in self._shards.values()
+            for (writer,) in rows_of(shard, "lineage", "writers_between", {"first": traced.since, "last": traced.until})
             if asset_of(writer) == traced.asset
         }
         by_record = [each for each in claimed if (each.shard, each.claim) in committed]
@@ -204,8 +201,8 @@ class Tracer:
 
     def _claims(self, run_id: str, since: datetime, until: datetime) -> Iterator[RunInput]:
         values = {"owner": owner_of_run(run_id), "first": since, "last": until}
-        for shard in self._shards:
-            rows = self._rows(shard, "claims_of_run", values)
+        for shard, platform in self._shards.items():
+            rows = rows_of(platform, "lineage", "claims_of_run", values)
             for claim, topic, consumer, partition, after, upto, _events, _state in rows:
                 yield RunInput(topic, partition, after, upto, consumer, claim, shard)
 
@@ -220,18 +217,12 @@ class Tracer:
 
         name = "origins" if read.partition == NOT_PARTITIONED else "origins_partition"
         values = {"after": read.after, "upto": read.upto, "partition": read.partition}
-        rows = self._rows(read.shard, name, values, topic=read.topic)
+        rows = rows_of(self._shards[read.shard], "lineage", name, values, topic=read.topic)
         if not rows:
             none_kept = ("none of its events is kept any more",) if read.upto > read.after else ()
             return TracedInput(read, notes=none_kept)
         followed = tuple(self._follow(TracedEvents(read.topic, read.shard, *row), depth) for row in rows[: self.width])
         return TracedInput(read, followed, len(rows) - len(followed))
-
-    def _rows(self, shard: str | None, name: str, values: dict[str, Any], *, topic: str | None = None) -> list[Any]:
-        database = self._shards[shard].database
-        statement = Queries("lineage", database.schema)(name, topic=topic)
-        with database.connection() as connection:
-            return connection.cursor(row_factory=tuple_row).execute(statement, values, prepare=False).fetchall()
 
 
 def _copied_from(event: Event) -> tuple[str, int] | None:
