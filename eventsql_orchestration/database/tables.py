@@ -34,8 +34,8 @@ The function `make_segments` in the database knows it too.
 """
 
 NAMES: Final = (
-    "topic", "topic_layout", "consumer", "consumer_claim", "redriven_dead_letter", "event_buffer", "event_buffer_lock",
-    "shard", "shard_layout", "shard_fence", "access_role",
+    "topic", "topic_layout", "consumer", "consumer_claim", "redriven_dead_letter", "finished_backfill",
+    "event_buffer", "event_buffer_lock", "shard", "shard_layout", "shard_fence", "access_role",
     "spark_staged_event", "spark_publication", "spark_decision", "spark_part",
     "queue_message", "aggregate", "aggregate_change", "aggregate_snapshot", "timeline_entry", "rollup_bucket",
     "log_line",

@@ -129,7 +129,7 @@ def test_an_empty_range_is_no_error_and_starts_nothing(run: Run, ledger: Ledger)
         (("--from", "1", "--id", "A B"), "backfill id"),
         (("--from", "1", "--into", "ledger"), "--into"),
         (("--from", "1", "--parallel", "0"), "--parallel"),
-        (("--from", "1", "--dagster-url", "nowhere"), "no URL"),
+        (("--from", "1", "--dagster-url", "nowhere"), "is not the URL"),
         (("--from", "1", "--dagster-url", "http://127.0.0.1:1"), "give one of"),
         (("--from", "1", "--partition", "7"), "out of range"),
     ],

@@ -415,7 +415,7 @@ def test_a_window_of_a_deleted_backfill_cannot_be_replayed(bench: Workbench, bac
     assert replay(bench, location.ranges_backfill, run.key("one")).success
     refused = replay(bench, location.fragile_backfill, run.key("one"))
     assert not refused.success
-    assert "it was deleted" in failure(refused)
+    assert "was deleted" in failure(refused)
     assert bench.effects() == [event.id for event in bench.platform.reader.read("orders")]
 
 
@@ -489,7 +489,7 @@ def test_a_backfill_stops_after_a_number_of_failures_and_goes_on_when_it_is_resu
 
     origins = [f"orders:{bench.platform.reader.read('orders', after=each - 1)[0].partition}:{each}" for each in poison]
     stopped = failure(replay(bench, location.fragile_backfill, key, max_failures=2))
-    assert f"event {poison[0]}: ValueError: it is poison" in stopped
+    assert f"event {poison[0]} (ValueError: it is poison)" in stopped
     assert "--resume one" in stopped
     assert given_up() == origins[:2]
     assert bench.effects() == ids[:3]

@@ -578,7 +578,7 @@ def test_acknowledgements_are_waited_for_by_any_number_of_threads_and_tell_their
             done.result(0)
             assert done.exception(0) is None
             for wait in (pending.result, pending.exception):
-                with pytest.raises(TimeoutError, match="on its way"):
+                with pytest.raises(TimeoutError, match="may be committed later"):
                     wait(timeout=0.01)
             waiting = [executor.submit(wait, PATIENCE) for wait in (pending.result, pending.exception, pending.result)]
             until(lambda: len(pending._waited._cond._waiters) == 3)  # type: ignore[union-attr]  # threading's

@@ -378,7 +378,7 @@ def test_a_part_that_was_given_up_before_an_older_version_published_its_batch_go
         connection.execute("UPDATE eventsql.spark_publication SET eql_id = NULL")
     assert [len(TwoPhaseParticipant(shard.database).open()) for shard in others] == [1, 1]
     assert decisions_of(platform).finish() == []
-    assert "a part of batch 7 of writer 'nightly' was given up" in caplog.text
+    assert "a part of batch 7 of writer 'nightly' is given up" in caplog.text
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
 
