@@ -30,10 +30,11 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 @click.command(help=__doc__)
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--dsn", envvar="EVENTSQL_DSN", required=True, metavar="URL", help="The database, or EVENTSQL_DSN.")
-def main(files: tuple[Path, ...], dsn: str) -> None:
+@click.option("--schema", envvar="EVENTSQL_SCHEMA", default="eventsql", help="Its schema, or EVENTSQL_SCHEMA.")
+def main(files: tuple[Path, ...], dsn: str, schema: str) -> None:
     """Compare and say what differs; ends with 1 when anything does."""
     expected = count(change for path in files for change in read(path))
-    with Database(dsn) as database, database.transaction() as connection:
+    with Database(dsn, schema=schema) as database, database.transaction() as connection:
         found = stored(connection, {repo for repo, _, _ in expected})
     wrong = differing(expected, found)
     for key in wrong[:10]:

@@ -113,7 +113,7 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
         yield warning(
             "shards",
             f"{waiting.consumer} of topic {waiting.topic} is held back from shard {waiting.shard}, until it has "
-            f"consumed the older events of {', '.join(waiting.waits_for)}",
+            f"consumed the earlier events on {', '.join(waiting.waits_for)}",
         )
     if not held and all(each.state == "takes events" for each in standing):
         yield ok("shards", f"{counted(len(standing), 'shard')}, all take events")

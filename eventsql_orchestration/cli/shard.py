@@ -112,7 +112,7 @@ def status(context: CliContext, as_json: AsJson) -> None:
     else:
         say("no publication is unfinished")
     if held:
-        first: Columns = {"consumes first what was before on": lambda each: ", ".join(each.waits_for)}
+        first: Columns = {"consumes first the earlier events on": lambda each: ", ".join(each.waits_for)}
         show_items(held, {**same("topic", "consumer"), "held back from": "shard", **first})
     else:
         say("no consumer is held back")

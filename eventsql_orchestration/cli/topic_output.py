@@ -64,7 +64,7 @@ TOPIC: Final[Columns] = {
 class Unsettled:
     """A consumer that gets events of a topic only up to offset `until`, or no events if `until` is None.
 
-    An added shard holds back a consumer until it has consumed the older events on the shards of `waits_for`.
+    An added shard holds back a consumer until it has consumed the earlier events on the shards of `waits_for`.
     """
 
     shard: str | None
@@ -81,8 +81,8 @@ class Unsettled:
             )
         others = ", ".join(self.waits_for) or "the other shards, as `eventsql shard status` shows"
         return (
-            f"consumer {self.consumer!r} is held back from {self.shard or 'this shard'}, until it has consumed what "
-            f"was before on {others}"
+            f"consumer {self.consumer!r} is held back from {self.shard or 'this shard'}, until it has consumed the "
+            f"earlier events on {others}"
         )
 
 

@@ -63,9 +63,7 @@ def failing_if_unregistered(platform: EventSQL, topic: Topic, consumer: Consumer
     try:
         yield
     except (ConsumerNotFoundError, TopicNotFoundError) as error:
-        why = why_unregistered(platform, topic, consumer)
-        if why is None:
-            raise
+        why = why_unregistered(platform, topic, consumer) or error.message
         raise dg.Failure(why, allow_retries=False) from error
 
 

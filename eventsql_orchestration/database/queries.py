@@ -48,6 +48,8 @@ def _statements(file: str) -> dict[str, str]:
         statements[name] = qualified(body.replace(_IN_PARTITION, ""))
         if _IN_PARTITION in body:
             one = body.replace(_IN_PARTITION, "eql_partition = %(partition)s AND ")
+            if f"{name}_partition" in statements:
+                raise ValueError(f"{file}.sql names {name + '_partition'!r} twice")
             statements[f"{name}_partition"] = qualified(one)
     return statements
 

@@ -20,6 +20,9 @@ from eventsql_orchestration.redaction import hiding
 ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 """A statement after a row lock must see the commit of the lock's last holder, whatever the server's default is."""
 
+ENCODING: Final = "UTF8"
+"""The encoding that a database must have: it holds every text."""
+
 ASKED_AFTER: Final = 10.0
 """Seconds without use until a pooled connection is pinged: a proxy may drop it silently. Before, its socket tells if
 the server has ended the session. A ping each time would take a third of the time of publishing one event."""
@@ -38,7 +41,7 @@ def open_session(connection: Connection) -> None:
     assert row is not None, "a SELECT without FROM gives a row"
     answering, encoding, _ = row
 
-    if encoding != "UTF8":
+    if encoding != ENCODING:
         raise ConfigurationError(
             f"database {connection.info.dbname!r} has the encoding {encoding}, which cannot hold every text: make one "
             "by CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, overload
 
-from eventsql_orchestration.errors import ConfigurationError, EventSQLError, ValidationError
+from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
 from eventsql_orchestration.validation import split_urls
 
@@ -85,10 +85,10 @@ class WriteOptions:
 
 @contextmanager
 def naming_option(name: str) -> Iterator[None]:
-    """Add the option's name to errors of the block that are made from a message alone."""
+    """Add the option's name to errors of the block about its value."""
     try:
         yield
-    except EventSQLError as error:
+    except (ConfigurationError, ConsumerNotFoundError, ValidationError) as error:
         raise type(error)(f"{name}: {error}") from None
 
 

@@ -78,7 +78,7 @@ def test_a_group_without_a_command_shows_its_help_as_wrong_usage(invoke: Run, ar
 def test_an_unusable_url_is_wrong_usage(invoke: Run, dsn: str) -> None:
     result = invoke("--dsn", dsn, "lag")
     assert result.exit_code == 2
-    assert "database URL" in one_line(result)
+    assert "the database" in one_line(result)
 
 
 @pytest.mark.parametrize(

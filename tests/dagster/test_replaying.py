@@ -302,7 +302,7 @@ def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench
     found = again(bench, definition, requested, replay=True)
     assert not found.success
     (failed,) = [event for event in found.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
-    assert "4 of its 5 events are left" in str(failed.step_failure_data.user_failure_data)
+    assert "retention deleted 1 of its 5 events" in str(failed.step_failure_data.user_failure_data)
     assert bench.effects() == ids
 
 

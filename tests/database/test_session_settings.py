@@ -197,7 +197,7 @@ def test_a_schema_that_is_in_such_a_database_already_is_refused_at_first_use(
 ) -> None:
     dsn = encoded("SQL_ASCII")
     with monkeypatch.context() as before:
-        before.setattr("eventsql_orchestration.database.sessions._SERVER_ENCODING", "SQL_ASCII")
+        before.setattr("eventsql_orchestration.database.sessions.ENCODING", "SQL_ASCII")
         with EventSQL(dsn, transfer=False) as platform:
             platform.registry.register_topic(Topic("orders"))
     with EventSQL(dsn, transfer=False, migrate=False) as platform, pytest.raises(ConfigurationError, match="SQL_ASCII"):

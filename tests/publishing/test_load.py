@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming import claim_processing, claims, consumers
+from eventsql_orchestration.consuming import claim_processing, consumers
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
 from eventsql_orchestration.database import driver_connection
@@ -276,7 +276,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         done.append(len(events))
         return events
 
-    for module in (consumers, claims, claim_processing):
+    for module in (consumers, claim_processing):
         monkeypatch.setattr(module, "fetch", limited)
     return done
 

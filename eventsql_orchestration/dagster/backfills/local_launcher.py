@@ -117,9 +117,9 @@ class LocalRuns:
                 executable = job.asset_layer.executable_asset_keys
                 specs = (each for each in definitions.resolve_all_asset_specs() if each.key in executable)
                 asset = next(each for each in specs if ASSETS_METADATA in each.metadata)
-                # The asset and its dynamic partitions have one name.
+                assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "given with the metadata"
                 assets = tuple(asset.metadata[ASSETS_METADATA].value)
-                return BackfillJob(job.name, asset.key.path[-1], assets, of, repository=name)
+                return BackfillJob(job.name, str(asset.partitions_def.name), assets, of, repository=name)
         raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
     def require_running(self) -> None:

@@ -12,10 +12,12 @@ Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
 
 
 def check_not_negative(limits: Any) -> None:
-    """Raise `ValidationError` for a field that is negative or not a number. A field may be None."""
+    """Raise `ValidationError` for a field that is negative or no number; None may stand where it is the default."""
     for each in fields(limits):
         value = getattr(limits, each.name)
-        if value is not None and not value >= 0:
+        if value is None and each.default is None:
+            continue
+        if value is None or not value >= 0:
             raise ValidationError(f"{each.name} must not be negative: {value}")
 
 

@@ -121,7 +121,7 @@ def evaluate(
         after.of[name] = before.of.get(name)
         if budget.spent():
             after.begin = after.begin or name
-            results.reasons[name] = "the next tick begins with it"
+            results.reasons[name] = "the next tick looks at it"
             continue
         try:
             result = watch.evaluate(replace(tick, shard=shards[name]), before.of.get(name))

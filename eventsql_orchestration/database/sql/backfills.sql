@@ -92,7 +92,7 @@ SELECT r.number
 FROM unnest(%(numbers)s::int[], %(offsets)s::bigint[], %(uptos)s::bigint[]) AS r (number, after, upto)
 WHERE EXISTS (SELECT FROM {schema}.{event_table} e WHERE e.eql_id > r.after AND e.eql_id <= r.upto);
 
--- left_of -- How many events a range of offsets holds counted no further than a limit.
+-- left_of -- How many events a range of offsets holds, counted up to a limit.
 SELECT count(*)
 FROM (
     SELECT FROM {schema}.{event_table}

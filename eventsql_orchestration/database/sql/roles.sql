@@ -17,7 +17,7 @@ SELECT a.eql_role, a.eql_kind, a.eql_topic,
 FROM {schema}.access_role a
 ORDER BY array_position(%(kinds)s::text[], a.eql_kind), a.eql_topic NULLS FIRST;
 
--- logs -- The topics with their logs, topic, schema and table, and the sequence of its ids.
+-- logs -- Each topic, the schema and table of its log, and the sequence of the ids.
 SELECT t.eql_name, n.nspname, c.relname,
        pg_get_serial_sequence(format('%%I.%%I', n.nspname, c.relname), 'eql_id')
 FROM {schema}.topic t
