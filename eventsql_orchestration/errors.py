@@ -165,8 +165,9 @@ class PublisherClosedError(EventSQLError):
 
 
 class ShardError(EventSQLError):
-    """The shards of a platform cannot do together what was asked. `shard` is the name of the shard, if it is one."""
+    """The shards of a platform cannot do this together."""
 
+    # `shard` is the name of the shard, if the error is about one.
     def __init__(self, message: str | None = None, *, shard: str = "") -> None:
         super().__init__(message)
         self.shard = shard

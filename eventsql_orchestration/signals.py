@@ -14,7 +14,7 @@ Handler: TypeAlias = Callable[[int, FrameType | None], object] | signal.Handlers
 
 @contextmanager
 def handling(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
-    """Handle signals in the block. An ignored signal stays ignored. Outside of the main thread, nothing changes."""
+    """Handle signals in the block. An ignored SIGHUP stays ignored. Outside of the main thread, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -22,7 +22,7 @@ def handling(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in signals}
     for number, earlier in before.items():
         # nohup ignores SIGHUP.
-        if earlier is not signal.SIG_IGN:
+        if number != signal.SIGHUP or earlier is not signal.SIG_IGN:
             signal.signal(number, handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Threads in the background. None of them keeps the process from ending."""
+"""Threads in the background."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterable
 
 
-def start_thread(name: str, function: Callable[..., object], *arguments: object, **named: object) -> threading.Thread:
-    """Start a thread that calls `function` once."""
-    thread = threading.Thread(target=function, args=arguments, kwargs=named, name=f"eventsql-{name}", daemon=True)
+def start_thread(
+    name: str, function: Callable[..., object], *arguments: object, daemon: bool = True, **named: object
+) -> threading.Thread:
+    """Start a thread that calls `function` once. If `daemon`, the process does not wait for it when it ends."""
+    thread = threading.Thread(target=function, args=arguments, kwargs=named, name=f"eventsql-{name}", daemon=daemon)
     thread.start()
     return thread
 

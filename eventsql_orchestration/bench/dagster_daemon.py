@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, LiteralString
-from unittest.mock import patch
 
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
@@ -152,7 +151,7 @@ def daemon(
 
         (home / CONFIG_FILE).write_text(yaml.safe_dump(instance_config()), encoding="utf-8")
         url = storage_url(database.dsn).replace(f"search_path%3D{STORAGE_SCHEMA}", f"search_path%3D{storage}")
-        cleaning.enter_context(patch.dict(os.environ, {STORAGE_VARIABLE: url}))
+        cleaning.enter_context(_variable(STORAGE_VARIABLE, url))
         instance = cleaning.enter_context(dg.DagsterInstance.from_config(str(home)))
         instance.get_runs_count()
 
@@ -205,6 +204,18 @@ def cold_starts(running: Daemon, runs: int, *, within: float = SENSOR_LOOP) -> l
         delays.append(min(first_steps()) - published)
         running.session.report("cold starts", number + 1, runs)
     return delays
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment in the block."""
+    before, os.environ[name] = os.environ.get(name), value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def drained(running: Daemon, events: int, every: float) -> list[float]:
@@ -273,7 +284,7 @@ def _publish_while_draining(running: Daemon, events: int, every: float, step: st
     started = time.monotonic()
     for number in range(events):
         # Each event has its fixed time; a slow event does not delay the next.
-        time.sleep(max(0.0, started + number * every - time.monotonic()))
+        time.sleep(max(0.0, started + (number + 1) * every - time.monotonic()))
         published.append(running.publish(0))
         running.session.report(step, number + 1, events)
 

@@ -79,6 +79,7 @@ def dev(
             f"{definitions} does not exist here: run this in a checkout of the reference location, or name its file "
             "with --definitions"
         )
+    config = {"ops": {topic_key(simulates).to_python_identifier(): {"config": {"orders": orders}}}}
     console = Console(stderr=True)
     home = context.settings.home
     # Take the lock first: a second `dev` must not stop the server of the first one.
@@ -98,7 +99,6 @@ def dev(
             dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
             progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
             with dagster.instance() as instance:
-                config = {"ops": {topic_key(simulates).to_python_identifier(): {"config": {"orders": orders}}}}
                 running = _Running(platform, dagster, instance, progress, config)
                 # The schedule begins only at the next full minute.
                 for job in dagster.jobs_with(TRANSFER_TAG):

@@ -65,7 +65,11 @@ def publish(
     ],
     transfer: Annotated[
         bool,
-        option("Also move the events into the topic's log, at once.", "--transfer/--no-transfer", default=True),
+        option(
+            "Also move the events into the topic's log, or leave that to another transfer.",
+            "--transfer/--no-transfer",
+            default=True,
+        ),
     ],
     as_json: Annotated[bool, option("Print the summary as JSON.", "--json")],
 ) -> None:

@@ -19,7 +19,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, chec
 
 class _Retention(TypedDict):
     retention_age: Annotated[timedelta | None, option("Keep events for 7d, 12h, PT36H.")]
-    retention_size: Annotated[int | None, option("Keep the newest 10GiB, 500MB.", type=Size())]
+    retention_size: Annotated[int | None, option("Keep the newest 10GiB, 500MB.", type=Size(), metavar="SIZE")]
     retention_events: Annotated[int | None, option("Keep the newest N events.", type=POSITIVE)]
     keep_forever: Annotated[bool, option("Keep all events: remove the bounds.")]
 

@@ -79,7 +79,7 @@ class Unsettled:
                 f"consumer {self.consumer!r} finishes its partitions{on} up to offset {self.until:,} before it begins "
                 "with the next"
             )
-        others = ", ".join(self.waits_for) or "the other shards, as `eventsql shard status` shows"
+        others = ", ".join(self.waits_for) or "the other shards, see `eventsql shard status`"
         return (
             f"consumer {self.consumer!r} is held back from {self.shard or 'this shard'}, until it has consumed the "
             f"earlier events on {others}"

@@ -43,7 +43,10 @@ def transfer(
     interval: Annotated[
         float,
         option(
-            "Longest wait for new events, between two looks.", type=Number(0.01, 86_400), default=0.2, metavar="SECONDS"
+            "Longest wait before the next look, when no events are left to move.",
+            type=Number(0.01, 86_400),
+            default=0.2,
+            metavar="SECONDS",
         ),
     ],
     retain: Annotated[

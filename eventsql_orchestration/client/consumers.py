@@ -129,7 +129,8 @@ class ClusterConsumers:
     ) -> ClusterConsumption:  # fmt: skip
         """Hand events to `handler(events, connection)`, `min_events` (1) to `max_events` (1,000) at a time.
 
-        Fewer than `min_events` wait for more, at most `max_polling_delay` (10.0) seconds. A failed batch is handed over
+        Fewer than `min_events` wait for more, at most `max_polling_delay` (10.0) seconds; a look that finds nothing is
+        repeated after `polling_delay` (1.0) seconds. A failed batch is handed over
         again event by event, so that only the failing event is held up. Otherwise as `start`.
         """
         return self._start(
@@ -198,8 +199,10 @@ class ClusterConsumers:
         """Stop all consumptions that were started here or on a shard, within `timeout` seconds in all."""
         deadline = time.monotonic() + timeout
         self._cluster.background.remove(self._barriers.settle)
-        ended = [stop_all(list(self._started), deadline)]
+        started = list(self._started)
+        # Before the wait: a consumption that is started meanwhile is no part of it.
         self._started.clear()
+        ended = [stop_all(started, deadline)]
         ended += [shard.consumers.close(max(0.0, deadline - time.monotonic())) for shard in self._cluster.shards]
         return all(ended)
 

@@ -253,7 +253,7 @@ class EventSQL:
         def close(shard: Shard) -> None:
             results.append(shard.close(max(0.5, deadline - time.monotonic())))
 
-        for thread in [start_thread("close", close, shard) for shard in self.shards]:
+        for thread in [start_thread("close", close, shard, daemon=False) for shard in self.shards]:
             thread.join()
         return ended and all(results)
 

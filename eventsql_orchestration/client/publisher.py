@@ -57,8 +57,8 @@ class ClusterPublisher:
     def configure_partitioner(self, partitioner: Partitioner) -> None:
         """Choose partitions by `partitioner(publication, partitions)` instead of by the hash of the key.
 
-        With several shards, it chooses a partition within the shard of the key. It may be called several times for an
-        event.
+        With several shards, it chooses a partition within the shard of the key. It is called again for an
+        event that does not take the straight path after all.
         """
         self._partitioner = partitioner
         for shard in self._cluster.shards:

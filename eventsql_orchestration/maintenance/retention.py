@@ -117,7 +117,9 @@ class Retainer:
             logger.warning("leftovers of deleted topics are kept for now: %s", error)
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
-        """Drop due segments every `every` seconds until `stop` is set. Errors are logged, not raised."""
+        """Drop due segments every `every` seconds until `stop` is set. An error is logged, and the next run tries
+        again.
+        """
         while not stop.wait(every):
             try:
                 self.run_once()
@@ -173,7 +175,7 @@ class Retainer:
     def _alter(
         self, connection: Connection, topic: Topic, table: str, statement: str, *, wait: float | None = None
     ) -> None:
-        """Change a log's tables. `wait` bounds the statement; without it, `LOCK_SECONDS` bounds each lock."""
+        """Change a log's tables. `wait` (seconds) bounds the statement; without it, `LOCK_SECONDS` bounds each lock."""
         names = {
             "log": sql.Identifier(self._database.schema, event_table(topic.name)),
             "segment": sql.Identifier(self._database.schema, table),

@@ -115,7 +115,7 @@ def test_closing_while_the_server_is_down_warns_and_loses_nothing(
     try:
         with caplog.at_level(logging.WARNING):
             platform.close()
-        assert any("left in the buffer" in record.getMessage() for record in caplog.records)
+        assert any("stay in the buffer" in record.getMessage() for record in caplog.records)
     finally:
         server.start()
     platform.transfer.run_once()
