@@ -31,7 +31,7 @@ def left_behind(platform: EventSQL) -> list[str]:
 def test_a_driver_that_is_missing_is_named_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
     result = run("bench", "spark", "--quick", "--jdbc-jar", tmp_path / "postgresql.jar")
     assert result.exit_code == 2
-    assert "no JDBC driver for PostgreSQL at" in result.stderr
+    assert "postgresql.jar does not exist" in result.stderr
     assert "libpostgresql-jdbc-java" in result.stderr
     assert "--jdbc-jar" in result.stderr
 
