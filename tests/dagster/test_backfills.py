@@ -415,7 +415,7 @@ def test_a_window_of_a_deleted_backfill_cannot_be_replayed(bench: Workbench, bac
     assert replay(bench, location.ranges_backfill, run.key("one")).success
     refused = replay(bench, location.fragile_backfill, run.key("one"))
     assert not refused.success
-    assert "was deleted" in failure(refused)
+    assert "WindowGoneError" in failure(refused)
     assert bench.effects() == [event.id for event in bench.platform.reader.read("orders")]
 
 

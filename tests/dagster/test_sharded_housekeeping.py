@@ -86,7 +86,7 @@ def test_housekeeping_clears_the_other_shards_while_one_is_down(
     assert steps(down, dg.DagsterEventType.STEP_SUCCESS) == {"delete_old_history"}
     (failure,) = [event for event in down.all_events if event.is_step_failure and event.step_key == "delete_old_claims"]
     message = str(failure.step_failure_data.error_display_string)
-    assert "shard-2 cannot be reached: start that server" in message
+    assert "shard-2 cannot be reached" in message
 
     assert keep_house(instance, eventsql).success
     assert left() == {ONE: (0, False), OTHER: (0, False)}

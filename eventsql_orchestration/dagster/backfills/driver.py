@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Launcher
+from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended, Launcher
 from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
 
@@ -42,6 +43,7 @@ class Outcome:
     stopped: bool = False
 
 
+@dataclass
 class BackfillDriver:
     """Launches the runs that are left of a backfill, at most `parallel` at once, in the order of their windows.
 
@@ -50,57 +52,40 @@ class BackfillDriver:
     replays, and launches a run for it when the lease of that process has ended.
     """
 
-    def __init__(
-        self,
-        backfills: Backfills,
-        backfill: Backfill,
-        runs: Sequence[PlannedRun],
-        *,
-        launcher: Launcher,
-        job: BackfillJob,
-        parallel: int,
-        max_failures: int | None = None,
-    ) -> None:
-        self._backfills = backfills
-        self._backfill = backfill
-        self._planned = {run.key(backfill.id): run for run in runs}
-        self._launcher = launcher
-        self._job = job
-        self._parallel = parallel
-        self._asked_failures = max_failures
-        self._max_failures = DEFAULT_MAX_FAILURES if max_failures is None else max_failures
-        self._given_up: dict[str, int] = {}
-        self._failing: str | None = None
-        self._running: dict[str, str] = {}
-        self._failures: dict[str, str] = {}
-        self._done: set[str] = set()
+    backfills: Backfills
+    backfill: Backfill
+    runs: Sequence[PlannedRun]
+    launcher: Launcher
+    job: BackfillJob
+    parallel: int
+    max_failures: int | None = None
+    _given_up: dict[str, int] = field(default_factory=dict, init=False)
+    _failing: str | None = field(default=None, init=False)
+    _running: dict[str, str] = field(default_factory=dict, init=False)
+    _failures: dict[str, str] = field(default_factory=dict, init=False)
+    _done: set[str] = field(default_factory=set, init=False)
+
+    @cached_property
+    def _planned(self) -> dict[str, PlannedRun]:
+        return {run.key(self.backfill.id): run for run in self.runs}
 
     @property
     def running(self) -> int:
-        """The number of runs under way."""
         return len(self._running)
 
     def run(self, on_progress: Callable[[DriverProgress], None] = lambda _: None) -> Outcome:
         """Drive it to its end. Raises `LocalDagsterError`, and `RunFailedError` if Dagster refuses a run."""
-        self._launcher.require_running()
-        self._launcher.prepare(self._job, list(self._planned))
-        under_way = self._launcher.under_way(self._job, self._backfill.id)
+        self.launcher.require_running()
+        self.launcher.prepare(self.job, list(self._planned))
+        under_way = self.launcher.under_way(self.job, self.backfill.id)
         self._running = {key: run for key, run in under_way.items() if key in self._planned}
         while True:
             # Ask for ended runs before looking at the windows: a run that has ended changes nothing any more.
-            ended = self._launcher.ended(self._running.values())
+            ended = self.launcher.ended(self._running.values())
             current = self._find()
             gone = self._gone(current)
             consumed, leased = self._look(current, gone)
-
-            for key, run in list(self._running.items()):
-                if run in ended:
-                    del self._running[key]
-                    if key in gone and ended[run].succeeded:
-                        self._done.add(key)
-                    if key not in self._done:
-                        self._failures[key] = ended[run].why or "its run ended, and left a part of it"
-
+            self._note_ended(ended, gone)
             waiting = self._launch(leased)
             on_progress(self._progress(consumed))
             if not self._running and not waiting:
@@ -108,17 +93,27 @@ class BackfillDriver:
             time.sleep(POLL)
 
         last = self._find()
-        done = not self._failures and (last is None or self._backfills.finish(last))
+        done = not self._failures and (last is None or self.backfills.finish(last))
         return Outcome(
             done, dict(self._failures), frozenset(self._done),
             given_up=sum(self._given_up.values()), stopped=not done and self._too_many(),
         )  # fmt: skip
 
+    def _note_ended(self, ended: Mapping[str, Ended], gone: set[str]) -> None:
+        for key, run in list(self._running.items()):
+            if run in ended:
+                del self._running[key]
+                if key in gone and ended[run].succeeded:
+                    self._done.add(key)
+                if key not in self._done:
+                    self._failures[key] = ended[run].why or "its run ended before the end of its window"
+
     def _find(self) -> Backfill | None:
-        return self._backfills.find(self._backfill.topic, self._backfill.id, self._backfill.consumer)
+        return self.backfills.find(self.backfill.topic, self.backfill.id, self.backfill.consumer)
 
     def _too_many(self) -> bool:
-        return sum(self._given_up.values()) + len(self._failures) >= self._max_failures
+        most = DEFAULT_MAX_FAILURES if self.max_failures is None else self.max_failures
+        return sum(self._given_up.values()) + len(self._failures) >= most
 
     def _gone(self, current: Backfill | None) -> set[str]:
         """The runs on shards where the backfill is not registered any more: it is done there, or was deleted."""
@@ -128,8 +123,8 @@ class BackfillDriver:
     def _look(self, current: Backfill | None, gone: set[str]) -> tuple[dict[str, int], set[str]]:
         """The events that each unfinished run has consumed, and the windows that are leased; notes finished runs."""
         open_ = gone - self._done - self._failures.keys()
-        backfill = self._backfill
-        finished = self._backfills.finished(backfill.topic, backfill.id, backfill.consumer) if open_ else set()
+        backfill = self.backfill
+        finished = self.backfills.finished(backfill.topic, backfill.id, backfill.consumer) if open_ else set()
         for key in open_:
             if self._planned[key].window.shard in finished:
                 # The last run on the shard ended the backfill there. Another command may have launched that run.
@@ -146,7 +141,7 @@ class BackfillDriver:
             part = current.part(run.window, run.partition)
             if part is None:
                 if key not in self._done:
-                    self._failures[key] = "its window is gone: another backfill has the id by now"
+                    self._failures[key] = "its window is gone: another backfill has the id now"
                 continue
             self._given_up[key] = part.given_up
             if part.done:
@@ -160,17 +155,16 @@ class BackfillDriver:
         return consumed, leased
 
     def _launch(self, leased: set[str]) -> bool:
-        """Launch as many runs as are allowed; gives whether some are left to launch."""
+        """Launch as many runs as are allowed; returns whether some are left to launch."""
         left = [key for key in self._planned if key not in self._done and key not in self._failures]
-        if self._too_many() or (self._parallel == 1 and self._failures):
+        if self._too_many() or (self.parallel == 1 and self._failures):
             return False
         for key in left:
-            if len(self._running.keys() | (leased & set(left))) >= self._parallel:
+            if len(self._running.keys() | (leased & set(left))) >= self.parallel:
                 break
             if key not in self._running and key not in leased:
-                self._running[key] = self._launcher.launch(
-                    self._job, self._backfill.id, key, max_failures=self._asked_failures
-                )
+                launch = self.launcher.launch
+                self._running[key] = launch(self.job, self.backfill.id, key, max_failures=self.max_failures)
         return any(key not in self._running for key in left)
 
     def _progress(self, consumed: dict[str, int]) -> DriverProgress:
