@@ -133,11 +133,6 @@ class Retention:
     def for_ever(self) -> bool:
         return self.seconds is None and self.bytes is None and self.events is None
 
-    def reached(self, *, seconds: float, size: int, events: int) -> bool:
-        """Whether an age, a size in bytes or a number of events reaches its bound."""
-        bounds = ((seconds, self.seconds), (size, self.bytes), (events, self.events))
-        return any(bound is not None and value >= bound for value, bound in bounds)
-
 
 @dataclass(frozen=True, slots=True)
 class Topic:

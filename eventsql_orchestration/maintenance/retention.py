@@ -232,7 +232,9 @@ class Retainer:
         first, age = row
         newest = fetch_first(connection, self._queries("last", segment=segment.table), prepare=False)
         events = newest[0] - first + 1 if newest is not None else 0
-        return retention.reached(seconds=age * ROLL_SHARE, size=segment.bytes * ROLL_SHARE, events=events * ROLL_SHARE)
+        return _reached(
+            retention, seconds=age * ROLL_SHARE, size=segment.bytes * ROLL_SHARE, events=events * ROLL_SHARE
+        )
 
     def _drop_due(
         self, connection: Connection, holder: Connection, topic: Topic, retention: Retention, newest: int,
@@ -313,6 +315,12 @@ class Retainer:
             ) from error
 
 
+def _reached(retention: Retention, *, seconds: float, size: int, events: int) -> bool:
+    """Whether an age, a size in bytes or a number of events reaches its bound."""
+    bounds = ((seconds, retention.seconds), (size, retention.bytes), (events, retention.events))
+    return any(bound is not None and value >= bound for value, bound in bounds)
+
+
 def _due(contents: list[_Content], newest: int, retention: Retention, now: datetime) -> list[_Content]:
     """The closed segments that are due, oldest first."""
     due: list[_Content] = []
@@ -323,7 +331,7 @@ def _due(contents: list[_Content], newest: int, retention: Retention, now: datet
         events -= content.events
         size -= content.segment.bytes
         age = math.inf if content.newest_at is None else (now - content.newest_at).total_seconds()
-        if not retention.reached(seconds=age, size=size, events=events):
+        if not _reached(retention, seconds=age, size=size, events=events):
             break
         due.append(content)
     return due
