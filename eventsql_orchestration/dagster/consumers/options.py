@@ -11,11 +11,11 @@ from eventsql_orchestration.errors import ValidationError
 Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
 
 
-def check_not_negative(limits: Any) -> None:
-    """Raise `ValidationError` for a field that is negative or no number; None may stand where it is the default."""
+def check_not_negative(limits: Any, *, optional: Collection[str] = ()) -> None:
+    """Raise `ValidationError` for a field that is negative or not a number. The `optional` fields may be None."""
     for each in fields(limits):
         value = getattr(limits, each.name)
-        if value is None and each.default is None:
+        if value is None and each.name in optional:
             continue
         if value is None or not value >= 0:
             raise ValidationError(f"{each.name} must not be negative: {value}")
@@ -103,7 +103,7 @@ class LagLimits(dg.Resolvable):
     def __post_init__(self) -> None:
         if self.max_events is None and self.max_seconds is None:
             raise ValidationError("a limit is needed: max_events, max_seconds, or both")
-        check_not_negative(self)
+        check_not_negative(self, optional=("max_events", "max_seconds"))
 
 
 DEFAULT_LAG: Final = LagLimits()
