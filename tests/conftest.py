@@ -78,18 +78,10 @@ def server() -> Iterator[EmbeddedPostgres]:
             connection.execute("ALTER SYSTEM SET fsync TO off")
             connection.execute("ALTER SYSTEM SET full_page_writes TO off")
             connection.execute("SELECT pg_reload_conf()")
-            spare_logins(connection)
         database = Database(embedded.create_database(TEMPLATE))
         database.migrate()
         database.close()
         yield embedded
-
-
-def spare_logins(connection: psycopg.Connection) -> None:
-    """Have each login hash the server's own password once instead of 4,096 times, from PostgreSQL 16 on."""
-    if connection.info.server_version >= 160000:
-        connection.execute("SET scram_iterations TO 1")
-        connection.execute(sql.SQL("ALTER ROLE CURRENT_USER PASSWORD {}").format(sql.Literal(connection.info.password)))
 
 
 def copy_database(connection: psycopg.Connection, name: str, *, template: str = TEMPLATE) -> None:
