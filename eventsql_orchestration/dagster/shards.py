@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import dagster as dg
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Shard
 from eventsql_orchestration.database import Queries
+from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -84,8 +84,7 @@ def rows_of(
 ) -> list[tuple[Any, ...]]:
     """The rows of a named statement of a file in `database/sql/`, executed on one shard."""
     statement = Queries(file, shard.database.schema)(name, topic=topic)
-    with shard.database.connection() as connection:
-        return connection.cursor(row_factory=tuple_row).execute(statement, values, prepare=False).fetchall()
+    return query_all(shard.database, statement, values, prepare=False)
 
 
 def place(shard: str | None, partition: int) -> str:
