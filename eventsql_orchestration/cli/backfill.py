@@ -12,7 +12,14 @@ from typing import Annotated, Final, TypedDict, Unpack
 
 import click
 
-from eventsql_orchestration.cli.backfill_output import UNFINISHED, conclude, drive, show_backfill, summary_of
+from eventsql_orchestration.cli.backfill_output import (
+    UNFINISHED,
+    conclude,
+    drive,
+    show_backfill,
+    show_finished,
+    summary_of,
+)
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.output import picked, say, show_items, write_json
 from eventsql_orchestration.cli.parameters import (
@@ -133,7 +140,11 @@ def run(
         backfills = _backfills(context, platform)
         work: Plan | Backfill
         if wanted is None:
-            work = backfills.get(topic, str(options["resume"]), consumer)
+            resumed = str(options["resume"])
+            if backfills.find(topic, resumed, consumer) is None and backfills.finished(topic, resumed, consumer):
+                show_finished(topic, consumer, resumed, as_json=as_json)
+                return
+            work = backfills.get(topic, resumed, consumer)
             runs = backfills.runs_of(work)
         else:
             backfills.check_into(options["into"])

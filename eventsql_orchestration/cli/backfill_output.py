@@ -63,6 +63,14 @@ def drive(driver: BackfillDriver, found: Backfill, *, outlives: bool) -> Outcome
         raise
 
 
+def show_finished(topic: str, consumer: str, backfill_id: str, *, as_json: bool) -> None:
+    """Say that a backfill to be resumed has ended already."""
+    if as_json:
+        finished = {"topic": topic, "consumer": consumer, "id": backfill_id, "done": True}
+        write_json({**finished, "executed": False, "runs": []})
+    say(f"backfill {backfill_id} is done: there is nothing to replay")
+
+
 def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome) -> None:
     """Say that it is done. Raises `RunFailedError` where a run failed."""
     letters = letters_command(found.topic, found.id)
@@ -70,17 +78,18 @@ def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome) ->
         given_up = f"; {outcome.given_up} were given up: `{letters}`" if outcome.given_up else ""
         say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}{given_up}")
         return
-    key, why = next(iter(outcome.failures.items()), ("", "for an unknown reason"))
+    if not outcome.failures and not outcome.stopped:
+        into = "" if found.into is None else f", but consumer {found.into!r} does not exist"
+        raise RunFailedError(f"backfill {found.id} was deleted at its end: its events are replayed{into}")
+    example = "".join(f", {key} for example: {why}" for key, why in list(outcome.failures.items())[:1])
     resume = f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
     if outcome.stopped:
         raise RunFailedError(
             f"backfill {found.id} stopped after too many failures (--max-failures): {outcome.given_up} events were "
-            f"given up (`{letters}`) and {counted(len(outcome.failures), 'run')} failed, {key} for example: {why}; "
+            f"given up (`{letters}`) and {counted(len(outcome.failures), 'run')} failed{example}; "
             f"mend the consumer's function, then {resume}"
         )
-    raise RunFailedError(
-        f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed, {key} for example: {why}; {resume}"
-    )
+    raise RunFailedError(f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed{example}; {resume}")
 
 
 def summary_of(

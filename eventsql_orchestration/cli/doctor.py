@@ -12,6 +12,7 @@ from functools import partial
 from typing import Annotated, Final
 
 import click
+from psycopg import sql
 
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, write_json
@@ -20,6 +21,7 @@ from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused
 from eventsql_orchestration.database import Database, Queries, migrations
+from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import EventSQLError, ShardsDifferError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.shards.shard import Shard
@@ -138,6 +140,7 @@ def _database(context: CliContext, platform: Shard, stalled_after: float) -> Ite
     schema = _schema(database, embedded=embedded)
     yield schema
     if schema.status is Status.OK and database.revision() is not None:
+        yield from _creators(database)
         yield from _transfer(platform, stalled_after)
         for check in (_sequences, _stranded, _order, _leftovers, _consumers):
             yield from check(platform)
@@ -165,6 +168,18 @@ def _schema(database: Database, *, embedded: bool) -> Finding:
     if embedded and revision is None:
         return ok("schema", f"{database.schema} {found}; the first command creates it")
     return problem("schema", f"{database.schema} {found}", "eventsql migrate")
+
+
+def _creators(database: Database) -> Iterator[Finding]:
+    """Roles whose objects the platform could take for its own."""
+    schema = sql.Identifier(database.schema).as_string()
+    for role in Roles(database).creators():
+        name, revoked = ("every role", "PUBLIC") if role is None else (role, sql.Identifier(role).as_string())
+        yield warning(
+            "schema",
+            f"{name} may create objects in {database.schema}: the platform takes tables of others there for its own",
+            f"REVOKE CREATE ON SCHEMA {schema} FROM {revoked}",
+        )
 
 
 def _transfer(platform: Shard, stalled_after: float) -> Iterator[Finding]:

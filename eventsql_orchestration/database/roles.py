@@ -93,6 +93,11 @@ class Roles:
                 ) from error
         return roles
 
+    def creators(self) -> list[str | None]:
+        """The roles that may create objects in the platform's schema, beside its owners. None stands for PUBLIC."""
+        with self._database.connection() as connection:
+            return [name for (name,) in _rows(connection, self._database.schema, "creators")]
+
     def _wanted(self, connection: Connection, prefix: str, topics: Sequence[str]) -> list[Role]:
         """The roles to make, and the roles that exist. The first is the admin role."""
         check_schema_name(prefix)

@@ -18,6 +18,7 @@ import requests
 from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.cli.backfill_output import conclude
 from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.dagster.backfills.local_launcher import CodeLocation, LocalRuns
@@ -26,7 +27,7 @@ from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagst
 from eventsql_orchestration.dagster.backfills.windows import Backfill, Plan, ReplayRange
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, free_port, running_url
 from eventsql_orchestration.dagster.local.instance import write_instance
-from eventsql_orchestration.errors import LocalDagsterError, ValidationError
+from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import await_
@@ -249,6 +250,9 @@ def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledg
     assert resumed.exit_code == 0, resumed.stderr
     assert ledger.effects() == [*ids, poison]
     assert json.loads(run("backfill", "list", "--json").stdout) == []
+    again = run("backfill", "orders", "fragile", "--resume", "may", "--execute", *MODULE, "--json")
+    assert (again.exit_code, json.loads(again.stdout)["done"]) == (0, True)
+    assert ledger.effects() == [*ids, poison]
 
 
 def test_a_range_whose_events_all_fail_stops_and_its_letters_are_not_redriven(
@@ -442,6 +446,23 @@ def test_a_deleted_backfill_is_not_done(driven: Driven) -> None:
     outcome = driven.run(delete, parallel=1)
     assert not outcome.done
     assert set(outcome.failures) == set(driven.keys)
+
+
+def test_a_backfill_that_is_deleted_after_its_last_run_is_not_done(driven: Driven) -> None:
+    # All windows are replayed; the consumer that the backfill was to leave does not exist.
+    with driven.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+    finish = driven.backfills.finish
+
+    def delete_first(backfill: Backfill) -> bool:
+        driven.backfills.delete(backfill)
+        return finish(backfill)
+
+    driven.backfills.finish = delete_first  # type: ignore[method-assign]
+    outcome = driven.run(parallel=1)
+    assert (outcome.done, outcome.failures, outcome.done_keys) == (False, {}, frozenset(driven.keys))
+    with pytest.raises(RunFailedError):
+        conclude(driven.backfill, driven.plan.runs, outcome)
 
 
 def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: Driven) -> None:

@@ -43,6 +43,21 @@ def test_a_reader_sees_events_lag_and_definitions(
     assert result.exit_code == 0, result.output
 
 
+def test_doctor_names_other_roles_that_may_create_objects_in_the_schema(owner: EventSQL, login: Login) -> None:
+    def found() -> list[str]:
+        result = _run(login("admin"), "doctor", "--json")
+        return [each["remedy"] for each in json.loads(result.stdout)["findings"] if each["check"] == "schema"]
+
+    assert found() == [None], "the admin role and the owner of the schema may create objects"
+    other = psycopg.conninfo.conninfo_to_dict(login())["user"]
+    with owner.database.connection() as connection:
+        connection.execute(sql.SQL("GRANT CREATE ON SCHEMA eventsql TO PUBLIC, {}").format(sql.Identifier(str(other))))
+    revoke = 'REVOKE CREATE ON SCHEMA "eventsql" FROM'
+    assert found() == [None, f"{revoke} PUBLIC", f'{revoke} "{other}"']
+    with owner.database.connection() as connection:
+        connection.execute(sql.SQL("REVOKE CREATE ON SCHEMA eventsql FROM {}").format(sql.Identifier(str(other))))
+
+
 @pytest.mark.parametrize(
     ("role", "command"),
     [

@@ -92,8 +92,7 @@ class BackfillDriver:
                 break
             time.sleep(POLL)
 
-        last = self._find()
-        done = not self._failures and (last is None or self.backfills.finish(last))
+        done = not self._failures and self._finish()
         return Outcome(
             done, dict(self._failures), frozenset(self._done),
             given_up=sum(self._given_up.values()), stopped=not done and self._too_many(),
@@ -107,6 +106,17 @@ class BackfillDriver:
                     self._done.add(key)
                 if key not in self._done:
                     self._failures[key] = ended[run].why or "its run ended before the end of its window"
+
+    def _finish(self) -> bool:
+        """End the backfill. False where it was deleted: its `into` consumer does not exist then."""
+        left = self._find()
+        if left is not None and not self.backfills.finish(left):
+            return False
+        return {run.window.shard for run in self.runs} <= self._finished()
+
+    def _finished(self) -> set[str | None]:
+        backfill = self.backfill
+        return self.backfills.finished(backfill.topic, backfill.id, backfill.consumer)
 
     def _find(self) -> Backfill | None:
         return self.backfills.find(self.backfill.topic, self.backfill.id, self.backfill.consumer)
@@ -123,8 +133,7 @@ class BackfillDriver:
     def _look(self, current: Backfill | None, gone: set[str]) -> tuple[dict[str, int], set[str]]:
         """The events that each unfinished run has consumed, and the windows that are leased; notes finished runs."""
         open_ = gone - self._done - self._failures.keys()
-        backfill = self.backfill
-        finished = self.backfills.finished(backfill.topic, backfill.id, backfill.consumer) if open_ else set()
+        finished = self._finished() if open_ else set()
         for key in open_:
             if self._planned[key].window.shard in finished:
                 # The last run on the shard ended the backfill there. Another command may have launched that run.

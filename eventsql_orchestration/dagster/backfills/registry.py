@@ -163,7 +163,7 @@ class Backfills:
     def finish(self, backfill: Backfill) -> bool:
         """Delete a backfill where it is done, shard by shard, and leave its `into` consumer there, if it has one.
 
-        False if a part is left. A second call finds nothing left to do.
+        A second call finds nothing left to do. False if a part is left, and if the backfill was deleted meanwhile.
         """
         ended = [self._logs[shard].end(each, only_done=True) for shard, each in backfill.by_shard().items()]
         return all(ended)
@@ -241,9 +241,12 @@ class _LogBackfills:
         return backfill
 
     def finished(self, topic: str, consumer: str, backfill_id: str) -> bool:
-        values = {"topic": topic, "consumer": consumer, "id": backfill_id}
         with self._database.connection() as connection:
-            return connection.execute(self._queries("finished"), values).fetchone() == (True,)
+            return self._finished(connection, topic, consumer, backfill_id)
+
+    def _finished(self, connection: Connection, topic: str, consumer: str, backfill_id: str) -> bool:
+        values = {"topic": topic, "consumer": consumer, "id": backfill_id}
+        return connection.execute(self._queries("finished"), values).fetchone() == (True,)
 
     def registered(self, topic: str | None, consumer: str | None, backfill_id: str | None) -> list[Backfill]:
         with self._database.connection() as connection:
@@ -311,7 +314,7 @@ class _LogBackfills:
                 consumer_states(connection, topic, name, lock=True)
             found = self._registered(driver, topic, backfill.consumer, backfill.id)
             if not found:
-                return True
+                return self._finished(driver, topic, backfill.consumer, backfill.id)
             (current,) = found
             if only_done and not current.done:
                 return False

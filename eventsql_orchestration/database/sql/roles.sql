@@ -55,6 +55,20 @@ SELECT o.rolname, o.rolsuper OR o.rolname = 'pg_database_owner'
 FROM pg_namespace n JOIN pg_roles o ON o.oid = n.nspowner
 WHERE n.nspname = %(schema)s;
 
+-- creators -- The roles that may create objects in the platform's schema, beside its owner, the owner of the platform's
+-- tables and superusers. NULL stands for PUBLIC.
+SELECT r.rolname
+FROM pg_namespace n
+CROSS JOIN LATERAL aclexplode(n.nspacl) acl
+JOIN pg_class buffer ON buffer.relnamespace = n.oid AND buffer.relname = 'event_buffer'
+LEFT JOIN pg_roles r ON r.oid = acl.grantee
+WHERE n.nspname = %(schema)s
+  AND acl.privilege_type = 'CREATE'
+  AND acl.grantee <> n.nspowner
+  AND acl.grantee <> buffer.relowner
+  AND r.rolsuper IS NOT TRUE
+ORDER BY r.rolname NULLS FIRST;
+
 -- unusable -- Existing roles among these names that are logins, or can do more than a group should.
 SELECT rolname FROM pg_roles
 WHERE rolname = ANY (%(names)s)
