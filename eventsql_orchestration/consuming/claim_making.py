@@ -119,7 +119,7 @@ class ClaimMaker:
         self, connection: Connection, locked: LockedPartition, *, upto: int, events: int, owner: str, lease: float
     ) -> Claim:
         key, epoch = locked.key, locked.state.epoch + 1
-        connection.execute(self._queries("release_live_claim"), key.parameters())
+        connection.execute(self._queries("release_live_claim"), key.parameters(), prepare=False)
         own = {**key.parameters(), "epoch": epoch, "owner": owner}
         claimed = {**own, "after": locked.offset, "upto": upto, "events": events}
         (claim_id,) = fetch_one(connection, self._queries("insert_claim"), claimed)

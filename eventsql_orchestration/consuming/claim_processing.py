@@ -28,7 +28,7 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
         raise ClaimLostError(f"{claim} is void: the consumer was deleted")
 
     # A consumer that was deleted and registered anew counts its epochs anew. Ids of claims never come again.
-    row = fetch_first(connection, queries("claim"), {"claim": claim.id})
+    row = fetch_first(connection, queries("claim"), {"claim": claim.id}, prepare=False)
     state = None if row is None else row[9]
     if state != "claimed" or locked.state.epoch != claim.epoch:
         raise ClaimLostError(f"{claim} was taken over or released")
@@ -51,7 +51,7 @@ def read_range(
 
 def finish_claim(connection: Connection, queries: Queries, claim: Claim, state: str) -> bool:
     """End a claim and its lease in the caller's transaction; False if it had ended before."""
-    if connection.execute(queries("finish_claim"), {"claim": claim.id, "state": state}).rowcount != 1:
+    if connection.execute(queries("finish_claim"), {"claim": claim.id, "state": state}, prepare=False).rowcount != 1:
         return False
     connection.execute(queries("end_lease"), {**claim.key.parameters(), "epoch": claim.epoch})
     return True
@@ -88,4 +88,6 @@ class ClaimSource:
         if (state := ending(self._claim, result)) is not None:
             finish_claim(connection, self._queries, self._claim, state)
         else:
-            connection.execute(self._queries("renew_lease"), {**holder(self._claim), "lease": self._lease})
+            connection.execute(
+                self._queries("renew_lease"), {**holder(self._claim), "lease": self._lease}, prepare=False
+            )

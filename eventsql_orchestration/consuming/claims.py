@@ -101,7 +101,7 @@ class Claims:
 
     def get(self, claim_id: int) -> tuple[Claim, str]:
         """A claim and its state: `claimed`, `committed` or `released`. Raises `ClaimLostError` for an unknown id."""
-        row = query_first(self._database, self._queries("claim"), {"claim": claim_id})
+        row = query_first(self._database, self._queries("claim"), {"claim": claim_id}, prepare=False)
         if row is None:
             raise ClaimLostError(
                 f"claim {claim_id} does not exist: it ended long ago, or its consumer or topic was deleted"
@@ -111,19 +111,19 @@ class Claims:
     def live(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> Claim | None:
         """The partition's claim that is neither committed nor released, even if its lease has expired."""
         key = ConsumerPartition(topic, consumer, partition)
-        row = query_first(self._database, self._queries("live_claim"), key.parameters())
+        row = query_first(self._database, self._queries("live_claim"), key.parameters(), prepare=False)
         return None if row is None else Claim.of_row(row)
 
     def last(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> LastClaim | None:
         """The latest claim of a partition, in any state; None if none is left."""
         key = ConsumerPartition(topic, consumer, partition)
-        row = query_first(self._database, self._looks("last"), key.parameters())
+        row = query_first(self._database, self._looks("last"), key.parameters(), prepare=False)
         return None if row is None else LastClaim(*row)
 
     def first_of(self, owner: str, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> int | None:
         """The id of the first claim of a partition that an owner has committed; None if none is left."""
         parameters = {**ConsumerPartition(topic, consumer, partition).parameters(), "owner": owner}
-        row = query_first(self._database, self._looks("first_of_owner"), parameters)
+        row = query_first(self._database, self._looks("first_of_owner"), parameters, prepare=False)
         return None if row is None else row[0]
 
     def standings(self, consumer: Consumer) -> list[PartitionClaims]:
@@ -156,7 +156,7 @@ class Claims:
             adopted = replace(claim, owner=owner, epoch=claim.epoch + 1, position=locked.offset)
             parameters = {**holder(adopted), "lease": lease}
             # It may have been released since `get`.
-            if connection.execute(self._queries("own_claim"), parameters).rowcount != 1:
+            if connection.execute(self._queries("own_claim"), parameters, prepare=False).rowcount != 1:
                 raise ClaimLostError(f"{claim} was released")
             connection.execute(self._queries("lease"), parameters)
             return adopted
@@ -170,7 +170,9 @@ class Claims:
         with self._database.transaction() as connection:
             # The owner may wait for the end of its heartbeat, and lock the partition in its own transaction.
             limit_waits(connection, min(LOCK_TIMEOUT, lease / 3), "lock_timeout")
-            renewed = connection.execute(self._queries("renew_lease"), {**holder(claim), "lease": lease}).rowcount
+            renewed = connection.execute(
+                self._queries("renew_lease"), {**holder(claim), "lease": lease}, prepare=False
+            ).rowcount
         if renewed != 1:
             raise ClaimLostError(f"{claim} is not {claim.owner}'s any more")
 

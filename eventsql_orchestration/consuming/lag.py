@@ -87,7 +87,7 @@ class LagReader:
         return dict(counts)
 
     def _buffered(self, topics: Iterable[str]) -> dict[tuple[str, int], tuple[int, float]]:
-        rows = query_all(self._database, self._queries("buffered"), {"topics": sorted(topics)})
+        rows = query_all(self._database, self._queries("buffered"), {"topics": sorted(topics)}, prepare=False)
         return {(topic, partition): (count, seconds) for topic, partition, count, seconds in rows}
 
     def _ahead(self, topic: str, consumer: str, until: int) -> tuple[Sequence[int], str]:

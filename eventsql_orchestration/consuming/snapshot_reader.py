@@ -70,6 +70,9 @@ class Checkpoint:
             raise ValidationError(f"a checkpoint is written as transaction:position, not {text!r}") from error
 
 
+NO_CONDITIONS: Final[Mapping[str, object]] = {}
+
+
 def _conditions(only: Mapping[str, object] | None) -> dict[str, object]:
     conditions = {check_name("a column of only", column): value for column, value in (only or {}).items()}
     for column, value in conditions.items():
@@ -117,6 +120,7 @@ class SnapshotReader:
             "position": sql.Identifier(position),
         }
         self._checked = False
+        self._reached = 0
 
     def read(
         self, after: Checkpoint = START, *, limit: int = 1_000, only: Mapping[str, object] | None = None,
@@ -124,21 +128,24 @@ class SnapshotReader:
     ) -> list[SnapshotRow]:  # fmt: skip
         """The next rows after a checkpoint, at most `limit`, none beyond the horizon.
 
-        `only` maps columns to the values that they must have. With `connection`, of psycopg or SQLAlchemy, rows are
-        read in the caller's transaction. Each row then has its effects exactly once if the transaction first locks the
-        stored checkpoint, and stores the last row's `checkpoint` before its commit. A transaction that has written is
-        itself the horizon from then on.
+        `only` maps columns to the values that they must have, None for NULL. With `connection`, of psycopg or
+        SQLAlchemy, rows are read in the caller's transaction. Each row then has its effects exactly once if the
+        transaction first locks the stored checkpoint, and stores the last row's `checkpoint` before its commit. A
+        transaction that has written is itself the horizon from then on.
 
-        Raises `ValidationError` for a limit below 1. Raises `DatabaseError` if the table or a column does not exist, or
-        if the table has rows of transactions that this server has not had yet, as a restored dump has.
+        Raises `ValidationError` for a limit below 1. Raises `DatabaseError` if the table or a column does not exist,
+        and if the checkpoint or rows of the table are of a transaction that this server has not had yet, as after the
+        restore of a dump.
         """
         check_whole("limit", limit, least=1)
         conditions = _conditions(only)
         values = _values(conditions, transaction=str(after.transaction), position=after.position, limit=limit)
         with self._on(connection) as joined:
             if not self._checked:
-                self._check(fetch_first(joined, self._compose("newest", *conditions), values, prepare=False))
-            rows = fetch_all(joined, self._compose("after", *conditions), values)
+                self._check(fetch_first(joined, self._compose("newest", conditions), values, prepare=False))
+            rows = fetch_all(joined, self._compose("after", conditions), values, prepare=False)
+            if not rows and after.transaction > self._reached:
+                self._check_place(joined, after)
             return [SnapshotRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in rows]
 
     def stream(
@@ -160,7 +167,7 @@ class SnapshotReader:
         """The number of committed rows beyond the horizon, which wait for a running transaction."""
         conditions = _conditions(only)
         with self._on(connection) as joined:
-            row = fetch_first(joined, self._compose("held_back", *conditions), _values(conditions))
+            row = fetch_first(joined, self._compose("held_back", conditions), _values(conditions), prepare=False)
             return 0 if row is None else int(row[0])
 
     @contextmanager
@@ -174,14 +181,23 @@ class SnapshotReader:
                     "schema and its columns"
                 ) from error
 
-    def _compose(self, name: str, *conditions: str) -> sql.Composed:
+    def _compose(self, name: str, conditions: Mapping[str, object] = NO_CONDITIONS) -> sql.Composed:
+        equal, null = sql.SQL(" AND source.{} OPERATOR(pg_catalog.=) {}"), sql.SQL(" AND source.{} IS NULL")
         only = [
-            sql.SQL(" AND source.{} OPERATOR(pg_catalog.=) {}").format(
-                sql.Identifier(column), sql.Placeholder(f"only_{number}")
-            )
-            for number, column in enumerate(conditions)
+            (null if value is None else equal).format(sql.Identifier(column), sql.Placeholder(f"only_{number}"))
+            for number, (column, value) in enumerate(conditions.items())
         ]
         return sql.SQL(statement("snapshot_reader", name)).format(**self._names, only=sql.SQL("").join(only))
+
+    def _check_place(self, connection: Connection, after: Checkpoint) -> None:
+        place = {"transaction": str(after.transaction)}
+        (reached,) = fetch_one(connection, self._compose("reached"), place, prepare=False)
+        if not reached:
+            raise DatabaseError(
+                f"checkpoint {after} is of another server, which counts other transactions: rows of table "
+                f"{self._table} would be left out; find the last row that took effect, and continue from its place"
+            )
+        self._reached = after.transaction
 
     def _check(self, row: tuple[Any, ...] | None) -> None:
         if row is not None and row[1]:

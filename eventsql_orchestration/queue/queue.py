@@ -115,7 +115,7 @@ class Queue:
             "visibility_timeout": check_seconds("visibility_timeout", visibility_timeout, zero=False),
         }
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(Message)) as cursor:
-            return cursor.execute(self._queries("receive"), values, binary=True).fetchall()
+            return cursor.execute(self._queries("receive"), values, binary=True, prepare=False).fetchall()
 
     def acknowledge(self, message: Message, *, connection: CallersConnection | None = None) -> None:
         """Delete a message whose work is done; with `connection`, when the caller's transaction commits.
@@ -135,14 +135,14 @@ class Queue:
     def depth(self) -> QueueDepth:
         """Count the queue's messages. This takes longer the more there are."""
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(QueueDepth)) as cursor:
-            counted = cursor.execute(self._queries("depth"), {"queue": self.name}).fetchone()
+            counted = cursor.execute(self._queries("depth"), {"queue": self.name}, prepare=False).fetchone()
             assert counted is not None, "an aggregate without GROUP BY has one row"
             return counted
 
     def _settle(self, statement: str, message: Message, connection: CallersConnection | None) -> None:
         values = {"queue": self.name, "id": message.id, "receipt": message.receipt}
         with self._database.joined(connection) as joined:
-            settled = joined.execute(self._queries(statement), values).rowcount
+            settled = joined.execute(self._queries(statement), values, prepare=False).rowcount
         if not settled:
             raise MessageNotFoundError(
                 f"queue {self.name!r} has no message {message.id} with this receipt: it was acknowledged or released, "

@@ -50,7 +50,7 @@ class Store:
         }  # fmt: skip
         with self.database.callers(connection) as joined:
             try:
-                appended = joined.execute(self._queries("append"), values).rowcount
+                appended = joined.execute(self._queries("append"), values, prepare=False).rowcount
             except SerializationFailure:
                 appended = 0
         if not appended:
@@ -71,7 +71,7 @@ class Store:
         values = self._values(aggregate_type, aggregate_id, upto_version)
         values["after_version"] = check_whole("after_version", after_version, least=0)
         with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(RecordedChange)) as cursor:
-            return cursor.execute(self._queries("load"), values, binary=True).fetchall()
+            return cursor.execute(self._queries("load"), values, binary=True, prepare=False).fetchall()
 
     def save_snapshot(
         self, connection: CallersConnection, aggregate_type: str, aggregate_id: str, version: int,
@@ -87,7 +87,7 @@ class Store:
             "state": encode(f"the state of {aggregate_type} {aggregate_id!r}", state),
         }  # fmt: skip
         with self.database.callers(connection) as joined:
-            saved = joined.execute(self._queries("save_snapshot"), values).rowcount
+            saved = joined.execute(self._queries("save_snapshot"), values, prepare=False).rowcount
         if not saved:
             raise ValidationError(
                 f"{aggregate_type} {aggregate_id!r} has not reached version {version}: no snapshot was saved"
@@ -100,13 +100,13 @@ class Store:
         """The newest snapshot, or the newest up to `upto_version`; None without one."""
         values = self._values(aggregate_type, aggregate_id, upto_version)
         with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:
-            return cursor.execute(self._queries("snapshot"), values, binary=True).fetchone()
+            return cursor.execute(self._queries("snapshot"), values, binary=True, prepare=False).fetchone()
 
     def count(self, aggregate_type: str) -> int:
         """Count the aggregates of a type. This takes longer the more there are."""
         check_name("aggregate type", aggregate_type)
         with self.database.connection() as connection:
-            row = connection.execute(self._queries("count"), {"type": aggregate_type}).fetchone()
+            row = connection.execute(self._queries("count"), {"type": aggregate_type}, prepare=False).fetchone()
             assert row is not None, "an aggregate without GROUP BY has one row"
             return int(row[0])
 

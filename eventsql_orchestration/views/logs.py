@@ -79,4 +79,4 @@ class Logs:
         # Two statements, each with its own index.
         statement = "search_log" if resource is None else "search_log_of_resource"
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
-            return found.execute(self._queries(statement), values).fetchall()
+            return found.execute(self._queries(statement), values, prepare=False).fetchall()

@@ -83,7 +83,7 @@ class Rollups:
             "dimension": None if dimension is None else _check_dimension(dimension),
         }
         with self._database.connection() as connection, connection.cursor(row_factory=class_row(RollupBucket)) as found:
-            return found.execute(self._queries("read_rollup"), values).fetchall()
+            return found.execute(self._queries("read_rollup"), values, prepare=False).fetchall()
 
 
 def _check_dimension(dimension: str) -> str:

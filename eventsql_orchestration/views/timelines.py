@@ -92,4 +92,4 @@ class Timelines:
             self._database.connection() as connection,
             connection.cursor(row_factory=class_row(TimelineEntry)) as found,
         ):
-            return found.execute(self._queries("read_timeline"), values).fetchall()
+            return found.execute(self._queries("read_timeline"), values, prepare=False).fetchall()

@@ -144,6 +144,14 @@ def test_only_rows_that_are_asked_for_are_read_in_the_same_order(reader: Snapsho
     assert values(reader, only={"eql_kind": "order"}) == ["f1"]
 
 
+def test_rows_without_a_value_are_asked_for_by_none(reader: SnapshotReader, database: Database) -> None:
+    with database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.change ALTER eql_kind DROP NOT NULL")
+        connection.execute("INSERT INTO eventsql.change (eql_kind, eql_value) VALUES (NULL, 'bare'), ('order', 'full')")
+    assert values(reader, only={"eql_kind": None}) == ["bare"]
+    assert values(reader, only={"eql_kind": "order", "eql_value": "full"}) == ["full"]
+
+
 def test_effects_and_checkpoint_commit_together_and_a_writer_reads_up_to_itself(
     database: Database, reader: SnapshotReader, sessions: Sessions
 ) -> None:
@@ -332,6 +340,18 @@ def test_rows_of_another_servers_transactions_are_refused_and_not_waited_for(
         reader.read()
 
 
+def test_a_checkpoint_of_another_server_is_refused_instead_of_finding_nothing_for_ever(
+    reader: SnapshotReader, database: Database
+) -> None:
+    with database.connection() as connection:
+        write(connection, "one")
+    (row,) = reader.read()
+    assert reader.read(row.checkpoint) == []
+    foreign = Checkpoint(row.checkpoint.transaction + 2**20, 1)
+    with pytest.raises(DatabaseError, match=str(foreign)):
+        reader.read(foreign)
+
+
 def test_rows_that_the_reading_transaction_wrote_itself_are_not_taken_for_anothers(
     database: Database, reader: SnapshotReader
 ) -> None:
@@ -355,7 +375,7 @@ def test_rows_are_found_through_the_index_in_their_order(
             "FROM generate_series(1, 60000) n"
         )
         connection.execute("ANALYZE eventsql.change")
-        query = reader._compose("after", *only)
+        query = reader._compose("after", only)
         values = {"transaction": "300", "position": 30_000, "limit": 100, "only_0": "ride"}
         plan = "\n".join(
             row[0] for row in connection.execute(b"EXPLAIN (COSTS off) " + query.as_bytes(connection), values)

@@ -1,0 +1,118 @@
+"""No statement on a table that grows keeps the plan of a time when the table was empty.
+
+PostgreSQL settles on one plan for a prepared statement after a few executions. It keeps the plan until the table is
+analyzed: a sequential scan of an empty queue would stay through a burst of messages.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.store import Change, Store
+from eventsql_orchestration.views import Logs, Rollups, Timelines
+from tests.database.everything import NOON
+
+ROUNDS = 12
+"""psycopg prepares a statement after 5 executions, and PostgreSQL settles on a plan after 5 more."""
+
+GROWS = re.compile(
+    r'(?:FROM|JOIN|UPDATE) "?eventsql"?\."?'
+    r"(?:\w+_event|event_buffer|consumer_claim|queue_message|aggregate\w*|timeline_entry|rollup_bucket|log_line|notes)\b"
+)
+
+
+def settled(database: Database) -> set[str]:
+    """The statements of the pool's one connection whose plan PostgreSQL keeps."""
+    with database.connection() as connection:
+        rows = connection.execute("SELECT statement FROM pg_prepared_statements WHERE generic_plans > 0", prepare=False)
+        return {statement for (statement,) in rows}
+
+
+def reading(statements: set[str]) -> set[str]:
+    return {statement for statement in statements if GROWS.search(statement)}
+
+
+@pytest.fixture
+def platform(platform: EventSQL) -> EventSQL:
+    platform.registry.register_topic(Topic("orders", partitions=1)).register_topic(Topic("orders_dlt"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    platform.registry.register_consumer(Consumer("orders", "reports"))
+    with platform.database.connection() as connection:
+        connection.execute(
+            "CREATE TABLE eventsql.notes (eql_transaction xid8 DEFAULT pg_current_xact_id(), eql_id bigint)"
+        )
+    return platform
+
+
+def test_publishing_and_consuming(platform: EventSQL) -> None:
+    for _ in range(ROUNDS):
+        platform.publisher.publish(Publication("orders", b"1", key="a"))
+        platform.buffered()
+        platform.transfer.run_once()
+        platform.publisher.publish_all([Publication("orders", b"2", key="a")] * 3)
+        assert platform.consumers.consume_once("orders", "mailer", lambda *_: None)
+        assert platform.lag()
+        assert platform.reader.read("orders", limit=1)
+    found = settled(platform.database)
+    assert found, "some statements are prepared: those that read no table that grows"
+    assert not reading(found)
+
+
+def test_claims(platform: EventSQL) -> None:
+    for number in range(ROUNDS):
+        platform.publisher.publish_all([Publication("orders", b"1", key="a")] * 3)
+        platform.transfer.run_once()
+        claim = platform.claims.claim("orders", "reports", -1, owner="a", max_wait=0)
+        assert isinstance(claim, Claim)
+        platform.claims.renew(claim)
+        adopted = platform.claims.adopt(claim.id, owner="b")
+        platform.claims.standings(Consumer("orders", "reports"))
+        if number % 2:
+            platform.claims.release(adopted)
+        else:
+            with platform.database.transaction() as connection:
+                platform.claims.commit(connection, adopted)
+        platform.claims.last("orders", "reports", -1)
+    assert not reading(settled(platform.database))
+
+
+def test_queues(platform: EventSQL) -> None:
+    queue = Queue(platform.database, "commands")
+    for _ in range(ROUNDS):
+        queue.send(b"1")
+        (message,) = queue.receive()
+        queue.release(message)
+        (message,) = queue.receive()
+        queue.acknowledge(message)
+        queue.depth()
+    assert not reading(settled(platform.database))
+
+
+def test_the_store_views_and_the_snapshot_reader(platform: EventSQL) -> None:
+    database = platform.database
+    store, timelines, rollups, logs = Store(database), Timelines(database), Rollups(database), Logs(database)
+    notes = SnapshotReader(database, "notes", [])
+    for number in range(ROUNDS):
+        order = f"order {number}"
+        with database.transaction() as connection:
+            store.append(connection, "order", order, [Change("placed", {})], expected_version=0)
+            store.save_snapshot(connection, "order", order, 1, {})
+            timelines.append(connection, "all", order, {}, occurred_at=NOON)
+            rollups.add(connection, "all", [(NOON, "x", 1, 2)])
+            logs.write(connection, "runs", [(order, "a line", NOON)])
+        assert store.load("order", order)
+        assert store.snapshot("order", order)
+        assert store.count("order")
+        assert timelines.read("all", order)
+        assert rollups.read("all")
+        assert logs.search("runs", text="line")
+        notes.read()
+        notes.held_back()
+    assert not reading(settled(database))
