@@ -122,7 +122,7 @@ faults: setup ## Kill processes and the server under load, then look for lost an
 	$(BIN)/python -m tests.log.faults $(ARGS)
 
 shardfaults: setup ## The same over two servers with a shard each, while further ones are added (ARGS=--events N --seed N)
-	$(BIN)/python -m tests.shards.faults $(ARGS)
+	$(BIN)/python -m tests.log.faults --shards 2 $(ARGS)
 
 lint: setup ## Look for mistakes and unformatted code
 	$(BIN)/ruff check .

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ HERE = Path(__file__).parent
 LIBRARY = Path(os.environ.get("EVENTSQL_JAVA_LIBRARY") or HERE.parents[1] / ".java")
 """Where the jars of `pom.xml` lie: `make java` puts them into `.java`."""
 
-PATIENCE = 60.0
 TIME_ZONE = "Asia/Tokyo"
 """Of the Java side, whose sessions have it too: nothing may depend on its being this one's."""
 
@@ -72,16 +70,3 @@ def open_java(request: pytest.FixtureRequest) -> Iterator[Open]:
 def java(open_java: Open, dsn: str) -> Side:
     """A Java side on the test's database."""
     return open_java(dsn)
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], object]], None]:
-    """Waits until a condition holds that another thread or process brings about."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
-            time.sleep(0.005)
-
-    return wait

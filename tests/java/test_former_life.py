@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import TypeAlias
 
 import psycopg
 import pytest
@@ -17,9 +15,8 @@ from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.topics import segments
 from eventsql_orchestration.topics.leftovers import Lacking, Leftovers
 from eventsql_orchestration.topics.legacy_writer_trigger import stranded
+from tests.fixtures import Until
 from tests.java.sides import Side, Written
-
-Until: TypeAlias = Callable[[Callable[[], object]], None]
 
 KEYS = [str(number) for number in range(40)]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TypeAlias
 
 import psycopg
 import pytest
@@ -18,10 +17,9 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClaimLostError, InvalidNameError, RedefinitionError
 from eventsql_orchestration.topics import segments
 from eventsql_orchestration.topics.legacy_writer_trigger import Order, order, stranded
+from tests.fixtures import Until
 from tests.java.conftest import Open
 from tests.java.sides import JavaError, Side, Written
-
-Until: TypeAlias = Callable[[Callable[[], object]], None]
 
 ODD = 'żółw "quoted" back\\slash /slash\nline\ttab \u2028 \u007f 🐢'
 """What a JSON writer of one's own may get wrong."""

@@ -1,10 +1,15 @@
-"""The fault run: processes are killed and the server restarts while keyed events flow; then all must be there once.
+"""The fault run: processes are killed and servers restart while keyed events flow; then all must be there once.
 
 `python -m tests.log.faults --events 1000000 --seed 7` runs it on a server of its own whose settings are those that a
 user gets, fsync among them. Publishers of every kind, transfers, consumers of every kind and a reader run as processes
-of their own; the seed decides which of them is killed when, that the server is stopped in immediate mode, or that the
-topic gets another number of partitions, by how many events are acknowledged. It prints what happened, and ends with 1
-and the first violations when a promise of the log was broken.
+of their own; the seed decides which of them is killed when, that a server is stopped in immediate mode, or that the
+topic gets another number of partitions, by how many events are acknowledged.
+
+With `--shards 2`, it begins with two shards, one on each of two servers; every shard that is added goes to the server
+with the fewer. The seed also decides when a shard is added, whether its operator is killed in the middle, and whether
+the others hear of the new database before or after it takes events.
+
+It prints what happened, and ends with 1 and the first violations when a promise of the log was broken.
 """
 
 from __future__ import annotations
@@ -19,92 +24,37 @@ import signal
 import sys
 import tempfile
 import time
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Wire
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Shard, Topic
+from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import DatabaseError
-from eventsql_orchestration.topics.layouts import Layout
-from eventsql_orchestration.topics.partitioner import partition_of_key
-from tests import worker
+from eventsql_orchestration.errors import DatabaseError, ShardError
 from tests.fixtures import memory_disk
-
-TOPIC: Final = "orders"
-
-SHARES: Final = {"single": 0.02, "small": 0.08, "outbox": 0.10, "buffered": 0.30, "straight": 0.50}
-"""What each kind of publisher publishes of all events; each kind has two processes."""
-
-CONSUMERS: Final = {"consume": "mailer", "consume_leased": "ledger", "consume_claims": "fares"}
-"""What each kind of consumer is called; each has two processes. The last one is not partitioned."""
-
-SERVER: Final = "server"
-PARTITIONS: Final = "partitions"
-SHARD: Final = "shard"
+from tests.log import playing, verdict
+from tests.log.numbered import TOPIC, Progress, replace
+from tests.log.plan import PARTITIONS, SERVER, SHARD, Player, Settings, faults, players, publishers
+from tests.log.playing import followed, make_tables
+from tests.log.verdict import CONSUMERS
 
 MOST_PARTITIONS: Final = 12
 
 MOST_VIOLATIONS: Final = 20
 
+AHEAD: Final = 0.1
+"""How far publishers go on during a fault, as a share of all events: it takes its time and is to meet events."""
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """A run: how many events, in how many partitions, how many faults, and the seconds after which it is given up.
-
-    `additions` are of shards, in the run that has some.
-    """
-
-    events: int
-    seed: int
-    partitions: int = 8
-    kills: int = 100
-    restarts: int = 10
-    repartitionings: int = 10
-    additions: int = 0
-    deadline: float = 1_200.0
-
-
-@dataclass(frozen=True, slots=True)
-class Player:
-    """A process of the run: its role in `worker.py` and its arguments."""
-
-    name: str
-    kind: str
-    role: str
-    arguments: tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens once so many events are acknowledged: the process of this name is killed, the server restarts, the
-    topic is repartitioned, or a shard is added.
-    """
-
-    at: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Publisher:
-    """A publisher of the run: event `n` is number `n // keys` of its key `n % keys`."""
-
-    name: str
-    events: int
-    keys: int
-
-    def of_keys(self) -> dict[str, int]:
-        """Its keys and how many events each gets."""
-        return {f"{self.name}-{key}": len(range(key, self.events, self.keys)) for key in range(self.keys)}
+STEPS: Final = 6
+"""An operator dies after one of this many steps of an addition, if there are as many."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """What came of a run."""
+    """What came of a run; `moved` is how many keys moved to another shard in the middle of their events."""
 
     settings: Settings
     published_seconds: float = 0.0
@@ -112,6 +62,8 @@ class Figures:
     kills: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     layouts: list[int] = field(default_factory=list)
+    shards: int = 0
+    moved: int = 0
     effects: int = 0
     violations: list[str] = field(default_factory=list)
 
@@ -122,6 +74,8 @@ class Figures:
             ("seed", str(settings.seed)),
             ("events", f"{settings.events:,}"),
             ("partitions", ", ".join(map(str, self.layouts or [settings.partitions]))),
+            ("shards", f"{settings.shards} to {self.shards}"),
+            ("keys that moved", f"{self.moved:,}"),
             *((f"kills: {kind}", str(count)) for kind, count in sorted(self.kills.items())),
             ("kills", str(self.kills.total())),
             ("server restarts", str(self.restarts)),
@@ -133,55 +87,6 @@ class Figures:
         ]
 
 
-# The plan, by the seed alone
-
-
-def publishers(settings: Settings) -> list[Publisher]:
-    found = []
-    for kind, share in SHARES.items():
-        for number in range(2):
-            events = max(1, round(settings.events * share / 2))
-            keys = max(20, min(400, settings.events // 100)) if kind == "buffered" else 50
-            found.append(Publisher(f"{kind} {number}", events, keys))
-    # Shares are rounded; the last one makes up for it.
-    missing = settings.events - sum(publisher.events for publisher in found)
-    last = found.pop()
-    return [*found, Publisher(last.name, last.events + missing, last.keys)]
-
-
-def players(settings: Settings, home: Path) -> list[Player]:
-    most = max(40, min(1_000, settings.events // 200))
-    return [
-        *(
-            Player(
-                each.name, each.name.partition(" ")[0], "publish", (each.name, slot, home / "progress", settings.seed)
-            )
-            for slot, each in enumerate(publishers(settings))
-        ),
-        *(Player(f"transfer {number}", "transfer", "transfer", (batch,)) for number, batch in enumerate((100, 0))),
-        *(
-            Player(f"{role} {number}", role, role, (consumer, most))
-            for role, consumer in CONSUMERS.items()
-            for number in range(2)
-        ),
-        Player("follow 0", "follow", "follow", (home / "followed",)),
-    ]
-
-
-def faults(settings: Settings, names: Mapping[str, str]) -> list[Fault]:
-    """The faults in order: every kind of process is killed about as often. `names` has the kind of each process."""
-    drawn = random.Random(settings.seed)
-    of_kind: dict[str, list[str]] = {}
-    for name, kind in names.items():
-        of_kind.setdefault(kind, []).append(name)
-    kinds = itertools.islice(itertools.cycle(drawn.sample(sorted(of_kind), len(of_kind))), settings.kills)
-    others = [SERVER] * settings.restarts + [PARTITIONS] * settings.repartitionings + [SHARD] * settings.additions
-    targets = [*(drawn.choice(of_kind[kind]) for kind in kinds), *others]
-    drawn.shuffle(targets)
-    moments = sorted(drawn.sample(range(settings.events // 50, settings.events * 9 // 10), len(targets)))
-    return [Fault(at, name) for at, name in zip(moments, targets, strict=True)]
-
-
 # The run
 
 
@@ -189,28 +94,25 @@ class RunEndedError(Exception):
     """The run cannot go on: a process ended by itself, or the deadline has come."""
 
 
+_Playing: TypeAlias = "tuple[multiprocessing.context.ForkServerProcess, Wire[str, str]]"
+
+
 class Cast:
     """The processes of a run; one that is killed is followed by another in its role."""
 
-    def __init__(
-        self, players: Sequence[Player], dsn: str, home: Path, roles: Callable[..., None] = worker.play
-    ) -> None:
-        """`roles` is the whole life of a process: it is called with a wire, a role, `dsn` and the arguments."""
+    def __init__(self, players: Sequence[Player], urls: Path, home: Path) -> None:
         self.players = {player.name: player for player in players}
-        self._dsn = dsn
+        self._urls = urls
         self._home = home
-        self._roles = roles
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["eventsql_orchestration.shards.shard", roles.__module__])
+        self._context.set_forkserver_preload(["eventsql_orchestration.shards.shard", playing.__name__])
         self._playing = {player.name: self._start(player) for player in players}
 
     def _start(self, player: Player) -> _Playing:
         wire, theirs = self._context.Pipe()
         log = self._home / f"{player.name}.log"
         process = self._context.Process(
-            target=play,
-            args=(self._roles, theirs, log, player.role, self._dsn, *map(str, player.arguments)),
-            daemon=True,
+            target=play, args=(theirs, log, player.role, str(self._urls), *map(str, player.arguments)), daemon=True
         )
         process.start()
         theirs.close()
@@ -262,32 +164,33 @@ class Cast:
             wire.close()
 
 
-_Playing: TypeAlias = "tuple[multiprocessing.context.ForkServerProcess, Wire[str, str]]"
-
-
-def play(roles: Callable[..., None], wire: Wire[str, str], log: Path, role: str, dsn: str, *arguments: str) -> None:
+def play(wire: Wire[str, str], log: Path, role: str, urls: str, *arguments: str) -> None:
     """The whole life of a process, which says what it has to say to a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    roles(wire, role, dsn, *arguments)
+    playing.play(wire, role, urls, *arguments)
 
 
 class Run:
     """One run from its tables to its verdict."""
 
-    def __init__(self, settings: Settings, server: EmbeddedPostgres, home: Path) -> None:
+    def __init__(self, settings: Settings, servers: Sequence[EmbeddedPostgres], home: Path) -> None:
         self._settings = settings
-        self._server = server
+        self._servers = servers
         self._home = home
+        self._urls = home / "urls"
         self._publishers = publishers(settings)
+        self._drawn = random.Random(settings.seed)
         self._started = time.monotonic()
         self.figures = Figures(settings)
 
     def play(self) -> Figures:
-        with EventSQL(self._server.create_database("faults"), transfer=False) as platform:
+        dsns = [self._create() for _ in range(self._settings.shards)]
+        replace(self._urls, "\n".join(dsns))
+        with EventSQL(*dsns, transfer=False) as platform:
             self._prepare(platform)
-            cast = Cast(players(self._settings, self._home), platform.database.dsn, self._home)
+            cast = Cast(players(self._settings, self._home), self._urls, self._home)
             try:
                 self._break(cast, platform)
                 self._until(cast, cast.published)
@@ -301,41 +204,83 @@ class Run:
             finally:
                 cast.close()
             if not self.figures.violations:
-                verdict = check(platform, self._publishers, self._home / "followed")
-                self.figures.effects = self._settings.events * len(CONSUMERS)
-                self.figures.layouts = [layout.partitions for layout in platform.layouts.of(TOPIC)]
-                self.figures.violations.extend(itertools.islice(verdict, MOST_VIOLATIONS))
+                self._judge(platform)
         return self.figures
+
+    def _create(self) -> str:
+        """A database for one more shard."""
+        server = self._servers[self.figures.shards % len(self._servers)]
+        self.figures.shards += 1
+        return server.create_database(f"faults_{self.figures.shards}")
 
     def _prepare(self, platform: EventSQL) -> None:
         platform.registry.register_topic(Topic(TOPIC, self._settings.partitions))
         for role, consumer in CONSUMERS.items():
             platform.registry.register_consumer(Consumer(TOPIC, consumer, partitioned=role != "consume_claims"))
-        with platform.database.connection() as connection:
-            connection.execute(
-                "CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, partition int, key text, "
-                "event_id bigint, value bytea)"
-            )
-            connection.execute("CREATE TABLE outbox (publisher text PRIMARY KEY, published bigint)")
-            for publisher in self._publishers:
-                connection.execute("INSERT INTO outbox VALUES (%s, 0)", (publisher.name,))
-        self._progress = worker.Progress(self._home / "progress")
+        for dsn in self._urls.read_text().split():
+            make_tables(dsn)
+        self._progress = Progress(self._home / "progress")
+        self._progress.set_limit(0.0)
         self._progress.create([(publisher.events, publisher.keys) for publisher in self._publishers])
         self._started = time.monotonic()
 
     def _break(self, cast: Cast, platform: EventSQL) -> None:
-        drawn = random.Random(self._settings.seed)
         names = {player.name: player.kind for player in cast.players.values()}
         for fault in faults(self._settings, names):
+            self._progress.set_limit(fault.at / self._settings.events + AHEAD)
             self._until(cast, lambda at=fault.at: self._acknowledged() >= at)  # type: ignore[misc]  # bound
             if fault.name == SERVER:
-                self._server.stop(mode="immediate")
-                self._server.start()
+                server = self._drawn.choice(self._servers)
+                server.stop(mode="immediate")
+                server.start()
                 self.figures.restarts += 1
             elif fault.name == PARTITIONS:
-                platform.repartitioner.repartition(TOPIC, drawn.randint(1, MOST_PARTITIONS))
+                self._repartition(cast, platform)
+            elif fault.name == SHARD:
+                self._add_shard(cast, platform)
             elif cast.kill_and_follow(fault.name):
                 self.figures.kills[names[fault.name]] += 1
+        self._progress.set_limit(1.0)
+
+    def _repartition(self, cast: Cast, platform: EventSQL) -> None:
+        partitions = self._drawn.randint(1, MOST_PARTITIONS)
+
+        def repartitioned() -> bool:
+            try:
+                platform.repartitioner.repartition(TOPIC, partitions)
+            except (DatabaseError, ShardError):
+                # A shard was down a moment ago: it is done again, as its operator is told.
+                return False
+            return True
+
+        self._until(cast, repartitioned)
+
+    def _add_shard(self, cast: Cast, platform: EventSQL) -> None:
+        old, new = self._urls.read_text().split(), self._create()
+        early, dies_after = self._drawn.random() < 0.5, self._drawn.randint(1, STEPS)
+        self._operate(cast, old, new, dies_after if dies_after % 2 else None, only_prepare=True)
+        make_tables(new)
+        if early:
+            replace(self._urls, "\n".join([*old, new]))
+        self._operate(cast, old, new, dies_after, only_prepare=False)
+        replace(self._urls, "\n".join([*old, new]))
+        platform.add_url(new)
+
+    def _operate(self, cast: Cast, old: list[str], new: str, dies_after: int | None, *, only_prepare: bool) -> None:
+        """Add a shard by an operator that dies in between, and by as many others as it takes."""
+        context = multiprocessing.get_context("forkserver")
+        outcomes: list[int | None] = []
+
+        def added() -> bool:
+            first = dies_after if not outcomes else None
+            process = context.Process(target=playing.add, args=(old, new, first, only_prepare), daemon=True)
+            process.start()
+            process.join()
+            outcomes.append(process.exitcode)
+            process.close()
+            return outcomes[-1] == 0
+
+        self._until(cast, added)
 
     def _until(self, cast: Cast, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -345,210 +290,108 @@ class Run:
             time.sleep(0.002)
 
     def _acknowledged(self) -> int:
-        return sum(acknowledged for _, _, acknowledged, _ in self._progress.all())
+        return sum(acknowledged for _, _, acknowledged in self._progress.all())
 
     def _consumed(self, platform: EventSQL) -> bool:
         """Whether all that there is was consumed and seen: events that are lost are not waited for."""
         time.sleep(0.1)
         try:
             return (
-                not platform.buffered()
-                and not any(lag.events for lag in platform.lag(TOPIC))
-                and (self._home / "followed").stat().st_size // 8 >= platform.reader.count(TOPIC)
+                not platform.held_back()
+                and not platform.buffered()
+                and not any(lag.events or lag.cause == "unreachable" for lag in platform.lag(TOPIC))
+                and all(
+                    followed(self._home, shard.name).stat().st_size // 8 >= shard.reader.count(TOPIC)
+                    for shard in platform.shards
+                )
             )
-        except DatabaseError:
+        except (DatabaseError, ShardError, FileNotFoundError):
             return False
+
+    def _judge(self, platform: EventSQL) -> None:
+        expected: dict[str, int] = {}
+        for publisher in self._publishers:
+            expected |= publisher.of_keys()
+        violations = verdict.check(platform, expected, self._home)
+        self.figures.violations.extend(itertools.islice(violations, MOST_VIOLATIONS))
+        self.figures.effects = self._settings.events * len(CONSUMERS)
+        self.figures.layouts = [each.partitions for each in platform.shards[0].layouts.of(TOPIC)]
+        self.figures.moved = verdict.moved(platform)
 
 
 def _where_it_stands(platform: EventSQL) -> Iterator[str]:
     try:
-        yield f"the log has {platform.reader.count(TOPIC):,} events, the buffer {platform.buffered()}"
+        yield f"held back: {platform.held_back()}; the buffers: {platform.buffered()}"
+        for shard in platform.shards:
+            yield f"{shard.name or 'the log'} has {shard.reader.count(TOPIC):,} events"
         for lag in platform.lag(TOPIC):
-            where = f"{lag.consumer}[{lag.partition}] is at {lag.last_event_id}"
-            yield f"{where}, {lag.events} behind: {lag.cause} {lag.detail}"
-    except DatabaseError as error:
-        yield f"the database does not say where it stands: {error}"
-
-
-# The verdict
-
-Row: TypeAlias = tuple[str, int, int, int]
-"""Key, number, partition and offset of an event."""
-
-
-def check(platform: EventSQL, publishers: Iterable[Publisher], followed: Path) -> Iterator[str]:
-    """What is wrong with the log, with what was seen of it while it was written, and with the effects."""
-    expected: dict[str, int] = {}
-    for publisher in publishers:
-        expected |= publisher.of_keys()
-    log: dict[int, array[int]] = {}
-    strays: list[str] = []
-    yield from wrong_order("the log", log_of(platform, log, strays), expected)
-    yield from strays
-    seen = array("q")
-    seen.frombytes(followed.read_bytes())
-    yield from difference("the reader", seen, log[NOT_PARTITIONED])
-    for consumer in CONSUMERS.values():
-        yield from _check_consumer(platform, consumer, expected, log)
-    if buffered := platform.buffered():
-        yield f"the buffer is not empty: {buffered}"
-
-
-def log_of(platform: EventSQL | Shard, log: dict[int, array[int]], strays: list[str]) -> Iterator[Row]:
-    """The rows of one database's log; their offsets are put into `log`, by partition and all together.
-
-    Those that lie in another partition than their key's are named in `strays`.
-    """
-    layouts = platform.layouts.of(TOPIC)
-    partitions = platform.registry.topic(TOPIC).partitions
-    log[NOT_PARTITIONED] = array("q")
-    for row in _log(platform):
-        key, _, partition, offset = row
-        log[NOT_PARTITIONED].append(offset)
-        log.setdefault(partition, array("q")).append(offset)
-        if partition != (home := partition_of_key(key, _partitions_at(layouts, offset) or partitions)):
-            strays.append(f"the log: {key} at offset {offset} is in partition {partition}, and belongs in {home}")
-        yield row
-
-
-def _check_consumer(
-    platform: EventSQL, consumer: str, expected: Mapping[str, int], log: Mapping[int, array[int]]
-) -> Iterator[str]:
-    yield from wrong_order(f"effects of {consumer}", _effects(platform, consumer), expected)
-    yield from check_offsets(platform, consumer, log)
-
-
-def check_offsets(platform: EventSQL | Shard, consumer: str, log: Mapping[int, array[int]]) -> Iterator[str]:
-    """What of one database's log has no effect there, or more than one, or is not counted as consumed."""
-    states = {state.partition: state for state in platform.registry.consumer(TOPIC, consumer)}
-    whole = NOT_PARTITIONED in states
-    kept = whole or not platform.layouts.of(TOPIC)
-    handled: dict[int, array[int]] = {partition: array("q") for partition in (states if kept else log)}
-    for _, _, partition, offset in _effects(platform, consumer):
-        handled[NOT_PARTITIONED if whole else partition].append(offset)
-    for partition in handled.keys() - ({NOT_PARTITIONED} - states.keys()):
-        own = log.get(partition, array("q"))
-        yield from difference(f"effects of {consumer}[{partition}]", handled[partition], own)
-    for partition, state in states.items():
-        if not kept:
-            # Of the partitions that come and go, what was counted goes with them.
-            if state.until is not None:
-                yield f"{consumer}[{partition}] waits at offset {state.until} for the next layout"
-            continue
-        own = log.get(partition, array("q"))
-        if state.last_event_id != (own[-1] if own else 0):
-            yield f"{consumer}[{partition}] is at offset {state.last_event_id}, its log ends at {own[-1] if own else 0}"
-        if state.consumed_events != len(own):
-            yield f"{consumer}[{partition}] has counted {state.consumed_events} events, its log has {len(own)}"
-    for lag in platform.lag(TOPIC):
-        if lag.consumer == consumer and (lag.events or lag.seconds):
-            yield f"{consumer}[{lag.partition}] has a lag of {lag.events} events and {lag.seconds:.1f} s"
-
-
-def _partitions_at(layouts: Sequence[Layout], offset: int) -> int:
-    """How many partitions the topic had at an offset; 0 where they never changed."""
-    return next((layout.partitions for layout in reversed(layouts) if layout.after < offset), 0)
-
-
-def wrong_order(where: str, rows: Iterable[Row], expected: Mapping[str, int]) -> Iterator[str]:
-    """Numbers of a key that are missing, come again, or come too early; `expected` is how many each key has."""
-    counts = dict.fromkeys(expected, 0)
-    for key, number, _, offset in rows:
-        if (due := counts.get(key)) is None:
-            yield f"{where}: nobody publishes key {key!r}, which is at offset {offset}"
-            continue
-        if number < due:
-            yield f"{where}: number {number} of {key} comes again or late, at offset {offset}, after {due - 1}"
-            continue
-        if number > due:
-            yield f"{where}: number {number} of {key} at offset {offset} comes before {due}, or {due} is lost"
-        counts[key] = number + 1
-    for key, count in counts.items():
-        if count != expected[key]:
-            yield f"{where}: {key} ends with {count} of {expected[key]} events"
-
-
-def difference(where: str, seen: array[int], log: array[int]) -> Iterator[str]:
-    """Where offsets that were seen first differ from those of the log."""
-    if seen == log:
-        return
-    for place, (theirs, ours) in enumerate(itertools.zip_longest(seen, log)):
-        if theirs != ours:
-            counts = f"{len(seen)} were seen of {len(log)}"
-            yield f"{where}: at place {place} is offset {theirs}, in the log {ours}; {counts}"
-            return
-
-
-def _log(platform: EventSQL | Shard) -> Iterator[Row]:
-    for events in platform.reader.stream(TOPIC, batch=20_000):
-        for event in events:
-            yield event.key or "", int(event.value), event.partition, event.id
-
-
-def _effects(platform: EventSQL | Shard, consumer: str) -> Iterator[Row]:
-    with platform.database.transaction() as connection, connection.cursor("effects") as cursor:
-        cursor.itersize = 20_000
-        cursor.execute(
-            "SELECT key, convert_from(value, 'UTF8')::bigint, partition, event_id FROM effects "
-            "WHERE consumer = %s ORDER BY id",
-            (consumer,),
-        )
-        yield from cursor
+            if lag.events:
+                where = f"{lag.consumer}[{lag.partition}] on {lag.shard} is at {lag.last_event_id}"
+                yield f"{where}, {lag.events} behind: {lag.cause} {lag.detail}"
+    except (DatabaseError, ShardError) as error:
+        yield f"the databases do not say where it stands: {error}"
 
 
 # The program
 
 
 def run(settings: Settings, *, keep: bool = False) -> Figures:
-    """Play a run on a server as a user gets it, in a directory of its own, of which nothing is left at the end.
+    """Play a run on servers as a user gets them, in a directory of their own, of which nothing is left at the end.
 
     With `keep`, both stay where there were violations, to be looked at.
     """
     home = Path(tempfile.mkdtemp(prefix="eventsql-faults-", dir=memory_disk()))
-    # The server's account must get in.
+    # The servers' account must get in.
     home.chmod(0o755)
-    server = EmbeddedPostgres(home / "postgres")
+    servers = [EmbeddedPostgres(home / f"postgres-{number}") for number in range(settings.shards)]
     kept = False
     try:
-        server.start()
-        figures = Run(settings, server, home).play()
+        for server in servers:
+            server.start()
+        figures = Run(settings, servers, home).play()
         if keep and figures.violations:
             kept = True
-            figures.violations.append(f"look at the server in {server.directory} and the processes' words in {home}")
+            figures.violations.append(f"look at the servers and the processes' words in {home}")
         return figures
     finally:
         if not kept:
-            server.destroy()
+            for server in servers:
+                server.destroy()
             shutil.rmtree(home, ignore_errors=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def settings_of(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
+    """The run that a command line asks for, and whether it keeps its servers."""
     parser = argparse.ArgumentParser(prog="python -m tests.log.faults", description=__doc__)
     parser.add_argument("--events", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=None, help="another one each time by default")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="default: a new one")
+    parser.add_argument("--shards", type=int, default=1, help="each on a server of its own")
     parser.add_argument("--partitions", type=int, default=8)
     parser.add_argument("--kills", type=int, default=None, help="by default one in 10,000 events, at least 20")
-    parser.add_argument("--restarts", type=int, default=None, help="of the server; a tenth of the kills by default")
+    parser.add_argument("--restarts", type=int, default=None, help="of servers; a tenth of the kills by default")
     parser.add_argument("--repartitionings", type=int, default=None, help="as many as restarts by default")
+    parser.add_argument("--additions", type=int, default=None, help="of shards; two by default if there are several")
     parser.add_argument("--deadline", type=float, default=1_200.0, help="seconds")
-    parser.add_argument("--keep", action="store_true", help="leave the server as it is when there are violations")
-    given = parser.parse_args(arguments)
-    seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
-    kills = max(20, given.events // 10_000) if given.kills is None else given.kills
-    restarts = max(1, kills // 10) if given.restarts is None else given.restarts
-    settings = Settings(
-        events=given.events,
-        seed=seed,
-        partitions=given.partitions,
-        kills=kills,
-        restarts=restarts,
-        repartitionings=restarts if given.repartitionings is None else given.repartitionings,
-        deadline=given.deadline,
-    )
+    parser.add_argument("--keep", action="store_true", help="leave the servers as they are when there are violations")
+    given = vars(parser.parse_args(arguments))
+    keep = given.pop("keep")
+
+    kills = given["kills"] if given["kills"] is not None else max(20, given["events"] // 10_000)
+    defaults = {
+        "kills": kills, "restarts": max(1, kills // 10), "additions": 2 if given["shards"] > 1 else 0,
+    }  # fmt: skip
+    chosen: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in given.items()}
+    if chosen["repartitionings"] is None:
+        chosen["repartitionings"] = chosen["restarts"]
+    return Settings(**chosen), keep
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings, keep = settings_of(arguments)
     # Before it begins: a run that hangs must be repeatable too.
-    say(f"seed {seed}")
+    say(f"seed {settings.seed}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    figures = run(settings, keep=given.keep)
+    figures = run(settings, keep=keep)
     for label, figure in figures.rows():
         say(f"{label:<28}{figure:>14}")
     for violation in figures.violations:

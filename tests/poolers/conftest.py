@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from tests.poolers.pgbouncer import MISSING, PATIENCE, PROGRAM, PgBouncer, left_behind, running
+from tests.poolers.pgbouncer import MISSING, PROGRAM, PgBouncer, left_behind, running
 
 
 @pytest.fixture(scope="session")
@@ -40,16 +39,3 @@ def pooled(pooled_dsn: str) -> Iterator[EventSQL]:
     """The platform behind the pooler; events move only when the test transfers them."""
     with EventSQL(pooled_dsn, transfer=False) as platform:
         yield platform
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], object]], None]:
-    """Waits until a condition holds that another thread brings about."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
-            time.sleep(0.005)
-
-    return wait

@@ -1,12 +1,12 @@
-"""The processes of the fault run over shards: as those of one database, and each takes up the shards that join.
+"""The processes of the fault run: each publishes, transfers or consumes until it is told to end, or is killed.
 
-They are not told their databases but a file that names them, one URL in a line, and look into it again and again.
+They are not told their databases but a file that names them, one URL in a line. They look into it again and again, and
+take up the shards that join.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from array import array
@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import psycopg
 
-from eventsql_orchestration import Event, EventSQL, Publication, Shard
+from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.consuming import worker_pool
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.leases import Lease
@@ -25,20 +25,8 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError, ShardError
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from tests import worker
-from tests.worker import NumberedPublisher, Progress, record
-
-
-def limit_of(progress: Path) -> Path:
-    """The file with the share of their events up to which publishers go, beside that of their progress."""
-    return progress.with_suffix(".limit")
-
-
-def set_limit(progress: Path, share: float) -> None:
-    """Let publishers go on, up to a share of their events."""
-    # At once, for those that read it just now.
-    new = progress.with_suffix(".new")
-    new.write_text(str(share))
-    new.rename(limit_of(progress))
+from tests.log.numbered import TOPIC, NumberedPublisher, Progress
+from tests.worker import record
 
 
 class Shards:
@@ -74,8 +62,11 @@ class Shards:
                 self.platform.add_url(self._dsn(url))
                 self._known.append(url)
 
-    def until_told(self, work: Callable[[EventSQL], bool]) -> None:
-        """Go on with the work through restarts of servers and additions, until told to end or nothing is left to do."""
+    def until_told(self, work: Callable[[EventSQL], bool], end: Callable[[], object] = lambda: None) -> None:
+        """Go on with the work through restarts of servers and additions, until told to end or nothing is left to do.
+
+        `end` is called before the platform is closed.
+        """
         told = threading.Event()
 
         def listen() -> None:
@@ -91,154 +82,78 @@ class Shards:
                         return
                 except (DatabaseError, ClaimLostError, RedefinitionError, ShardError):
                     time.sleep(0.05)
+            end()
 
+    def attend(self, start: Callable[[], object], end: Callable[[], object] = lambda: None) -> None:
+        """Start work that goes on by itself; take up the shards that join, until told to end."""
+        started: list[object] = []
 
-class ShardedNumberedPublisher(NumberedPublisher):
-    """As `NumberedPublisher`, over shards, as far as the run lets it: an addition takes its time and is to meet events.
-
-    Those of an outbox note each event in its transaction, on its shard.
-    """
-
-    def __init__(self, name: str, slot: int, progress: Path, seed: str) -> None:
-        super().__init__(name, slot, Progress(progress), seed)
-        self._limit = limit_of(progress)
-
-    def work(self, platform: EventSQL) -> bool:
-        if self._sure and self._next > self._total * float(self._limit.read_text()):
-            time.sleep(0.005)
+        def work(_platform: EventSQL) -> bool:
+            if not started:
+                start()
+                started.append(True)
+            time.sleep(0.05)
             return True
-        return super().work(platform)
 
-    def _publish_in_transaction(
-        self, platform: EventSQL, drawn: random.Random, publications: list[Publication], upto: int, *, commits: bool
-    ) -> None:
-        of_shards: dict[Shard, list[Publication]] = {}
-        for publication in publications:
-            assert publication.key is not None
-            of_shards.setdefault(platform.shard_of(publication.key), []).append(publication)
-        for shard, group in of_shards.items():
-            with shard.database.transaction() as connection:
-                platform.publisher.publish(group[0], connection=connection)
-                # Others publish and commit meanwhile, and a shard may be fenced.
-                time.sleep(drawn.choice((0.0, 0.0, 0.002, 0.02)))
-                platform.publisher.publish_all(group[1:], connection=connection)
-                with connection.cursor() as cursor:
-                    cursor.executemany(
-                        "INSERT INTO noted (key, value) VALUES (%s, %s)", [(each.key, each.value) for each in group]
-                    )
-                if not commits:
-                    raise worker.RolledBackError
+        self.until_told(work, end)
 
-    def _publish_buffered(self, platform: EventSQL, publications: list[Publication]) -> None:
-        if self._buffered is None:
-            self._buffered = platform.buffered_publisher(max_events=80, max_age=0.002)
-        super()._publish_buffered(platform, publications)
 
-    def _acknowledge(self, platform: EventSQL, upto: int) -> None:
-        self._next = upto
-        self._found = {number for number in self._found if number >= upto}
-        self._progress.acknowledge(self._slot, self._next, 0)
-
-    def _find_out(self, platform: EventSQL) -> None:
-        found: set[int] = set()
-        for shard in platform.shards:
-            with shard.database.connection() as connection:
-                self._await_those_before(connection)
-                found.update(self._published(connection))
-        self._found = {number for number in found if number >= self._next}
-        while self._next in self._found:
-            self._next += 1
-        self._progress.acknowledge(self._slot, self._next, 0)
-        self._sure = True
+# Roles
 
 
 def publish(urls: str, name: str, slot: str, progress: str, seed: str) -> None:
     """Publish numbered events in the way that the name begins with."""
-    publisher = ShardedNumberedPublisher(name, int(slot), Path(progress), seed)
+    publisher = NumberedPublisher(name, int(slot), Progress(Path(progress)), seed)
+    # Those that publish one by one transfer too, as a program does that is told nothing else.
     shards = Shards(urls, session=publisher.session, transfer=name.startswith("single"))
     shards.until_told(publisher.work)
 
 
-def transfer(urls: str, _batch: str) -> None:
+def transfer(urls: str) -> None:
     """Move events on all shards until told to end."""
     stop = threading.Event()
+    shards = Shards(urls)
 
-    def work(platform: EventSQL) -> bool:
-        thread = threading.Thread(
-            target=platform.transfer.run, args=(stop,), kwargs={"polling_delay": 0.02}, daemon=True
-        )
-        thread.start()
-        _attend(shards)
+    def move() -> None:
+        shards.platform.transfer.run(stop, polling_delay=0.02)
+        if not stop.is_set():
+            os._exit(1)
+
+    def end() -> None:
         stop.set()
         thread.join()
-        return False
 
-    shards = Shards(urls)
-    with shards.platform as platform:
-        _through_restarts(work, platform)
-
-
-def _attend(shards: Shards) -> None:
-    """Take up the shards that join, until told to end."""
-    told = threading.Event()
-
-    def listen() -> None:
-        worker.wait_to_be_told()
-        told.set()
-
-    threading.Thread(target=listen, daemon=True).start()
-    while not told.wait(0.05):
-        try:
-            shards.take_up()
-        except (DatabaseError, ShardError):
-            continue
-
-
-def _through_restarts(start: Callable[[EventSQL], bool], platform: EventSQL) -> None:
-    while True:
-        try:
-            if not start(platform):
-                return
-        except (DatabaseError, ShardError):
-            time.sleep(0.05)
+    thread = threading.Thread(target=move)
+    shards.attend(thread.start, end)
 
 
 def consume(urls: str, consumer: str, most: str) -> None:
     """Consume with the threads of `start_batch`, until told to end."""
     worker_pool.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
-
-    def start(platform: EventSQL) -> bool:
-        platform.consumers.start_batch(
-            "orders",
-            consumer,
-            lambda events, connection: record(events, connection, consumer),
-            max_events=int(most),
-            polling_delay=0.02,
-        )
-        _attend(shards)
-        return False
-
     shards = Shards(urls)
-    with shards.platform as platform:
-        _through_restarts(start, platform)
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection, consumer)
+
+    shards.attend(
+        lambda: shards.platform.consumers.start_batch(TOPIC, consumer, handle, max_events=int(most), polling_delay=0.02)
+    )
 
 
 def consume_leased(urls: str, consumer: str, most: str) -> None:
-    """The same under leases."""
+    """The same under leases: the work is done outside of any transaction, its effects commit with the offset."""
     worker_pool.FAULT_DELAY = 0.1  # type: ignore[misc]  # five seconds are for people
+    shards = Shards(urls)
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
         with lease.transaction() as connection:
             record(events, connection, consumer)
 
-    def start(platform: EventSQL) -> bool:
-        platform.consumers.start_leased("orders", consumer, handle, lease=1.0, max_events=int(most), polling_delay=0.02)
-        _attend(shards)
-        return False
-
-    shards = Shards(urls)
-    with shards.platform as platform:
-        _through_restarts(start, platform)
+    shards.attend(
+        lambda: shards.platform.consumers.start_leased(
+            TOPIC, consumer, handle, lease=1.0, max_events=int(most), polling_delay=0.02
+        )
+    )
 
 
 def consume_claims(urls: str, consumer: str, most: str) -> None:
@@ -251,9 +166,9 @@ def consume_claims(urls: str, consumer: str, most: str) -> None:
     def work(platform: EventSQL) -> bool:
         found = False
         for shard in platform.shards:
-            for state in shard.registry.consumer("orders", consumer):
+            for state in shard.registry.consumer(TOPIC, consumer):
                 claim = shard.claims.claim(
-                    "orders", consumer, state.partition, owner=owner, max_events=3 * int(most), lease=1.0
+                    TOPIC, consumer, state.partition, owner=owner, max_events=3 * int(most), lease=1.0
                 )
                 if isinstance(claim, Claim):
                     found = True
@@ -266,21 +181,26 @@ def consume_claims(urls: str, consumer: str, most: str) -> None:
     Shards(urls).until_told(work)
 
 
+def followed(home: Path, shard: str | None) -> Path:
+    """The file of the offsets that a reader has seen of a shard's log; a database alone has no name."""
+    return home / f"followed-{shard or ''}"
+
+
 def follow(urls: str, home: str) -> None:
-    """Write down the offsets of each shard's log in the order in which they are seen, each after the last."""
-    files: dict[str, int] = {}
-    last: dict[str, int] = {}
+    """Write down the offsets of each log in the order in which they are seen, each after the last."""
+    files: dict[str | None, int] = {}
+    last: dict[str | None, int] = {}
 
     def work(platform: EventSQL) -> bool:
         found = False
         for shard in platform.shards:
-            if shard.name is None:
+            if shard.name is None and len(platform.shards) > 1:
                 # It is down, and nobody knows yet which one it is.
                 continue
             name = shard.name
             if name not in files:
-                files[name], last[name] = _reopened(Path(home) / f"followed-{name}")
-            ids = array("q", (event.id for event in shard.reader.read("orders", after=last[name], limit=2_000)))
+                files[name], last[name] = _reopened(followed(Path(home), name))
+            ids = array("q", (event.id for event in shard.reader.read(TOPIC, after=last[name], limit=2_000)))
             if ids:
                 os.write(files[name], ids.tobytes())
                 last[name], found = ids[-1], True
