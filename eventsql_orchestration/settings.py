@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pydantic
 from pydantic import Field, SecretStr, field_validator
@@ -13,6 +13,12 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+SETTINGS_FILE: Final = "eventsql.toml"
 
 
 class Settings(BaseSettings):
@@ -28,7 +34,7 @@ class Settings(BaseSettings):
         env_prefix="EVENTSQL_",
         # Without it an alias is looked up in the environment as it stands: `SCHEMA` would name ours.
         env_prefix_target="all",
-        toml_file="eventsql.toml",
+        toml_file=SETTINGS_FILE,
         extra="forbid",
         frozen=True,
         populate_by_name=True,
@@ -77,7 +83,16 @@ class Settings(BaseSettings):
         try:
             return cls(**{name: value for name, value in overrides.items() if value is not None})
         except pydantic.ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            faults = "; ".join(map(_fault, error.errors()))
             raise ConfigurationError(f"settings cannot be used: {faults}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-            raise ConfigurationError(f"{cls.model_config['toml_file']} cannot be read: {error}") from None
+            raise ConfigurationError(f"{SETTINGS_FILE} cannot be read: {error}") from None
+
+
+def _fault(error: ErrorDetails) -> str:
+    """One fault, without the value, which may be a secret."""
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] != "extra_forbidden":
+        return f"{name}: {error['msg']}"
+    known = ", ".join(str(field.validation_alias or known) for known, field in Settings.model_fields.items())
+    return f"{SETTINGS_FILE} has {name}, which is no setting (settings are {known})"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import click
 
@@ -16,9 +16,7 @@ from eventsql_orchestration.cli.output import Columns, keep_secret, picked, say,
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.settings import Settings
-
-SETTINGS_FILE: Final = "eventsql.toml"
+from eventsql_orchestration.settings import SETTINGS_FILE, Settings
 
 Setting = Literal["dsn", "schema", "home"]
 

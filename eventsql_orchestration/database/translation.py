@@ -76,13 +76,19 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
         case psycopg.ProgrammingError(sqlstate=None) if "connection option" in detail:
             kind, meaning = ConfigurationError, f"has a URL that cannot be used ({detail})"
         case psycopg.OperationalError(sqlstate=sqlstate) if sqlstate is None or sqlstate.startswith(_CONNECTION):
-            meaning = f"cannot be reached ({detail}): is the server running, is the URL right?"
-            kind = DatabaseUnavailableError
+            kind, meaning = DatabaseUnavailableError, _unreachable(detail)
         case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT:
             kind, meaning = DatabaseUnavailableError, f"closed the connection ({detail}): is the server running?"
         case _:
             return None
     return kind(f"{where} {meaning}")
+
+
+def _unreachable(detail: str) -> str:
+    # libpq gives no SQLSTATE for a connection that failed. A server that answers says FATAL, and why.
+    if refused := detail.partition("FATAL:")[2].strip():
+        return f"refused the connection: {refused}"
+    return f"cannot be reached ({detail}): is the server running, is the URL right?"
 
 
 def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLError:

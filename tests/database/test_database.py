@@ -370,6 +370,8 @@ def test_a_database_that_cannot_be_reached_says_where_and_why_on_one_line_and_no
             assert quote(SECRET, safe="") not in said
             assert "\n" not in caught.value.message
             assert "***@" in caught.value.message
+            refused = what in {"wrong password", "no such role"}
+            assert ("refused the connection" in caught.value.message) == refused
 
 
 def test_a_database_that_does_not_exist_is_named(server: EmbeddedPostgres) -> None:

@@ -67,6 +67,7 @@ def test_a_secret_is_not_shown() -> None:
         ("dsn = [['postgresql://someone:s3cret@host/db']]", "dsn"),
         ("dsn = 'postgresql://someone:s3cret@host/db'\npassword = 's3cret'", "password"),
         ("dsn = 'postgresql://someone:s3cret@host/db'\nschema = ", "eventsql.toml"),
+        ("dns = 'postgresql://someone:s3cret@host/db'", "eventsql.toml has dns"),
         ("dsn = 'postgresql://someone:s3cret@host/db'\nkey 'x'", "eventsql.toml"),
     ],
 )
