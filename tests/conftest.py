@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psycopg
 import pytest
 from psycopg import sql
@@ -48,7 +49,10 @@ def is_setting(name: str) -> bool:
 
 
 def pytest_configure() -> None:
-    """Give Spark the tests' configuration, and heed signals that a script's background or nohup ignores."""
+    """Configure hypothesis and Spark, and heed signals that a script's background or nohup ignores."""
+    # A deadline for each example would fail on a machine that is busy.
+    hypothesis.settings.register_profile("tests", deadline=None)
+    hypothesis.settings.load_profile("tests")
     os.environ["SPARK_CONF_DIR"] = str(Path(__file__).parent / "spark" / "conf")
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:

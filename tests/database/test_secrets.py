@@ -150,7 +150,7 @@ def test_no_place_of_a_url_tells_a_secret(form: str) -> None:
 
 
 @given(st.sampled_from((*RAW, *QUOTED)), SECRETS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_no_characters_of_a_secret_make_a_place_tell_it(form: str, secret: str) -> None:
     assert_nothing_tells(url_of(form, secret))
 

@@ -263,7 +263,7 @@ def test_an_event_that_cannot_be_published_is_refused_when_it_is_given(
     assert [value for _, value in log(platform)] == [b"good"]
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     events=st.lists(st.tuples(st.integers(0, PARTITIONS - 1), st.booleans()), min_size=1, max_size=70),
     flushes=st.integers(1, 3),

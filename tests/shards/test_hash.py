@@ -37,7 +37,7 @@ def test_a_key_stays_or_moves_to_the_shard_that_is_added(key: str, names: set[st
     assert after in {before, added}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(number=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_an_addition_moves_as_many_keys_as_the_new_shard_is_to_have(number: int, seed: int) -> None:
     keys = [f"{seed}-{each}" for each in range(4_000)]

@@ -283,7 +283,7 @@ def test_saving_without_changes_leaves_all_as_it_is(platform: EventSQL, orders: 
     assert published_prices(platform) == []
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_snapshot_and_tail_equal_the_full_replay(
     store: Store, kept_orders: Repository[KeptOrder], batches: list[int]

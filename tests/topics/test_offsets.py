@@ -152,7 +152,7 @@ def test_a_duration_goes_back_by_the_clock_of_the_database(database: Database) -
     assert target(database, Back(timedelta(days=36_525))) == Target(0)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.integers(1, 90_000), st.integers(0, 3)), max_size=40),
     probes=st.lists(st.integers(-1, 125), min_size=1, max_size=10),

@@ -106,7 +106,7 @@ rows = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(st.lists(rows, max_size=6), min_size=1, max_size=5), data=st.data())
 def test_additions_commute(database: Database, rollups: Rollups, batches: list[list[Row]], data: st.DataObject) -> None:
     shuffled = data.draw(st.permutations(batches))
