@@ -189,6 +189,8 @@ class Consumption(Running):
         self._wakes = 0
         self._woken = False
         self._unannounced_at: float | None = None
+        self._faults: dict[str, str] = {}
+        """The last error of the consumer or of a partition, until it is consumed again."""
         self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
         self._threads: list[threading.Thread] = []
         with lock:
@@ -256,6 +258,7 @@ class Consumption(Running):
             asked = {slot.key.partition: slot.needed(now) for slot in slots}
             try:
                 found = self._look(asked)
+                self._faults.pop(self._name, None)
             except BaseException as error:  # noqa: BLE001 - reported
                 # If the thread died, its partitions would stop silently.
                 self._report(self._name, error)
@@ -340,7 +343,10 @@ class Consumption(Running):
 
     def _consume(self, key: ConsumerPartition) -> PollOutcome:
         try:
-            return self._poll(key, self._cancellation)
+            outcome = self._poll(key, self._cancellation)
+            if self._faults:
+                self._faults.pop(str(key), None)
+            return outcome
         except ClaimLostError as error:
             logger.info("%s", error)
             return PollOutcome(due_in=0.0)
@@ -355,7 +361,10 @@ class Consumption(Running):
         elif isinstance(error, DatabaseUnavailableError):
             logger.warning("%s waits for the database: %s", what, error)
         elif isinstance(error, EventSQLError):
-            logger.error("%s could not be consumed; trying again in %.0f s", what, FAULT_DELAY, exc_info=error)
+            # The error says what to do, so a traceback adds nothing. A lasting error is logged once, not every 5 s.
+            level = logging.DEBUG if self._faults.get(what) == str(error) else logging.ERROR
+            self._faults[what] = str(error)
+            logger.log(level, "%s could not be consumed; trying again every %.0f s: %s", what, FAULT_DELAY, error)
         else:
             logger.error("%s met an unexpected error; trying again in %.0f s", what, FAULT_DELAY, exc_info=error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -483,6 +484,26 @@ def test_a_handler_that_ends_its_thread_is_tried_again(
         ids = fill(platform, 3, "payments")
         until(lambda: seen.ids == ids)
     assert "SystemExit" in caplog.text
+
+
+def test_a_topic_that_is_deleted_under_a_consumer_is_one_line_in_the_log_until_it_is_there_again(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(running, "FAULT_DELAY", 0.01)
+    seen = Seen()
+
+    def said(level: int) -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.levelno == level and "'payments'" in record.getMessage()]
+
+    with caplog.at_level(logging.DEBUG), platform.shards[0].consumers.start("payments", "mailer", seen.one):
+        platform.registry.unregister_topic("payments", force=True)
+        until(lambda: len(said(logging.DEBUG)) > 2)
+        (line,) = said(logging.ERROR)
+        assert line.exc_info is None
+        platform.registry.register_topic(Topic("payments"))
+        platform.registry.register_consumer(Consumer("payments", "mailer"))
+        ids = fill(platform, 3, "payments")
+        until(lambda: seen.ids == ids)
 
 
 def test_a_consumption_that_has_stopped_is_not_kept(platform: EventSQL, until: Until) -> None:
