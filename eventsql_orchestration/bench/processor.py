@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,15 @@ class Meter:
     def _now(self) -> dict[str, float]:
         stats = _stats()
         return {name: _seconds(pids, stats) for name, pids in self._groups.items()} if stats else {}
+
+
+def parent(pid: int, *, program: str) -> int | None:
+    """The parent of a process of this machine; None if there is no such process, or if it runs another program."""
+    with suppress(OSError):
+        name, _, fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
+        if name.partition("(")[2] == program:
+            return int(fields.split()[_PARENT])
+    return None
 
 
 def _seconds(roots: Iterable[int], stats: Mapping[int, tuple[int, int]]) -> float:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from itertools import cycle
 from typing import Any, Final, TypeAlias
@@ -84,6 +85,28 @@ def publish(
             _sleep_until(started + published / rate)
         ended = time.monotonic()
         worker.say(events=published)
+    return {"started": started, "ended": ended}
+
+
+def publish_singly(worker: Worker, *, topic: str, events: int, threads: int) -> Outcome:
+    """Publish one event per commit, by threads that share the events. Gives the start and the end."""
+    pool = workload.publications(topic, min(events, workload.POOL))
+    with worker.platform(transfer=True) as platform:
+        platform.registry.cached_topic(topic)
+        # Each thread has its connection before the clock starts.
+        with ExitStack() as opened:
+            for _ in range(threads):
+                opened.enter_context(platform.database.connection())
+
+        def publish_share(first: int) -> None:
+            for position in range(first, events, threads):
+                platform.publisher.publish(pool[position % len(pool)])
+
+        worker.ready()
+        started = time.monotonic()
+        _in_threads(threads, publish_share)
+        ended = time.monotonic()
+        worker.stopped.wait()
     return {"started": started, "ended": ended}
 
 

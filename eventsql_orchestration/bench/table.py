@@ -11,6 +11,7 @@ from eventsql_orchestration.bench.dagster import Dagster
 from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.figures import Buffered, Consume, Idle, Latency, Publish, Retention, Transfer
 from eventsql_orchestration.bench.session import Session
+from eventsql_orchestration.bench.single import Single
 from eventsql_orchestration.bench.spark import Spark
 from eventsql_orchestration.bench.stream import Stream
 
@@ -35,7 +36,7 @@ class All(Benchmark):
             Stream.sized(**common),
             Stream.sized(publishers=4, **common),
             Stream.sized(straight=False, hold_xmin=True, **common),
-            *(each.sized(**common) for each in (Transfer, Publish, Buffered, Latency, Idle, Consume)),
+            *(each.sized(**common) for each in (Single, Transfer, Publish, Buffered, Latency, Idle, Consume)),
             Retention.sized(events=self.retention_events, **common),
         ]
         return [figure for benchmark in benchmarks for figure in benchmark.measure(session)]
@@ -44,6 +45,6 @@ class All(Benchmark):
 BENCHMARKS: Final = MappingProxyType(
     {
         each.name: each
-        for each in (Stream, Publish, Latency, Transfer, Consume, Idle, Buffered, Retention, Spark, Dagster, All)
+        for each in (Stream, Single, Publish, Latency, Transfer, Consume, Idle, Buffered, Retention, Spark, Dagster, All)
     }
 )

@@ -124,7 +124,7 @@ def _show(figures: Sequence[Figure], environment: Mapping[str, Any]) -> None:
     columns: Columns = {
         "figure": "name",
         "value": lambda figure: _number(figure.value),
-        "of raw COPY": lambda each: None if each.ratio_to_raw_copy is None else f"{each.ratio_to_raw_copy:.2f}",
+        "of raw COPY": lambda each: None if each.ratio_to_raw_copy is None else _ratio(each.ratio_to_raw_copy),
         "unit": "unit",
         "in quarters": lambda figure: _rates(figure, "quarters"),
     }
@@ -141,6 +141,10 @@ def _show(figures: Sequence[Figure], environment: Mapping[str, Any]) -> None:
             "package": f"eventsql-orchestration {environment['package']}, Python {environment['python']}",
         }
     )
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"  # noqa: PLR2004 - two digits say enough
 
 
 def _rates(figure: Figure, detail: str) -> str:
