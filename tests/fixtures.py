@@ -156,12 +156,9 @@ class Said:
 
     def statements(self) -> list[str]:
         """Those since the last time, in order; `;` is the pool's look whether a connection is alive."""
-        self._file.seek(self._position)
-        text = self._file.read().decode(errors="replace")
-        self._position = self._file.tell()
         texts: dict[str, str] = {}
         bound, found = "", []
-        for message in re.split(r"^(?=[FB]\t\d+\t)", text, flags=re.MULTILINE):
+        for message in re.split(r"^(?=[FB]\t\d+\t)", self._new(), flags=re.MULTILINE):
             kind, _, rest = message.partition("\t")[2].partition("\t")[2].partition("\t")
             if not message.startswith("F"):
                 continue
@@ -179,6 +176,16 @@ class Said:
     def verbs(self) -> list[str]:
         """The first words of those since the last time."""
         return [statement.split()[0] for statement in self.statements()]
+
+    def round_trips(self) -> int:
+        """How often the driver has waited for an answer since the last time."""
+        return len(re.findall(r"^F\t\d+\t(?:Sync|Query)\b", self._new(), flags=re.MULTILINE))
+
+    def _new(self) -> str:
+        self._file.seek(self._position)
+        text = self._file.read().decode(errors="replace")
+        self._position = self._file.tell()
+        return text
 
 
 @pytest.fixture

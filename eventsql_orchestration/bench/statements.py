@@ -11,10 +11,13 @@ from typing import Any, Final
 import psycopg
 from psycopg._connection_base import BaseConnection
 
+from eventsql_orchestration.database.single_statement import SingleStatement
+
 # `_exec_command` is private. psycopg sends BEGIN, COMMIT and savepoints only through it, and they are statements.
 _SENDERS: Final = (
     *((psycopg.Cursor, name) for name in ("execute", "executemany", "stream", "copy")),
     (BaseConnection, "_exec_command"),
+    (SingleStatement, "execute"),
 )
 
 

@@ -144,7 +144,7 @@ def _show(figures: Sequence[Figure], environment: Mapping[str, Any]) -> None:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"  # noqa: PLR2004 - two digits say enough
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
 def _rates(figure: Figure, detail: str) -> str:

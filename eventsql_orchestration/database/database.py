@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
@@ -29,6 +29,7 @@ from eventsql_orchestration.database.connections import (
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, permission_error
 from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.database.sessions import ISOLATION, open_session, watch
+from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.database.translation import (
     describe,
     driver_error,
@@ -204,6 +205,25 @@ class Database:
             # A handler may have set another; SQLAlchemy and the next user read tuples.
             connection.row_factory = tuple_row
             if connection.closed or connection.info.encoding != UTF8:
+                proxied.invalidate()
+            proxied.close()
+
+    @checks_itself
+    def execute(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> int:
+        """Execute a statement in its own transaction on a pooled connection; gives the number of rows that it wrote.
+
+        `values` are in PostgreSQL's binary format. Raises as `connection()`.
+        """
+        self.ensure_schema()
+        with self.errors():
+            proxied = self.engine.raw_connection()
+        connection = proxied.driver_connection
+        assert isinstance(connection, psycopg.Connection)
+        try:
+            with self.errors(connection):
+                return statement.execute(connection, proxied.info, values)
+        finally:
+            if connection.closed:
                 proxied.invalidate()
             proxied.close()
 

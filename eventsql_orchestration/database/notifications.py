@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.queries import Queries
@@ -236,13 +236,16 @@ class Notifier:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @checks_itself
     def notify(self, kind: str, topic: str | None) -> None:
         """Tell all listeners, from any thread, that new events of a topic were committed.
 
         With None, only listeners to all topics are told.
         """
         self._pending[_payload(kind, topic or "")] = None
-        self._wake.set()
+        # The thread clears the event before it looks at what is pending.
+        if not self._wake.is_set():
+            self._wake.set()
         # A process that was forked since has no such thread.
         if self._thread is None or not self._thread.is_alive():
             with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -57,6 +58,11 @@ def size(publication: Publication) -> int:
     return size
 
 
+def encode_metadata(metadata: Mapping[str, str]) -> bytes:
+    """An event's metadata as JSON."""
+    return json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode() if metadata else b"{}"
+
+
 def encode(publication: Publication, partition: int) -> bytes:
     """The rest of an event's row: key, value, metadata and partition."""
     key, value, metadata = publication.key, publication.value, publication.metadata
@@ -66,7 +72,7 @@ def encode(publication: Publication, partition: int) -> bytes:
         key_bytes = key.encode()
         encoded_key = _length(len(key_bytes)) + key_bytes
     if metadata:
-        text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode()
+        text = encode_metadata(metadata)
         encoded_metadata = _length(len(text)) + text
     else:
         encoded_metadata = _NO_METADATA

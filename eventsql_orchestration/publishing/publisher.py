@@ -8,6 +8,7 @@ their order over both paths, because an append first moves all events that were 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,11 +17,11 @@ from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-from psycopg.types.json import Json
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.model import Publication, Topic, check_partition
 from eventsql_orchestration.publishing import copy_format
@@ -40,6 +41,9 @@ than one after the other under the topic's lock."""
 STRAIGHT_MOST: Final = 20_000
 STRAIGHT_BYTES: Final = 16 * 1024 * 1024
 """A larger batch would hold the topic and memory for too long."""
+
+_smallint: Final = struct.Struct(">h").pack
+_integer: Final = struct.Struct(">i").pack
 
 _CHUNK_BYTES: Final = 256 * 1024
 _CHUNK_EVENTS: Final = 500
@@ -72,6 +76,7 @@ class Publisher:
         self._database = database
         self._registry = registry
         self._queries = Queries("log", database.schema)
+        self._insertion = SingleStatement("publish", self._queries("publish"))
         self._partitioner: Partitioner = default_partition
         self._writer = LogWriter(database, lock_timeout=LOCK_TIMEOUT) if straight else None
         self._on_published = on_published
@@ -97,16 +102,13 @@ class Publisher:
         """
         check_publication(publication)
         check_kind("placed", placed, ShardSet | None)
-        topic = self._definition(publication.topic, placed)
-        partition = self._partition(publication, topic)
-        statement = "publish" if connection is None else "publish_joined"
-        with self._database.joined(connection) as driver:
-            if not self._insert(driver, statement, publication, partition, topic):
-                self._registry.forget(topic.name)
-                topic = self._definition(publication.topic, placed)
-                if not self._insert(driver, statement, publication, self._partition(publication, topic), topic):
-                    raise _redefined([topic.name])
-        self._on_published()
+        for _ in range(2):
+            topic = self._definition(publication.topic, placed)
+            if self._insert(publication, topic, self._partition(publication, topic), connection):
+                self._on_published()
+                return
+            self._registry.forget(topic.name)
+        raise _redefined([publication.topic])
 
     def publish_all(
         self, publications: Iterable[Publication], *, connection: CallersConnection | None = None,
@@ -225,17 +227,27 @@ class Publisher:
             yield name, copy_format.encode(publication, self._partition(publication, topic))
 
     def _insert(
-        self, connection: Connection, statement: str, publication: Publication, partition: int, topic: Topic
+        self, publication: Publication, topic: Topic, partition: int, connection: CallersConnection | None
     ) -> bool:
         """Insert an event. False, with nothing done, if its topic is no longer defined like `topic`."""
-        inserted = connection.execute(
-            self._queries(statement),
-            {
-                "topic": topic.name, "partitions": topic.partitions, "layout": topic.layout, "partition": partition,
-                "key": publication.key, "value": publication.value, "metadata": Json(publication.metadata),
-            },
-        )  # fmt: skip
-        return inserted.rowcount == 1
+        key, metadata = publication.key, copy_format.encode_metadata(publication.metadata)
+        if connection is None:
+            values = {
+                "topic": topic.name.encode(), "partitions": _smallint(topic.partitions),
+                "layout": _integer(topic.layout), "partition": _smallint(partition),
+                "key": None if key is None else key.encode(), "value": publication.value, "metadata": metadata,
+            }  # fmt: skip
+            return self._database.execute(self._insertion, values) == 1
+
+        with self._database.callers(connection) as driver:
+            inserted = driver.execute(
+                self._queries("publish_joined"),
+                {
+                    "topic": topic.name, "partitions": topic.partitions, "layout": topic.layout,
+                    "partition": partition, "key": key, "value": publication.value, "metadata": metadata.decode(),
+                },
+            )  # fmt: skip
+            return inserted.rowcount == 1
 
     def _check(self, connection: Connection, topics: Collection[Topic], *, joined: bool) -> None:
         """Raise `RedefinitionError` unless the topics have these definitions. The open COPY keeps them unchanged."""

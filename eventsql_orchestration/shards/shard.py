@@ -133,7 +133,9 @@ class Shard:
             # This role may only publish; a transfer runs in another process.
             self._announce_buffered()
             return
-        self._wake.set()
+        # The transfer clears the event before it looks into the buffer.
+        if not self._wake.is_set():
+            self._wake.set()
         if not self._transferring:
             with self._background_lock:
                 if not self._transferring:

@@ -55,6 +55,7 @@ RESULTS = {
 """Classes whose objects only the platform makes; making one checks nothing."""
 
 EXEMPT = {
+    "Database.execute": "only the platform calls it, for each event",
     "Database.meaning": "takes the errors of the driver alone",
     "Acknowledgement.finish": "only the publisher calls it, for each event",
     "Aggregate.apply": "the code of users",

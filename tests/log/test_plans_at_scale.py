@@ -657,9 +657,12 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
 
 
 def test_a_publisher_finds_its_topic_and_what_lies_in_its_buffer(buffered: EventSQL, watch: Watch) -> None:
+    publish = Queries("log", "eventsql")("publish")
+    event = {"partitions": 10, "layout": 1, "partition": 0, "key": None, "value": b"x", "metadata": "{}"}
     with watch.watching():
         for topic in ("flood", "orders", "rare"):
-            buffered.publisher.publish(Publication(topic, b"x"))
+            with buffered.database.connection() as connection:
+                connection.execute(publish, {"topic": topic, **event})
             buffered.publisher.publish_all([Publication(topic, b"x")] * 2)
             buffered.publisher.publish_all([Publication(topic, b"x")] * publisher.STRAIGHT_LEAST)
     for plan in watch.of("publish", "redefined_topics", "await_topic"):

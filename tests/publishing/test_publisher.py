@@ -422,6 +422,15 @@ def test_one_event_is_one_statement(platform: EventSQL, said_by: Callable[[Datab
     assert said.verbs() == ["INSERT"]
 
 
+def test_one_event_is_one_round_trip(platform: EventSQL, said_by: Callable[[Database], Said]) -> None:
+    remember(platform)
+    platform.publisher.publish(order(b""))
+    said = said_by(platform.database)
+    for number in range(10):
+        platform.publisher.publish(order(b"%d" % number, key=str(number), metadata={"a": "b"}))
+    assert said.round_trips() == 10
+
+
 @pytest.mark.parametrize("count", [1, 10_000])
 def test_a_batch_is_one_copy_of_any_size(platform: EventSQL, said_by: Callable[[Database], Said], count: int) -> None:
     remember(platform)

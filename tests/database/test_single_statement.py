@@ -1,0 +1,139 @@
+"""A single statement commits by itself in one round trip, and fails as any other statement does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.single_statement import SingleStatement
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
+
+if TYPE_CHECKING:
+    from tests.fixtures import Said, Sessions
+
+INSERT = sql.SQL("INSERT INTO public.numbers SELECT %(number)s::integer, %(text)s::text WHERE 7 %% 4 = 3")
+
+
+@pytest.fixture
+def statement(database: Database) -> SingleStatement:
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE public.numbers (number integer PRIMARY KEY, text text)")
+    return SingleStatement("number", INSERT)
+
+
+def insert(database: Database, statement: SingleStatement, number: int, text: bytes | None = None) -> int:
+    return database.execute(statement, {"text": text, "number": number.to_bytes(4, "big")})
+
+
+@pytest.fixture
+def stored(sessions: Sessions) -> Callable[[], list[tuple[int, str | None]]]:
+    """The rows that another session sees."""
+    other = sessions()
+    other.autocommit = True
+    return lambda: other.execute("SELECT number, text FROM public.numbers ORDER BY number").fetchall()
+
+
+def test_it_is_committed_when_it_returns_and_tells_how_many_rows_it_wrote(
+    database: Database, statement: SingleStatement, stored: Callable[[], object]
+) -> None:
+    assert insert(database, statement, 1, "ä".encode()) == 1
+    assert insert(database, statement, 2) == 1
+    assert stored() == [(1, "ä"), (2, None)]
+
+
+def test_a_connection_prepares_it_once(
+    database: Database, statement: SingleStatement, said_by: Callable[[Database], Said]
+) -> None:
+    said = said_by(database)
+    insert(database, statement, 1)
+    first = said.round_trips()
+    insert(database, statement, 2)
+    insert(database, statement, 3)
+    assert (first, said.round_trips()) == (2, 2)
+
+
+@pytest.mark.parametrize("lost", ["DEALLOCATE ALL", "DISCARD ALL"])
+def test_it_is_prepared_again_where_the_server_has_forgotten_it(
+    database: Database, statement: SingleStatement, stored: Callable[[], object], lost: str
+) -> None:
+    insert(database, statement, 1)
+    with database.connection() as connection:
+        connection.execute(lost)
+    insert(database, statement, 2)
+    assert stored() == [(1, None), (2, None)]
+
+
+def test_a_statement_that_the_server_refuses_is_an_error_of_ours_and_leaves_the_connection_usable(
+    database: Database, statement: SingleStatement, stored: Callable[[], object], said_by: Callable[[Database], Said]
+) -> None:
+    insert(database, statement, 1)
+    said = said_by(database)
+    with pytest.raises(DatabaseError) as refused:
+        insert(database, statement, 1)
+    assert getattr(refused.value.__cause__, "sqlstate", None) == "23505"
+    insert(database, statement, 2)
+    assert said.round_trips() == 2
+    assert stored() == [(1, None), (2, None)]
+
+
+def test_a_statement_that_cannot_be_prepared_is_an_error_of_ours_each_time(database: Database) -> None:
+    statement = SingleStatement("missing", sql.SQL("INSERT INTO public.missing SELECT %(number)s::integer"))
+    for _ in range(2):
+        with pytest.raises(DatabaseError):
+            database.execute(statement, {"number": b"\0\0\0\1"})
+
+
+def test_a_connection_that_is_lost_meanwhile_is_an_error_of_ours_and_the_next_one_works(
+    database: Database, statement: SingleStatement, sessions: Sessions, until_blocked: Callable[[], None],
+    stored: Callable[[], object],
+) -> None:  # fmt: skip
+    locking, failed = sessions(), list[BaseException]()
+    locking.execute("LOCK TABLE public.numbers")
+
+    def blocked() -> None:
+        try:
+            insert(database, statement, 1)
+        except DatabaseError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    until_blocked()
+    locking.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    thread.join()
+    locking.rollback()
+
+    assert [type(error) for error in failed] == [DatabaseUnavailableError]
+    insert(database, statement, 2)
+    assert stored() == [(2, None)]
+
+
+@pytest.fixture
+def interrupting(sessions: Sessions, until_blocked: Callable[[], None]) -> Iterator[None]:
+    """Keeps the table locked, and interrupts this process once a statement waits for it."""
+    locking = sessions()
+    locking.execute("LOCK TABLE public.numbers")
+
+    def interrupt() -> None:
+        until_blocked()
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_ctrl_c_cancels_a_statement_that_waits(
+    database: Database, statement: SingleStatement, interrupting: None
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        insert(database, statement, 1)
+    with database.connection() as connection:
+        assert connection.execute("SELECT count(*) FROM pg_locks WHERE NOT granted").fetchone() == (0,)
