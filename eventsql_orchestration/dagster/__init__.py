@@ -28,6 +28,7 @@ from eventsql_orchestration.dagster.housekeeping.schedule import HistoryRetentio
 from eventsql_orchestration.dagster.io.io_manager import EventSQLIOManager
 from eventsql_orchestration.dagster.io.publish import publish_dataframe, publish_events
 from eventsql_orchestration.dagster.io.spark_progress import spark_progress
+from eventsql_orchestration.dagster.launcher.run_launcher import PreforkRunLauncher
 from eventsql_orchestration.dagster.lineage.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_TOPIC
 from eventsql_orchestration.dagster.lineage.origin import lineage
 from eventsql_orchestration.dagster.local.instance import write_instance
@@ -55,6 +56,7 @@ __all__ = [
     "EventSQLResource",
     "HistoryRetention",
     "LagLimits",
+    "PreforkRunLauncher",
     "RangeLimits",
     "RunLimits",
     "TickOptions",

@@ -1,0 +1,1 @@
+"""A run launcher that forks runs from a process that has imported Dagster and the code location."""

@@ -1,0 +1,117 @@
+"""Every private name of Dagster that the launcher uses, each with a test in test_dagster_internals.py."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import cast
+
+import dagster as dg
+from dagster._cli.api import _execute_run_command_body, _resume_run_command_body
+from dagster._cli.utils import get_instance_for_cli
+from dagster._core import code_pointer
+from dagster._core.errors import DagsterUserCodeUnreachableError
+from dagster._core.instance import InstanceRef
+from dagster._core.launcher.base import (
+    CheckRunHealthResult,
+    LaunchRunContext,
+    ResumeRunContext,
+    RunLauncher,
+    WorkerStatus,
+)
+from dagster._core.origin import RepositoryPythonOrigin
+from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
+from dagster._core.run_coordinator import QueuedRunCoordinator
+from dagster._core.secrets.env_file import get_env_var_dict
+from dagster._core.storage.tags import GRPC_INFO_TAG
+from dagster._core.workspace.context import BaseWorkspaceRequestContext
+from dagster._serdes import ConfigurableClass, ConfigurableClassData, deserialize_value, serialize_value
+from dagster._utils import get_run_crash_explanation
+from dagster._utils.hosted_user_process import recon_repository_from_origin
+from dagster._utils.interrupts import capture_interrupts
+
+__all__ = [
+    "GRPC_INFO_TAG",
+    "CheckRunHealthResult",
+    "ConfigurableClass",
+    "ConfigurableClassData",
+    "DagsterUserCodeUnreachableError",
+    "InstanceRef",
+    "LaunchRunContext",
+    "RepositoryPythonOrigin",
+    "ResumeRunContext",
+    "RunLauncher",
+    "WorkerStatus",
+    "add_location_environment",
+    "capture_interrupts",
+    "default_launcher",
+    "deserialize_value",
+    "execute_run",
+    "get_instance_for_cli",
+    "get_run_crash_explanation",
+    "import_storage",
+    "launched_by_queue",
+    "load_location",
+    "resumes_runs",
+    "serialize_value",
+    "server_id",
+    "working_directory",
+]
+
+
+def execute_run(instance: dg.DagsterInstance, run_id: str, *, resume: bool) -> None:
+    """Execute a run in this process, as `dagster api execute_run` and `dagster api resume_run` do."""
+    body = _resume_run_command_body if resume else _execute_run_command_body
+    body(run_id, instance, lambda _event: None, set_exit_code_on_failure=False)
+
+
+def default_launcher() -> RunLauncher[dg.DagsterInstance]:
+    """Dagster's own launcher, which asks the code server for a process."""
+    return dg.DefaultRunLauncher()
+
+
+def load_location(origin: RepositoryPythonOrigin) -> None:
+    """Import a repository and build its jobs. Later loads in this process and its forks find them.
+
+    A pointer to a file would execute the file again at each load.
+    """
+    code_pointer.load_python_file = functools.cache(code_pointer.load_python_file)
+    recon_repository_from_origin(origin).get_definition().get_all_jobs()
+
+
+def import_storage(ref: InstanceRef) -> None:
+    """Import the modules of an instance's storage, without a connection."""
+    for data in ref:
+        if isinstance(data, ConfigurableClassData) and data is not ref.run_launcher_data:
+            importlib.import_module(data.module_name)
+
+
+def add_location_environment(ref: InstanceRef, location: str) -> None:
+    """Set the variables of `.env` and of the instance's secrets, as a code server does."""
+    os.environ.update(get_env_var_dict(os.getcwd()))  # noqa: PTH109 - as Dagster calls it
+    if (loader := ref.secrets_loader) is not None:
+        os.environ.update(loader.get_secrets_for_environment(location))
+
+
+def working_directory(origin: RepositoryPythonOrigin) -> str:
+    """The directory from which a location's code is imported."""
+    return cast("str | None", getattr(origin.code_pointer, "working_directory", None)) or os.getcwd()  # noqa: PTH109
+
+
+def server_id(workspace: BaseWorkspaceRequestContext | None, location: str) -> str:
+    """The identity of a location's code server, which a reload changes; empty without a server."""
+    if workspace is None:
+        return ""
+    found = workspace.get_code_location(location)
+    return found.server_id if isinstance(found, GrpcServerCodeLocation) else ""
+
+
+def launched_by_queue(instance: dg.DagsterInstance) -> bool:
+    """Whether the daemon launches every run of an instance."""
+    return isinstance(instance.run_coordinator, QueuedRunCoordinator)
+
+
+def resumes_runs(instance: dg.DagsterInstance) -> bool:
+    """Whether run monitoring starts a new process for a run whose process died."""
+    return instance.run_monitoring_enabled and instance.run_monitoring_max_resume_run_attempts > 0

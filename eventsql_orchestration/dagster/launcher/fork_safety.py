@@ -1,0 +1,44 @@
+"""Whether this process may be forked: one thread, and no sockets but those that it was given."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+
+def open_sockets() -> set[int]:
+    """The file descriptors of this process that are sockets."""
+    found = set()
+    for name in os.listdir("/dev/fd"):  # noqa: PTH208 - Linux and macOS have this directory
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.add(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def obstacle(given: set[int]) -> str | None:
+    """Why this process must not be forked, in words; None if it may be. `given` are the sockets that may be open."""
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others:
+        return f"it starts threads when it is imported ({', '.join(others)})"
+    if opened := open_sockets() - given:
+        return f"it opens {len(opened)} network connections or sockets when it is imported"
+    if (threads := _threads_after_fork()) > 1:
+        return f"a native library that it imports keeps {threads - 1} threads"
+    return None
+
+
+def _threads_after_fork() -> int:
+    """The threads that are left after a fork: libraries that allow forks, as OpenBLAS does, end theirs before it."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    try:
+        return len(list(Path("/proc/self/task").iterdir()))
+    except OSError:
+        return 1

@@ -1,0 +1,260 @@
+"""`PreforkRunLauncher`: each run is a fork of a process that has loaded the location."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import dagster as dg
+
+from eventsql_orchestration.dagster.launcher import dagster_internals as internals
+from eventsql_orchestration.dagster.launcher.server_process import (
+    LocationChangedError,
+    ServerGoneError,
+    ServerProcess,
+    Unforkable,
+    runs_here,
+)
+from eventsql_orchestration.dagster.launcher.worker import Worker
+from eventsql_orchestration.threads import start_thread
+
+logger = logging.getLogger(__name__)
+
+TERMINATE_TAG: Final = "eventsql/terminate"
+"""The tag of a run that a process of another machine wants to end. Its value is the run's id."""
+
+_ATTEMPTS: Final = 4
+"""Servers that one launch may start, if files go on changing or servers go on dying."""
+
+_UNFORKABLE_FOR: Final = 600.0
+"""Seconds for which a location that cannot be forked is launched as Dagster does, unless it is reloaded earlier."""
+
+_WATCH_EVERY: Final = 2.0
+"""Seconds between two looks for runs that a process of another machine wants to end."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The present server of a location, or the reason why it has none."""
+
+    lock: threading.Lock
+    server: ServerProcess | None = None
+    code_server: str = ""
+    unforkable_until: float = 0.0
+
+
+class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.ConfigurableClass):
+    """Launches each run as a fork of a process that has imported Dagster and the code location.
+
+    `max_runs` bounds the runs of one location at once. `import_timeout_seconds` is the time that the import of a
+    location may take. A location that cannot be forked runs as with Dagster's `DefaultRunLauncher`; the log of its next
+    run says why.
+    """
+
+    def __init__(
+        self, max_runs: int = 100, import_timeout_seconds: int = 120,
+        inst_data: internals.ConfigurableClassData | None = None,
+    ) -> None:  # fmt: skip
+        self._max_runs = max_runs
+        self._import_timeout = import_timeout_seconds
+        self._inst_data = inst_data
+        self._default = internals.default_launcher()
+        self._lock = threading.Lock()
+        self._slots: dict[str, _Slot] = {}
+        self._ending: list[ServerProcess] = []
+        self._closed = threading.Event()
+        self._watch: threading.Thread | None = None
+        super().__init__()  # type: ignore[no-untyped-call]  # Dagster gives it no types
+
+    @property
+    def inst_data(self) -> internals.ConfigurableClassData | None:
+        """The configuration, as Dagster keeps it."""
+        return self._inst_data
+
+    @classmethod
+    def config_type(cls) -> dict[str, Any]:
+        """The options in dagster.yaml."""
+        return {
+            "max_runs": dg.Field(int, default_value=100, description="Runs of one location at once."),
+            "import_timeout_seconds": dg.Field(
+                int, default_value=120, description="Seconds that the import of a location may take."
+            ),
+        }
+
+    @classmethod
+    def from_config_value(
+        cls, inst_data: internals.ConfigurableClassData | None, config_value: Mapping[str, Any]
+    ) -> Self:
+        """The launcher of a dagster.yaml."""
+        return cls(inst_data=inst_data, **config_value)
+
+    def register_instance(self, instance: dg.DagsterInstance) -> None:
+        """Take the instance that owns this launcher."""
+        super().register_instance(instance)
+        self._default.register_instance(instance)
+
+    def launch_run(self, context: internals.LaunchRunContext) -> None:
+        """Fork a process for a run. The first run of a location waits for its import.
+
+        Raises `TooManyRunsError`, and the errors of `DefaultRunLauncher` where that has to launch.
+        """
+        if not self._fork(context, resume=False):
+            self._default.launch_run(context)
+
+    def resume_run(self, context: internals.ResumeRunContext) -> None:
+        """Fork a process that goes on with a run.
+
+        Raises `DagsterUserCodeUnreachableError` if the location cannot be forked.
+        """
+        if not self._fork(context, resume=True):
+            raise internals.DagsterUserCodeUnreachableError(
+                f"run {context.dagster_run.run_id} cannot be resumed: its location cannot be forked"
+            )
+
+    def _fork(self, context: internals.LaunchRunContext | internals.ResumeRunContext, *, resume: bool) -> bool:
+        """Whether a process was forked. If not, the location cannot be forked."""
+        run = context.dagster_run
+        if run.job_code_origin is None or run.remote_job_origin is None:
+            return False
+        origin, location = run.job_code_origin.repository_origin, run.remote_job_origin.location_name
+        code_server = internals.server_id(context.workspace, location)
+        with self._lock:
+            slot = self._slots.setdefault(f"{location} {origin.get_id()}", _Slot(threading.Lock()))
+        for _ in range(_ATTEMPTS):
+            server = None
+            try:
+                server = self._server(slot, location, origin, code_server)
+                if server is None:
+                    return False
+                server.launch(run.run_id, resume=resume)
+                return True
+            except (ServerGoneError, LocationChangedError) as error:
+                logger.info("the fork server of location %s is replaced: %r", location, error)
+                self._retire(slot, server)
+            except Unforkable as error:
+                self._launch_as_dagster_does(slot, run, location, error.reason)
+                return False
+        self._launch_as_dagster_does(slot, run, location, "its files go on changing, or its processes go on dying")
+        return False
+
+    def _server(
+        self, slot: _Slot, location: str, origin: internals.RepositoryPythonOrigin, code_server: str
+    ) -> ServerProcess | None:
+        """The server of a location, started if there is none; None while the location cannot be forked."""
+        with slot.lock:
+            if slot.code_server != code_server:
+                # The location was reloaded. What it read when it was imported, from a database for example, may differ.
+                self._end(slot)
+                slot.code_server, slot.unforkable_until = code_server, 0.0
+            if slot.server is None and time.monotonic() >= slot.unforkable_until:
+                if (why := runs_here(origin)) is not None:
+                    raise Unforkable(why)
+                slot.server = ServerProcess(
+                    location, origin, self._instance.get_ref(), max_runs=self._max_runs, timeout=self._import_timeout
+                )
+                self._watch_for_terminations()
+            return slot.server
+
+    def _retire(self, slot: _Slot, server: ServerProcess | None) -> None:
+        with slot.lock:
+            # Another launch may have replaced it.
+            if slot.server is server:
+                self._end(slot)
+
+    def _end(self, slot: _Slot) -> None:
+        if slot.server is not None:
+            slot.server.close()
+            self._ending.append(slot.server)
+            slot.server = None
+        self._ending = [server for server in self._ending if not server.has_ended()]
+
+    def _launch_as_dagster_does(self, slot: _Slot, run: dg.DagsterRun, location: str, reason: str) -> None:
+        slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR
+        message = f"Location {location} is launched by Dagster's default launcher, because {reason}"
+        logger.warning(message)
+        self._instance.report_engine_event(message, run, cls=self.__class__)
+
+    def terminate(self, run_id: str) -> bool:
+        """Ask the process of a run to end it. Gives False if there is no such process."""
+        run = self._instance.get_run_by_id(run_id)
+        if run is None or run.is_finished:
+            return False
+        worker = Worker.of(run_id, run.tags)
+        if worker is None and internals.GRPC_INFO_TAG in run.tags:
+            return self._default.terminate(run_id)
+        self._instance.report_run_canceling(run)
+        if worker is not None and worker.is_here:
+            return worker.interrupt()
+        # The launcher that forked the process ends it.
+        self._instance.add_run_tags(run_id, {TERMINATE_TAG: run_id})
+        return True
+
+    @property
+    def supports_check_run_worker_health(self) -> bool:
+        """True: run monitoring asks for the process of each started run."""
+        return True
+
+    def check_run_worker_health(self, run: dg.DagsterRun) -> internals.CheckRunHealthResult:
+        """Whether the process of a run is alive."""
+        status = internals.WorkerStatus
+        worker = Worker.of(run.run_id, run.tags)
+        if worker is None:
+            # The code server of Dagster's default launcher reports the end of its processes itself.
+            return internals.CheckRunHealthResult(status.RUNNING)
+        if worker.is_here:
+            if worker.is_alive():
+                return internals.CheckRunHealthResult(status.RUNNING, run_worker_id=str(worker.pid))
+            return internals.CheckRunHealthResult(status.FAILED, f"process {worker.pid} has ended")
+        if not internals.launched_by_queue(self._instance):
+            return internals.CheckRunHealthResult(status.RUNNING)
+        # The queue's daemon forked it, and this daemon has taken over from that one.
+        return internals.CheckRunHealthResult(status.NOT_FOUND, f"its process ran on {worker.host.split()[0]}")
+
+    @property
+    def supports_resume_run(self) -> bool:
+        """True: run monitoring may have a run resumed (`run_monitoring.max_resume_run_attempts`)."""
+        return True
+
+    def dispose(self) -> None:
+        """Let the servers end; runs under way go on."""
+        self._closed.set()
+        for slot in self._slots.values():
+            with slot.lock:
+                self._end(slot)
+
+    def join(self, timeout: int = 30) -> None:
+        """Wait until the launched runs have ended and their servers, too. Raises `TimeoutError`."""
+        self.dispose()
+        deadline = time.monotonic() + timeout
+        while any(not server.has_ended() for server in self._ending):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"runs are still under way after {timeout} s")
+            time.sleep(0.01)
+
+    def _watch_for_terminations(self) -> None:
+        with self._lock:
+            if self._watch is None:
+                self._watch = start_thread("terminations", self._end_terminated_runs)
+
+    def _end_terminated_runs(self) -> None:
+        ended: set[str] = set()
+        canceling = dg.RunsFilter(statuses=[dg.DagsterRunStatus.CANCELING])
+        while not self._closed.wait(_WATCH_EVERY):
+            if not self.has_instance:
+                return
+            try:
+                runs = self._instance.get_runs(canceling)
+            except Exception as error:  # noqa: BLE001 - the storage may be away for a while
+                logger.warning("runs that are to be terminated are not known at present: %s", error)
+                continue
+            for run in runs:
+                worker = Worker.of(run.run_id, run.tags)
+                requested = run.tags.get(TERMINATE_TAG) == run.run_id and run.run_id not in ended
+                if requested and worker is not None and worker.is_here:
+                    worker.interrupt()
+                    ended.add(run.run_id)
+            ended &= {run.run_id for run in runs}

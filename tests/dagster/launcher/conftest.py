@@ -1,0 +1,183 @@
+"""A deployment for tests of the launcher: an instance, a code server, and locations that are written by the test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import dagster as dg
+import pytest
+import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
+from dagster._core.test_utils import create_run_for_test
+from dagster._core.workspace.context import WorkspaceProcessContext
+from dagster._core.workspace.load_target import CompositeTarget, PythonFileTarget
+
+from eventsql_orchestration.dagster.launcher.run_launcher import PreforkRunLauncher
+from eventsql_orchestration.dagster.launcher.worker import Worker
+from tests.dagster.conftest import await_
+
+LOCATION: Final = """
+import os, signal, sys, time
+from pathlib import Path
+import dagster as dg
+
+HERE = Path(__file__).parent
+IN_SERVER = any(word.endswith("launcher.server") for word in sys.orig_argv)
+with (HERE / "imports").open("a") as imports:
+    imports.write(f"{os.getpid()} {IN_SERVER}\\n")
+
+
+class Work(dg.Config):
+    then: str = ""
+
+
+@dg.op
+def work(context: dg.OpExecutionContext, config: Work) -> None:
+    (HERE / context.run_id).write_text(f"{os.getpid()} {os.getppid()} {VERSION} {os.environ.get('OF_LOCATION')}")
+    match config.then:
+        case "fail":
+            raise ValueError
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(3)
+        case "wait":
+            while not (HERE / "go").exists():
+                time.sleep(0.01)
+
+
+@dg.job(executor_def=dg.in_process_executor)
+def short():
+    work()
+
+
+@dg.job
+def in_processes():
+    work()
+
+
+defs = dg.Definitions(jobs=[short, in_processes])
+"""
+"""A location. `VERSION` stands before it. Its runs leave a file with their process, its parent, and what they see."""
+
+
+class Deployment:
+    """An instance with the launcher, and a workspace of locations in the directories `<root>/<name>`."""
+
+    def __init__(self, root: Path, instance: dg.DagsterInstance, workspace: WorkspaceProcessContext) -> None:
+        self.root = root
+        self.instance = instance
+        self.workspace = workspace
+
+    @property
+    def launcher(self) -> PreforkRunLauncher:
+        launcher = self.instance.run_launcher
+        assert isinstance(launcher, PreforkRunLauncher)
+        return launcher
+
+    def create(self, then: str = "", *, job: str = "short", location: str = "first") -> str:
+        """Create a run whose step does `then`; gives its id."""
+        found = self.workspace.create_request_context().get_code_location(location)
+        (repository,) = found.get_repositories().values()
+        remote = repository.get_full_job(job)
+        run = create_run_for_test(
+            self.instance, job_name=job, run_config={"ops": {"work": {"config": {"then": then}}}},
+            remote_job_origin=remote.get_remote_origin(), job_code_origin=remote.get_python_origin(),
+            job_snapshot=remote.job_snapshot,
+        )  # fmt: skip
+        return str(run.run_id)
+
+    def launch(self, then: str = "", *, job: str = "short", location: str = "first") -> str:
+        """Launch a run whose step does `then`; gives its id."""
+        run_id = self.create(then, job=job, location=location)
+        self.instance.launch_run(run_id, self.workspace.create_request_context())
+        return run_id
+
+    def run(self, run_id: str) -> dg.DagsterRun:
+        run = self.instance.get_run_by_id(run_id)
+        assert run is not None
+        return run
+
+    def ended(self, run_id: str) -> dg.DagsterRunStatus:
+        """The status in which a run ends."""
+        await_(lambda: self.run(run_id).is_finished, "the end of a run")
+        return self.run(run_id).status
+
+    def waiting(self, *, location: str = "first") -> str:
+        """Launch a run whose step waits until `go`; gives its id once it waits."""
+        (self.root / location / "go").unlink(missing_ok=True)
+        run_id = self.launch("wait", location=location)
+        await_((self.root / location / run_id).exists, "the step of a run")
+        return run_id
+
+    def go(self, *, location: str = "first") -> None:
+        """Let the steps that wait go on."""
+        (self.root / location / "go").touch()
+
+    def seen(self, run_id: str, *, location: str = "first") -> tuple[int, int, str, str]:
+        """What a run saw: its process, the parent of that, the version, the variable of its location."""
+        pid, parent, version, variable = (self.root / location / run_id).read_text().split()
+        return int(pid), int(parent), version, variable
+
+    def worker(self, run_id: str) -> Worker:
+        worker = Worker.of(run_id, self.run(run_id).tags)
+        assert worker is not None
+        return worker
+
+    def said(self, run_id: str) -> list[str]:
+        """The engine's messages in a run's log."""
+        return [entry.message for entry in self.instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)]
+
+    def servers(self, location: str = "first") -> list[int]:
+        """The processes that have loaded a location for forks, in their order."""
+        lines = (self.root / location / "imports").read_text().splitlines()
+        return [int(pid) for pid, in_server in map(str.split, lines) if in_server == "True"]
+
+
+def write_location(root: Path, name: str, *, version: str = "1", before: str = "") -> Path:
+    """Write a location, or write it anew; gives its file. `before` stands before its own code."""
+    directory = root / name
+    directory.mkdir(exist_ok=True)
+    (directory / ".env").write_text(f"OF_LOCATION={name}\n")
+    file = directory / f"{name}_definitions.py"
+    file.write_text(f"VERSION = {version!r}\n{before}\n{LOCATION}")
+    return file
+
+
+@contextmanager
+def deployed(root: Path, *names: str, before: str = "", **options: int) -> Iterator[Deployment]:
+    """A deployment of locations, with the launcher's options."""
+    home = root / "home"
+    home.mkdir()
+    launcher = {"module": "eventsql_orchestration.dagster", "class": "PreforkRunLauncher", "config": options}
+    (home / "dagster.yaml").write_text(yaml.safe_dump({"run_launcher": launcher, "telemetry": {"enabled": False}}))
+    targets = [
+        PythonFileTarget(
+            python_file=str(write_location(root, name, before=before)), attribute=None,
+            working_directory=str(root / name), location_name=name,
+        )
+        for name in names
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        instance = stack.enter_context(dg.DagsterInstance.from_config(str(home)))
+        workspace = stack.enter_context(WorkspaceProcessContext(instance, CompositeTarget(targets=targets)))
+        deployment = Deployment(root, instance, workspace)
+        yield deployment
+        for name in names:
+            deployment.go(location=name)
+        deployment.launcher.join(60)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A deployment of the locations `first` and `second`, for all tests of a module."""
+    with deployed(tmp_path_factory.mktemp("deployment"), "first", "second") as made:
+        yield made
+
+
+def descriptors(pid: int) -> int:
+    """The number of open files of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - only the number matters

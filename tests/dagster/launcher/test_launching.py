@@ -1,0 +1,143 @@
+"""Runs that are forked from a process that has loaded their location."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import dagster as dg
+import psutil
+import pytest
+
+from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG
+from tests.dagster.conftest import await_
+from tests.dagster.launcher.conftest import Deployment, descriptors, write_location
+
+SUCCESS, FAILURE, CANCELED = (dg.DagsterRunStatus(name) for name in ("SUCCESS", "FAILURE", "CANCELED"))
+
+
+def test_each_run_is_a_process_of_its_own_forked_from_the_one_that_imported_the_location(
+    deployment: Deployment,
+) -> None:
+    runs = [deployment.launch() for _ in range(2)]
+    assert [deployment.ended(run) for run in runs] == [SUCCESS, SUCCESS]
+    seen = [deployment.seen(run) for run in runs]
+    assert len({pid for pid, *_ in seen}) == 2
+    assert {parent for _, parent, *_ in seen} == {deployment.servers()[-1]}
+
+
+def test_a_run_has_the_step_processes_of_the_multiprocess_executor(deployment: Deployment) -> None:
+    run = deployment.launch(job="in_processes")
+    assert deployment.ended(run) is SUCCESS
+    assert deployment.seen(run)[0] != deployment.worker(run).pid
+
+
+def test_a_failing_step_fails_the_run_and_not_its_process(deployment: Deployment) -> None:
+    run = deployment.launch("fail")
+    assert deployment.ended(run) is FAILURE
+    assert not any("Run execution process" in message for message in deployment.said(run))
+
+
+@pytest.mark.parametrize(("then", "named"), [("die", "SIGKILL"), ("exit", "code 3")])
+def test_the_log_of_a_run_whose_process_dies_names_the_signal_or_exit_code(
+    deployment: Deployment, then: str, named: str
+) -> None:
+    run = deployment.launch(then)
+    assert deployment.ended(run) is FAILURE
+    assert any(named in message for message in deployment.said(run))
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["its own launcher", "the launcher of another process"])
+def test_a_terminated_run_is_canceled_and_its_process_ends(deployment: Deployment, other: bool) -> None:
+    run = deployment.waiting()
+    with dg.DagsterInstance.from_ref(deployment.instance.get_ref()) as instance:
+        launcher = instance.run_launcher if other else deployment.launcher
+        assert launcher.terminate(run)
+        assert deployment.ended(run) is CANCELED
+        await_(lambda: not deployment.worker(run).is_alive(), "the end of the process")
+        assert not launcher.terminate(run)
+
+
+def test_a_process_of_another_machine_ends_a_run_through_the_launcher_that_forked_it(deployment: Deployment) -> None:
+    run = deployment.waiting()
+    deployment.instance.report_run_canceling(deployment.run(run))
+    deployment.instance.add_run_tags(run, {TERMINATE_TAG: run})
+    assert deployment.ended(run) is CANCELED
+
+
+def test_a_run_goes_on_when_the_server_is_killed_and_the_next_run_has_a_new_server(deployment: Deployment) -> None:
+    run = deployment.waiting()
+    killed = deployment.servers()[-1]
+    os.kill(killed, signal.SIGKILL)
+    following = deployment.launch()
+    assert deployment.ended(following) is SUCCESS
+    assert deployment.seen(following)[1] == deployment.servers()[-1] != killed
+    assert deployment.launcher.check_run_worker_health(deployment.run(run)).status.value == "RUNNING"
+    deployment.go()
+    assert deployment.ended(run) is SUCCESS
+
+
+def test_run_monitoring_sees_the_death_of_a_process_whose_server_is_dead(deployment: Deployment) -> None:
+    run = deployment.waiting()
+    worker = deployment.worker(run)
+    os.kill(deployment.servers()[-1], signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
+    await_(lambda: not worker.is_alive(), "the end of the process")
+    assert deployment.launcher.check_run_worker_health(deployment.run(run)).status.value == "FAILED"
+    assert not deployment.launcher.terminate(run)
+    deployment.instance.report_run_failed(deployment.run(run))
+
+
+def test_a_run_is_resumed_in_a_new_process(deployment: Deployment) -> None:
+    run = deployment.waiting()
+    worker = deployment.worker(run)
+    os.kill(deployment.servers()[-1], signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
+    deployment.go()
+    deployment.instance.resume_run(run, deployment.workspace.create_request_context(), 1)
+    assert deployment.ended(run) is SUCCESS
+    assert deployment.worker(run).pid != worker.pid
+
+
+def test_a_run_after_a_change_of_a_file_executes_the_new_code(deployment: Deployment) -> None:
+    before = deployment.waiting()
+    write_location(deployment.root, "first", version="2")
+    after = deployment.launch()
+    assert deployment.ended(after) is SUCCESS
+    assert deployment.seen(after)[2] == "2"
+    deployment.go()
+    assert deployment.ended(before) is SUCCESS
+
+
+def test_a_reload_of_the_location_replaces_the_server(deployment: Deployment) -> None:
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    before = deployment.servers()[-1]
+    deployment.workspace.reload_code_location("first")
+    run = deployment.launch()
+    assert deployment.ended(run) is SUCCESS
+    assert deployment.seen(run)[1] != before
+
+
+def test_runs_of_two_locations_see_their_own_modules_and_environment(deployment: Deployment) -> None:
+    runs = {name: deployment.waiting(location=name) for name in ("first", "second")}
+    seen = {name: deployment.seen(run, location=name) for name, run in runs.items()}
+    assert {name: variable for name, (*_, variable) in seen.items()} == {"first": "first", "second": "second"}
+    assert seen["first"][1] != seen["second"][1]
+    for name, run in runs.items():
+        deployment.go(location=name)
+        assert deployment.ended(run) is SUCCESS
+
+
+@pytest.mark.parametrize("runs", [10, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+def test_short_runs_leave_no_memory_files_or_processes_behind(deployment: Deployment, runs: int) -> None:
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    server = psutil.Process(deployment.servers()[-1])
+    await_(lambda: not server.children(), "the end of the first process")
+    files, memory = descriptors(server.pid), server.memory_info().rss
+    for _ in range(runs):
+        assert deployment.ended(deployment.launch()) is SUCCESS
+    assert deployment.servers()[-1] == server.pid
+    await_(lambda: not server.children(), "the end of the processes")
+    assert descriptors(server.pid) == files
+    # Less than a kilobyte for each run of the nightly test.
+    assert server.memory_info().rss - memory < 1_000_000

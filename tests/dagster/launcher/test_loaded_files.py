@@ -1,0 +1,91 @@
+"""Which files a loaded location depends on, and the changes of them that are noticed. Each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eventsql_orchestration.dagster.launcher import loaded_files
+
+LOAD = """
+import runpy, sys
+files = runpy.run_path(sys.argv[2])["LoadedFiles"](int(sys.argv[1]))
+with files.recorded():
+    import location_module
+files.watch(".env")
+print("loaded", flush=True)
+sys.stdin.readline()
+print(files.changed())
+"""
+
+CHANGES = {
+    "an imported module": lambda directory: (directory / "imported_module.py").write_text("VALUE = 2"),
+    "a module with the same size and time": lambda directory: _replace(directory / "imported_module.py", "VALUE = 3"),
+    "a file that the location read": lambda directory: (directory / "read.yaml").write_text("changed: true"),
+    "a module that has gone": lambda directory: (directory / "imported_module.py").unlink(),
+    "a new module": lambda directory: (directory / "new_module.py").touch(),
+    "a new package": lambda directory: (directory / "new_package").mkdir(),
+    "a new .env": lambda directory: (directory / ".env").write_text("NEW=1"),
+}
+
+NO_CHANGES = {
+    "nothing": lambda directory: None,
+    "a file that the location wrote": lambda directory: (directory / "written.txt").write_text("again"),
+    "a compiled module": lambda directory: (directory / "module.pyc").touch(),
+    "a file of no interest": lambda directory: (directory / "output.parquet").touch(),
+}
+
+
+def _replace(file: Path, text: str) -> None:
+    """Replace a file, and give the new one the times of the old one."""
+    before = file.stat()
+    assert len(text) == before.st_size
+    file.write_text(text)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "imported_module.py").write_text("VALUE = 1")
+    (tmp_path / "read.yaml").write_text("changed: false")
+    (tmp_path / "location_module.py").write_text(
+        "import os, imported_module\nopen('read.yaml').close()\nopen('written.txt', 'w').close()\nos.listdir('.')\n"
+    )
+    return tmp_path
+
+
+def changed(directory: Path, change: object, *, since: int | None = None) -> str:
+    """The path that is reported after a change; "None" for none."""
+    assert callable(change)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, "-c", LOAD, str(since or time.time_ns()), loaded_files.__file__], cwd=directory,
+        env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loaded\n"
+        change(directory)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_noticed(directory: Path, change: object) -> None:
+    assert changed(directory, change) != "None"
+
+
+@pytest.mark.parametrize("change", NO_CHANGES.values(), ids=NO_CHANGES)
+def test_no_change_is_seen_in(directory: Path, change: object) -> None:
+    assert changed(directory, change) == "None"
+
+
+def test_a_module_that_changed_while_it_was_imported_counts_as_changed(directory: Path) -> None:
+    before = (directory / "imported_module.py").stat().st_mtime_ns
+    assert changed(directory, lambda _: None, since=before) != "None"
