@@ -136,7 +136,7 @@ class Transfer(Benchmark):
 
                 def moved() -> bool:
                     # One writer gives out the ids without gaps, so the newest id is the number of events.
-                    samples.append(Sample(time.monotonic(), sum(session.numbers("newest", topic=topic))))
+                    samples.append(Sample(time.monotonic(), sum(session.ends(topic))))
                     session.report(f"transferring {events:,} events", min(samples[-1].events, events), events)
                     return transfer.outcome is not None
 

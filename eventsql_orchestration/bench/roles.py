@@ -135,7 +135,7 @@ def publish_timed(worker: Worker, *, topic: str, rate: float, events: int, threa
 
 def insert_rows(worker: Worker, *, table: str, partitions: int, connections: int, seconds: float) -> Outcome:
     """Commit single rows into a table like the buffer over several connections. Gives rows per second."""
-    statement = Queries("bench", worker.schema)("insert_raw", topic=table)
+    statement = Queries("bench", worker.schema)("insert_raw", table=table)
     rows = [
         {"topic": table, "partition": default_partition(each, partitions), "key": each.key, "value": each.value}
         for each in workload.publications(table, 10_000)

@@ -27,12 +27,16 @@ from eventsql_orchestration.bench.processes import Crew, Report, WorkerProcess
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.model import Topic
 from eventsql_orchestration.signals import handling
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.storage.segment_drops import drop_orphans
 
 PREFIX: Final = "eventsql_bench_"
+
+_RAW: Final = f"{PREFIX}raw_"
 
 RAW_BATCH: Final = 5_000
 
@@ -62,6 +66,7 @@ class Session:
         self.databases = [shard.database for shard in platform.shards]
         self.connections: list[Connection] = []
         self.queries = Queries("bench", self.databases[0].schema)
+        self._log = LogReader(self.databases[0].schema)
         self._raw_events = raw_events
         self._raw_rates: list[float] = []
         self._token = secrets.token_hex(3)
@@ -93,12 +98,14 @@ class Session:
     def describe(self) -> dict[str, object]:
         return machine.describe(self.connection, self.queries)
 
-    def numbers(
-        self, query: str, parameters: dict[str, object] | None = None, *, topic: str | None = None
-    ) -> list[int]:
+    def numbers(self, query: str, parameters: dict[str, object] | None = None) -> list[int]:
         """The number that a statement returns on each shard."""
-        rows = [each.execute(self.queries(query, topic=topic), parameters).fetchone() for each in self.connections]
+        rows = [each.execute(self.queries(query), parameters).fetchone() for each in self.connections]
         return [int(row[0]) for row in rows if row is not None]
+
+    def ends(self, topic: str) -> list[int]:
+        """The newest offset of a topic on each shard."""
+        return [self._log.end(each, topic) for each in self.connections]
 
     # Topics, tables and processes
 
@@ -117,18 +124,18 @@ class Session:
 
     @contextmanager
     def raw_table(self) -> Iterator[str]:
-        """A table like the buffer on every shard for the block. Gives the name of the topic of a table."""
-        name = f"{PREFIX}raw_{secrets.token_hex(3)}"
+        """A table like the buffer on every shard for the block. Gives its name."""
+        name = f"{_RAW}{secrets.token_hex(3)}"
         try:
             for connection in self.connections:
-                connection.execute(self.queries("create_raw", topic=name))
-                connection.execute(self.queries("index_raw", topic=name))
+                connection.execute(self.queries("create_raw", table=name))
+                connection.execute(self.queries("index_raw", table=name))
             yield name
         finally:
             with _uninterrupted():
                 self._end_sessions()
                 for connection in self.connections:
-                    self._drop(connection, event_table(name))
+                    self._drop(connection, name)
 
     def consumer(self, topic: str, name: str = "bench", *, partitioned: bool = True) -> str:
         """A consumer of a topic of the benchmark, at the topic's beginning. Gives its name."""
@@ -198,7 +205,7 @@ class Session:
         """
         share = self._raw_events // len(self.connections)
         with self.raw_table() as table, ThreadPoolExecutor(len(self.connections)) as threads:
-            statement = self.queries("copy_raw", topic=table)
+            statement = self.queries("copy_raw", table=table)
             batches = [workload.encoded_batches(table, 10, events=share, batch=RAW_BATCH) for _ in self.connections]
             started = time.monotonic()
             copies = [
@@ -233,7 +240,7 @@ class Session:
 
         self.platform.transfer.run_once([topic])
         # Otherwise the first reader of a row would do work for later readers: it marks the row as committed.
-        self.connection.execute(self.queries("vacuum_log", topic=topic))
+        segments.vacuum(self.connection, self.databases[0].schema, topic)
         stored = self.platform.reader.count(topic)
         if stored != events:
             raise BenchmarkError(
@@ -294,8 +301,9 @@ class Session:
             if topic.name.startswith(PREFIX):
                 self._delete(topic.name)
 
-        parameters = {"schema": self.databases[0].schema, "prefix": PREFIX}
+        parameters = {"schema": self.databases[0].schema, "prefix": _RAW}
         for connection in self.connections:
+            drop_orphans(connection, self.databases[0].schema, PREFIX)
             for (table,) in connection.execute(self.queries("leftover_tables"), parameters).fetchall():
                 self._drop(connection, table)
 

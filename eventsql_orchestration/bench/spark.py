@@ -11,7 +11,6 @@ from eventsql_orchestration.bench.benchmark import Benchmark, option, workers
 from eventsql_orchestration.bench.figure import Figure, rate
 from eventsql_orchestration.bench.session import Session, limit_of
 from eventsql_orchestration.bench.spark_process import read_and_write
-from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import BenchmarkError, ConfigurationError
 
 JDBC_JAR: Final = Path("/usr/share/java/postgresql.jar")
@@ -51,11 +50,11 @@ class Spark(Benchmark):
         ):
             session.fill_log(source, events=self.events)
             for statement in ("drop_raw", "create_plain"):
-                session.connection.execute(session.queries(statement, topic=raw))
+                session.connection.execute(session.queries(statement, table=raw))
 
             with session.crew() as crew:
                 spark = crew.start(
-                    read_and_write, "Spark", source=source, target=target, table=event_table(raw),
+                    read_and_write, "Spark", source=source, target=target, table=raw,
                     events=self.events, tasks=self.tasks, rounds=self.rounds, jar=self.jdbc_jar,
                     home=str(session.home),
                 )  # fmt: skip

@@ -17,6 +17,7 @@ from eventsql_orchestration.bench.worker import Worker
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from eventsql_orchestration.storage.log_table import table_name
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -160,7 +161,7 @@ class _Ways:
         }
         end = int(self.events * part)
         selected = ", ".join(expressions[column.split()[0]] for column in columns.split(", "))
-        log = f'"{self._database.schema}"."{self.source}_event"'
+        log = f'"{self._database.schema}"."{table_name(self.source)}"'
         options = {
             **self._jdbc,
             "dbtable": f"(SELECT {selected} FROM {log} WHERE eql_id <= {end}) events",  # noqa: S608 - own names

@@ -26,9 +26,9 @@ from eventsql_orchestration.errors import EventSQLError, ShardsDifferError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.java import find_java
-from eventsql_orchestration.topics import sequences
+from eventsql_orchestration.storage import sequences
+from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
 from eventsql_orchestration.topics.leftovers import Leftovers
-from eventsql_orchestration.topics.legacy_writer_trigger import order, stranded
 
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""

@@ -12,8 +12,9 @@ from eventsql_orchestration.consuming.partition import ConsumerPartition, Locked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ConsumerNotFoundError
-from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, how_often
-from eventsql_orchestration.topics.catalog import check_readable
+from eventsql_orchestration.model import OffsetRange, how_often
+from eventsql_orchestration.storage.log_table import check_readable
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import HELD_BACK, Layouts
 
 
@@ -39,6 +40,7 @@ class ClaimMaker:
         self._dead_letters = dead_letters
         self._layouts = Layouts(database)
         self._queries = Queries("log", database.schema)
+        self._log = LogReader(database.schema)
 
     def claim(self, wanted: ClaimRequest) -> Claim | NoClaim:
         """Make a claim, after the consumer has entered the topic's next layout if its partitions have come as far."""
@@ -72,15 +74,12 @@ class ClaimMaker:
 
             if wanted.isolate and locked.state.failing:
                 min_events = max_events = 1
-            events, upto, waited = fetch_one(
-                connection,
-                self._queries("waiting" if partition == NOT_PARTITIONED else "waiting_partition", topic=topic),
-                {"partition": partition, "after": locked.offset, "upto": locked.upto, "limit": max_events},
-                prepare=False,
+            events, upto, waited = self._log.waiting(
+                connection, topic, partition=partition, after=locked.offset, upto=locked.upto, limit=max_events
             )
             if not events and locked.state.until is not None:
                 return None
-            if not events:
+            if upto is None or waited is None:
                 return NoClaim(f"no events wait after offset {locked.offset}", waiting=0)
 
             # Up to the end of a layout there will be no more events.

@@ -12,7 +12,7 @@ from eventsql_orchestration.database.connections import check_encoding
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClaimLostError, ValidationError
 from eventsql_orchestration.model import Event, OffsetRange
-from eventsql_orchestration.topics.reader import fetch
+from eventsql_orchestration.storage.reading import LogReader
 
 
 def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> LockedPartition:
@@ -39,14 +39,11 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
     return locked
 
 
-def read_range(
-    connection: Connection, queries: Queries, wanted: OffsetRange, *, limit: int | None = None
-) -> list[Event]:
+def read_range(connection: Connection, log: LogReader, wanted: OffsetRange, *, limit: int | None = None) -> list[Event]:
     """The events of a range, at most `limit`."""
-    return fetch(
-        connection, queries, wanted.topic,
-        partition=wanted.partition, after=wanted.after, upto=wanted.upto, limit=limit,
-    )  # fmt: skip
+    return log.read(
+        connection, wanted.topic, partition=wanted.partition, after=wanted.after, upto=wanted.upto, limit=limit
+    )
 
 
 def finish_claim(connection: Connection, queries: Queries, claim: Claim, state: str) -> bool:
@@ -72,16 +69,17 @@ def holder(claim: Claim) -> dict[str, object]:
 class ClaimSource:
     """The next batch of a claim. Closing the batch also renews the lease, or ends the claim."""
 
-    def __init__(self, queries: Queries, claim: Claim, lease: float) -> None:
+    def __init__(self, queries: Queries, log: LogReader, claim: Claim, lease: float) -> None:
         self.key = claim.key
         self._queries = queries
+        self._log = log
         self._claim = claim
         self._lease = lease
 
     def open(self, connection: Connection, limit: int) -> Batch:
         rest = self._claim.remaining
         locked = lock_claim(connection, self._queries, self._claim)
-        events = read_range(connection, self._queries, rest, limit=limit)
+        events = read_range(connection, self._log, rest, limit=limit)
         return Batch(locked, events, rest.upto if len(events) < limit else events[-1].id)
 
     def close(self, connection: Connection, result: BatchResult) -> None:

@@ -41,7 +41,7 @@ from eventsql_orchestration.consuming.failures import Failure, record_failure
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
-from eventsql_orchestration.database.rows import fetch_one, query_all, query_first
+from eventsql_orchestration.database.rows import query_all, query_first
 from eventsql_orchestration.errors import (
     ClaimLostError,
     DatabaseBusyError,
@@ -50,6 +50,8 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import check_seconds
 
@@ -69,6 +71,8 @@ class Claims:
         self._database = database
         self._runner = BatchRunner(database, dead_letters)
         self._queries = Queries("log", database.schema)
+        self._on_log = LogQueries("consumers", database.schema)
+        self._log = LogReader(database.schema)
         self._looks = Queries("claims", database.schema)
         self._maker = ClaimMaker(database, dead_letters)
         self._pruning = ClaimPruning(database)
@@ -131,7 +135,7 @@ class Claims:
 
         Empty if the consumer does not exist. Raises `TopicNotFoundError`.
         """
-        query = self._looks("standings" if consumer.partitioned else "standings_topic", topic=consumer.topic)
+        query = self._on_log("standings" if consumer.partitioned else "standings_topic", topic=consumer.topic)
         rows = query_all(self._database, query, {"topic": consumer.topic, "consumer": consumer.name}, prepare=False)
         return [PartitionClaims.of_row(row) for row in rows]
 
@@ -219,7 +223,7 @@ class Claims:
             try:
                 with self._database.transaction() as connection:
                     locked = lock_claim(connection, self._queries, claim)
-                    events = read_range(connection, self._queries, rest, limit=size)
+                    events = read_range(connection, self._log, rest, limit=size)
             except (DatabaseError, MemoryError) as error:
                 if size == 1 or not too_much(error):
                     raise
@@ -243,9 +247,9 @@ class Claims:
         with self._database.errors(connection):
             locked = lock_claim(connection, self._queries, claim)
             rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
-            name = "extent" if rest.partition == NOT_PARTITIONED else "extent_partition"
-            extent = {"partition": rest.partition, "after": rest.after, "upto": rest.upto}
-            events, first = fetch_one(connection, self._queries(name, topic=rest.topic), extent, prepare=False)
+            events, first = self._log.extent(
+                connection, rest.topic, partition=rest.partition, after=rest.after, upto=rest.upto
+            )
             advance(
                 connection, self._queries, claim.key,
                 after=locked.offset, upto=rest.upto, first=first, consumed=events if consumed is None else consumed,
@@ -275,7 +279,7 @@ class Claims:
             assert locked is not None, "locked above"
 
             # With the events before it that the filter skips: a retry must begin at the event itself.
-            events = read_range(connection, self._queries, replace(claim.remaining, upto=max(event.id, claim.position)))
+            events = read_range(connection, self._log, replace(claim.remaining, upto=max(event.id, claim.position)))
             result = self._runner.fail(connection, Batch(locked, events, event.id), error)
             if result is None:
                 raise ClaimLostError(f"{claim} is void: event {event.id} is not the consumer's any more")
@@ -306,7 +310,7 @@ class Claims:
         """
         with self._database.transaction() as connection:
             locked = lock_claim(connection, self._queries, claim)
-            first = read_range(connection, self._queries, claim.remaining, limit=1)
+            first = read_range(connection, self._log, claim.remaining, limit=1)
             failure = record_failure(connection, self._queries, locked, first[0], error) if first else None
             finish_claim(connection, self._queries, claim, "released")
             return failure
@@ -325,7 +329,7 @@ class Claims:
         check_handler(handler, "events", "connection")
         total, retry = BatchResult(0, claim.position), CommitRetry()
         while True:
-            source = ClaimSource(self._queries, claim, lease)
+            source = ClaimSource(self._queries, self._log, claim, lease)
             result = self._runner.run(source, handler, limit=batch, retry=retry)
             assert result is not None, "a claim that cannot be opened is lost"
             total += result

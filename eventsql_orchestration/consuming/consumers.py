@@ -40,8 +40,9 @@ from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import PartitionOutOfRangeError
 from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
-from eventsql_orchestration.topics.reader import fetch
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import Duration, check_seconds
 
@@ -59,12 +60,13 @@ class _UnleasedSource:
     """
 
     def __init__(
-        self, queries: Queries, dead_letters: DeadLetters, key: ConsumerPartition, options: PollOptions
+        self, queries: Queries, log: LogReader, dead_letters: DeadLetters, key: ConsumerPartition, options: PollOptions
     ) -> None:
         self.key = key
         self.idle = PollOutcome()
         self.full = False
         self._queries = queries
+        self._log = log
         self._dead_letters = dead_letters
         self._options = options
 
@@ -77,8 +79,8 @@ class _UnleasedSource:
         if self._dead_letters.blocking(locked.state, connection) is not None:
             return None
 
-        events = fetch(
-            connection, self._queries, self.key.topic,
+        events = self._log.read(
+            connection, self.key.topic,
             partition=self.key.partition, after=locked.offset, upto=locked.upto, limit=limit,
         )  # fmt: skip
         ending = locked.state.until is not None
@@ -130,7 +132,8 @@ class Consumers:
         self._runner = BatchRunner(database, dead_letters)
         self._layouts = Layouts(database)
         self._queries = Queries("log", database.schema)
-        self._own_queries = Queries("consumers", database.schema)
+        self._on_log = LogQueries("consumers", database.schema)
+        self._log = LogReader(database.schema)
         self.throttles = Throttles()
         """Throttles of consumers. The databases of a cluster share them."""
         self.commit_retry = CommitRetryLimits()
@@ -197,7 +200,7 @@ class Consumers:
 
     def _ready(self, topic: str, consumer: str, asked: dict[int, int], *, partitioned: bool) -> dict[int, float | None]:
         """The partitions that have the requested number of events, with the seconds until each may be consumed."""
-        query = self._own_queries("ready" if partitioned else "ready_topic", topic=topic)
+        query = self._on_log("ready" if partitioned else "ready_topic", topic=topic)
         asking = {"topic": topic, "consumer": consumer, "partitions": list(asked), "least": list(asked.values())}
         rows = query_all(self._database, query, asking, prepare=True)
         found = {partition: ready_in for partition, ready_in, waiting in rows if waiting}
@@ -248,7 +251,7 @@ class Consumers:
     ) -> PollOutcome:  # fmt: skip
         """Handle the next batch of a partition, if there is one."""
         retry = self._retries.setdefault(key, CommitRetry(self.commit_retry))
-        source = _UnleasedSource(self._queries, self._dead_letters, key, options)
+        source = _UnleasedSource(self._queries, self._log, self._dead_letters, key, options)
         result = self._runner.run(
             source, handler, limit=options.max_events, retry=retry, each=each, cancellation=cancellation
         )

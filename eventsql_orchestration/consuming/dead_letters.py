@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import DatabaseError, EventSQLError, TopicNot
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event, Publication, Topic
 from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.sharding import ANYWHERE
+from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.topics.side_consumers import backfill_of
@@ -68,6 +69,7 @@ class DeadLetters:
         self._reader = reader
         self._factory: DeadLetterFactory | None = None
         self._queries = Queries("dead_letters", database.schema)
+        self._letters = LogQueries("dead_letters", database.schema)
         self._log_queries = Queries("log", database.schema)
 
     # Giving events up
@@ -140,7 +142,7 @@ class DeadLetters:
         wanted = letters or LetterFilter()
         target, source = self._registry.topic(topic), self._source(topic)
         with self._database.connection() as connection:
-            connection.execute(self._queries("prune_former", topic=source), {"letters": source})
+            connection.execute(self._letters("prune_former", topic=source), {"letters": source})
         total, most = 0, BATCH
         for window in self._windows(source, wanted):
             after: int | None = window.after
@@ -189,7 +191,7 @@ class DeadLetters:
             removed = connection.execute(self._queries("prune_deleted")).rowcount
             for source in sources:
                 for name in ("prune_former", "prune"):
-                    removed += connection.execute(self._queries(name, topic=source), {"letters": source}).rowcount
+                    removed += connection.execute(self._letters(name, topic=source), {"letters": source}).rowcount
         return removed
 
     # Looking
@@ -221,7 +223,7 @@ class DeadLetters:
     def of_backfills(self, topic: str) -> dict[str, int]:
         """See `ClusterDeadLetters.of_backfills`."""
         source = self._source(topic)
-        rows = query_all(self._database, self._queries("of_backfills", topic=source), {"letters": source})
+        rows = query_all(self._database, self._letters("of_backfills", topic=source), {"letters": source})
         return {str(backfill): int(letters) for backfill, letters in rows}
 
     def _source(self, topic: str) -> str:
@@ -244,21 +246,21 @@ class DeadLetters:
         windows = [_Window(wanted.after, upto, ids[start : start + BATCH]) for start in range(0, len(ids), BATCH)]
         for window in windows:
             values = {"ids": window.ids, "limit": _UNKNOWN_SHOWN}
-            if unknown := query_all(self._database, self._queries("unknown", topic=source), values):
+            if unknown := query_all(self._database, self._letters("unknown", topic=source), values):
                 raise _unknown(source, [letter for (letter,) in unknown])
         return windows
 
     def _matching(
         self, source: str, wanted: LetterFilter, window: _Window, *, limit: int | None, redriven: bool | None
     ) -> tuple[sql.SQL, dict[str, object]]:
-        return self._queries("matching", topic=source), {
+        return self._letters("matching", topic=source), {
             **wanted.parameters(), "letters": source,
             "after": window.after, "upto": window.upto, "ids": window.ids, "limit": limit, "redriven": redriven,
         }  # fmt: skip
 
     def _read(self, connection: Connection, source: str, ids: Sequence[int]) -> Sequence[DeadLetter]:
         rows = connection.execute(
-            self._queries("letters", topic=source), {"letters": source, "ids": ids}, binary=True, prepare=False
+            self._letters("letters", topic=source), {"letters": source, "ids": ids}, binary=True, prepare=False
         )
         return [DeadLetter(source, *columns, redriven_at=redriven_at) for *columns, redriven_at in rows]
 

@@ -16,6 +16,7 @@ from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.layouts import layouts, named
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
@@ -69,7 +70,7 @@ class LagReader:
         self._registry = registry
         self._reader = reader
         self._queries = Queries("log", database.schema)
-        self._layouts = Queries("layouts", database.schema)
+        self._on_log = LogQueries("consumers", database.schema)
 
     def read(self, topic: str | None = None) -> list[ConsumerLag]:
         """The lag of every consumer partition of one topic or of all, by topic, consumer and partition."""
@@ -93,7 +94,7 @@ class LagReader:
     def _ahead(self, topic: str, consumer: str, until: int) -> tuple[Sequence[int], str]:
         own = {"topic": topic, "consumer": consumer}
         with self._database.connection() as connection:
-            rows = fetch_all(connection, self._layouts("behind", topic=topic), own, prepare=False)
+            rows = fetch_all(connection, self._on_log("behind", topic=topic), own, prepare=False)
             known = layouts(connection, self._database.schema, topic)
         partitions = [partition for partition, _ in rows]
         ending = max((each.number for each in known if each.after < until), default=None)

@@ -13,7 +13,7 @@ from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.topics.reader import MAX_OFFSET
+from eventsql_orchestration.storage.reading import MAX_OFFSET
 
 TRANSACTION_ENDED = "the handler ended or broke the transaction that it was given"
 

@@ -79,12 +79,9 @@ def on_each(shards: Sequence[Shard], do: Callable[[Shard], T_co]) -> OnShards[T_
     return OnShards(done, left_out)
 
 
-def rows_of(
-    shard: Shard, file: str, name: str, values: Mapping[str, object], *, topic: str | None = None
-) -> list[tuple[Any, ...]]:
+def rows_of(shard: Shard, file: str, name: str, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
     """The rows of a named statement of a file in `database/sql/`, executed on one shard."""
-    statement = Queries(file, shard.database.schema)(name, topic=topic)
-    return query_all(shard.database, statement, values, prepare=False)
+    return query_all(shard.database, Queries(file, shard.database.schema)(name), values, prepare=False)
 
 
 def place(shard: str | None, partition: int) -> str:

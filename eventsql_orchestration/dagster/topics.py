@@ -12,9 +12,10 @@ import dagster as dg
 from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.register import topic_missing
-from eventsql_orchestration.dagster.shards import rows_of, shards_of
+from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.errors import DatabaseUnavailableError, TopicNotFoundError
 from eventsql_orchestration.model import Topic, check_topic_name
+from eventsql_orchestration.storage.reading import LogReader
 
 TOPIC_PREFIX: Final = "topic"
 TOPIC_GROUP: Final = "topics"
@@ -129,8 +130,9 @@ def _arrival(shard: Shard, topic: str, after: int | None, end: int) -> dg.AssetM
         **({} if shard.name is None else {keys.INPUT_SHARD: shard.name}),
     }
     if after is not None:
-        (found,) = rows_of(shard, "log", "extent", {"after": after, "upto": end}, topic=topic)
+        with shard.database.connection() as connection:
+            found = LogReader(shard.database.schema).extent(connection, topic, after=after, upto=end)
         # There are none if retention has already dropped them.
-        if found[0]:
-            metadata |= {keys.PUBLISHED_EVENTS: found[0], keys.PUBLISHED_FIRST: found[1]}
+        if found.events:
+            metadata |= {keys.PUBLISHED_EVENTS: found.events, keys.PUBLISHED_FIRST: found.first}
     return dg.AssetMaterialization(asset_key=topic_key(topic), description="events have arrived", metadata=metadata)

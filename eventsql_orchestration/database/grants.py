@@ -15,6 +15,7 @@ from typing import Final
 
 from psycopg import sql
 
+from eventsql_orchestration.database.log_names import names_log
 from eventsql_orchestration.errors import PermissionDeniedError
 
 ADMIN: Final = "admin"
@@ -239,6 +240,6 @@ def _kinds_for(name: str) -> Sequence[str]:
                 if name in re.findall(r"\{s\}\.(\w+)", right) and not right.startswith("SELECT ("):
                     found.setdefault((right, of_all), kind)
     # A log, and a segment or sequence of a log, is named after its topic.
-    if not found and ("_event" in name or "_segment_" in name):
+    if not found and names_log(name):
         return [kind for kind in _DOES if kind in _RIGHTS_ON_LOG]
     return list(dict.fromkeys(found.values()))

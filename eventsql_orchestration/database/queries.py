@@ -1,7 +1,7 @@
-"""Named SQL: every hot statement stands in a file under `sql/`, under its name and one line that describes it.
+"""Named SQL: every hot statement stands in a file under `sql/` of a room, with its name and a line that describes it.
 
 A file is a sequence of `-- name -- description` headers, each followed by one statement. The description may go on in
-comment lines. `{schema}` and names such as `{event_table}` are composed as identifiers; values are always parameters.
+comment lines. `{schema}` and names such as `{table}` are composed as identifiers; values are always parameters.
 
 `-- part name -- description` is the header of a text that later statements of the file contain as `{name}`. A statement
 with `{in_partition}` exists twice: under its name it looks at all partitions, as `name_partition` at one.
@@ -10,7 +10,6 @@ with `{in_partition}` exists twice: under its name it looks at all partitions, a
 from __future__ import annotations
 
 import re
-import string
 from functools import cache
 from importlib import resources
 from typing import Final
@@ -25,8 +24,8 @@ _IN_PARTITION: Final = "{in_partition} "
 
 
 @cache
-def _statements(file: str) -> dict[str, str]:
-    text = resources.files(__package__).joinpath("sql", f"{file}.sql").read_text(encoding="utf-8")
+def _statements(file: str, room: str = __package__) -> dict[str, str]:
+    text = resources.files(room).joinpath("sql", f"{file}.sql").read_text(encoding="utf-8")
     headers = list(_HEADER.finditer(text))
     ends = [header.start() for header in headers[1:]] + [len(text)]
     parts: dict[str, str] = {}
@@ -59,36 +58,25 @@ def statement(file: str, name: str) -> str:
     return _statements(file)[name]
 
 
-_FOLDED: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
-
-
-def event_table(topic: str) -> str:
-    """The name of the table that holds a topic's ordered log.
-
-    In lower case: EventSQL's Java library writes it unquoted, and PostgreSQL folds such a name so.
-    """
-    return f"{topic.translate(_FOLDED)}_event"
-
-
 class Queries:
-    """The statements of one file, composed for one database schema and, where they ask for it, one topic."""
+    """The statements of one file, composed for one database schema and, where they ask for them, further names."""
 
-    def __init__(self, file: str, schema: str) -> None:
+    def __init__(self, file: str, schema: str, *, room: str = __package__) -> None:
+        """`room` is the package that has the file, in its directory `sql`."""
         self._file = file
+        self._room = room
         self._schema = schema
-        self._composed: dict[tuple[str, str | None, str | None], sql.SQL] = {}
+        self._composed: dict[tuple[str, tuple[tuple[str, str], ...]], sql.SQL] = {}
 
-    def __call__(self, name: str, *, topic: str | None = None, segment: str | None = None) -> sql.SQL:
-        """The statement called `name`; `topic` fills `{event_table}`, a segment's table `{segment}`."""
-        composed = self._composed.get((name, topic, segment))
+    def __call__(self, name: str, **names: str) -> sql.SQL:
+        """The statement called `name`. Each of `names` is an identifier for its placeholder: `table` for `{table}`."""
+        key = name, tuple(names.items())
+        composed = self._composed.get(key)
         if composed is None:
-            identifiers = {"schema": sql.Identifier(self._schema)}
-            if topic is not None:
-                identifiers["event_table"] = sql.Identifier(event_table(topic))
-            if segment is not None:
-                identifiers["segment"] = sql.Identifier(segment)
+            identifiers = {each: sql.Identifier(identifier) for each, identifier in names.items()}
             # The text comes from a file of this package, never from a caller.
-            text = _statements(self._file)[name]
+            text = sql.SQL(_statements(self._file, self._room)[name])
             # Rendered once: with nothing but identifiers in it, it is the same for every connection.
-            composed = self._composed[name, topic, segment] = sql.SQL(sql.SQL(text).format(**identifiers).as_string())
+            rendered = text.format(schema=sql.Identifier(self._schema), **identifiers).as_string()
+            composed = self._composed[key] = sql.SQL(rendered)
         return composed

@@ -19,6 +19,7 @@ from eventsql_orchestration.database import grants, tables
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, KINDS, TOPIC_KINDS, Log, Role, role_name
+from eventsql_orchestration.database.log_names import EVENT_TABLE
 from eventsql_orchestration.database.migrations import VERSION_TABLE
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.errors import RegistryError, TopicNotFoundError, ValidationError
@@ -196,14 +197,15 @@ def _states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]
 
 
 def _logs(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str] | None = None) -> list[Log]:
-    rows = _rows(connection, schema, "logs", topics=None if topics is None else list(topics))
+    wanted = None if topics is None else list(topics)
+    rows = _rows(connection, schema, "logs", topics=wanted, log=EVENT_TABLE)
     return [Log(topic, sql.Identifier(namespace, table), sql.SQL(ids)) for topic, namespace, table, ids in rows]
 
 
 def _tables(connection: psycopg.Connection[Any], schema: str) -> list[tuple[Any, ...]]:
     """The platform's tables, with the logs and their segments: schema, name, owner, whether that is a superuser."""
     names = [*tables.NAMES, VERSION_TABLE]
-    return _rows(connection, schema, "tables", tables=names, dropped=tables.DROPPED)
+    return _rows(connection, schema, "tables", tables=names, dropped=tables.DROPPED, log=EVENT_TABLE)
 
 
 def _own(connection: Connection, schema: str, admin: str) -> Statements:

@@ -14,9 +14,7 @@ from sqlalchemy import (
     Column,
     DateTime,
     Double,
-    Index,
     Integer,
-    LargeBinary,
     MetaData,
     SmallInteger,
     Table,
@@ -24,8 +22,6 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import ARRAY, JSON, UUID
-
-from eventsql_orchestration.database.queries import event_table
 
 DROPPED: Final = "eventsql: dropped by retention"
 """The comment on a segment from before it is detached: a detached table with it may be dropped.
@@ -126,22 +122,3 @@ spark_staged_event = Table(
 spark_part = Table(
     "spark_part", metadata, Column("eql_attempts", ARRAY(UUID), nullable=False), _time("eql_published_at")
 )
-
-
-def event_log(topic_name: str, *, partitioned: bool) -> Table:
-    """The table of one topic's ordered log, in a `MetaData` of its own; `topics/segments.py` makes its partitions."""
-    table = Table(
-        event_table(topic_name),
-        MetaData(),
-        Column("eql_id", BigInteger, primary_key=True, autoincrement=True),
-        Column("eql_partition", SmallInteger, nullable=False),
-        Column("eql_key", Text),
-        Column("eql_value", LargeBinary, nullable=False),
-        Column("eql_buffered_at", DateTime(timezone=True), nullable=False),
-        _time("eql_created_at", now=True),
-        Column("eql_metadata", JSON, nullable=False),
-        postgresql_partition_by="RANGE (eql_id)",
-    )
-    if partitioned:
-        Index(None, table.c.eql_partition, table.c.eql_id)
-    return table

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -16,17 +16,17 @@ from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
-from eventsql_orchestration.database import Connection, Database, Queries, tables
-from eventsql_orchestration.database.queries import event_table
-from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.segment_drops import LOCK_SECONDS, SegmentDrops, try_retain
+from eventsql_orchestration.storage.segments import Segment
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK, lock_registry
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.topics.segments import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,6 @@ WAIT_SECONDS: Final = 30
 
 RUN_SECONDS: Final = 60.0
 """How often a program that transfers looks for due segments."""
-
-LOCK_SECONDS: Final = 5
-"""How long a change to a log's tables waits for locks, and makes later sessions wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,6 @@ class Retainer:
         self._database = database
         self._dead_letters = dead_letters
         self._registry = registry
-        self._queries = Queries("retention", database.schema)
         self._leftovers = Leftovers(database)
 
     def run_once(
@@ -144,72 +140,31 @@ class Retainer:
             # A transaction of another connection holds the locks that span several transactions: session locks would
             # stay with the server process that a pooler lends.
             with self._database.dedicated() as holder, holder.transaction():
-                locked = holder.execute(self._queries("try_retain"), {"topic": f"{schema}.{topic.name}"}).fetchone()
-                if locked is None or not locked[0]:
+                if not try_retain(holder, schema, topic.name):
                     return None
                 # Without parameters: this closes the earlier statement, whose snapshot DETACH would wait for.
                 holder.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
                 if execute:
                     segments.adopt(connection, schema, topic.name)
-                    newest = self._roll(connection, topic, topic.retention)
+                    newest = self._roll(connection, topic)
                     self._finish_drops(connection, topic)
                 else:
                     newest = segments.newest_id(connection, schema, topic.name)
                 return self._drop_due(connection, holder, topic, topic.retention, newest, force=force, execute=execute)
 
+    def _drops(self, topic: Topic) -> SegmentDrops:
+        return SegmentDrops(self._database.schema, topic.name, wait=WAIT_SECONDS)
+
     def _finish_drops(self, connection: Connection, topic: Topic) -> None:
         """Drop segments that an earlier run has detached and not dropped."""
+        drops = self._drops(topic)
         for segment in segments.segments(connection, self._database.schema, topic.name) or ():
             if segment.detaching:
                 with self._waiting(topic):
-                    self._alter(
-                        connection, topic, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE",
-                        wait=WAIT_SECONDS,
-                    )  # fmt: skip
-        # Only segments with our comment: somebody may have detached another one to keep it.
-        names = segments.segment_name(topic.name, 0)[:-1]
-        wanted = {"schema": self._database.schema, "names": names, "mark": tables.DROPPED}
-        for (table,) in fetch_all(connection, self._queries("detached"), wanted):
-            self._alter(connection, topic, table, "DROP TABLE IF EXISTS {segment}")
+                    drops.finish_detach(connection, segment)
+        drops.drop_detached(connection)
 
-    def _alter(
-        self, connection: Connection, topic: Topic, table: str, statement: str, *, wait: float | None = None
-    ) -> None:
-        """Change a log's tables. `wait` (seconds) bounds the statement; without it, `LOCK_SECONDS` bounds each lock."""
-        names = {
-            "log": sql.Identifier(self._database.schema, event_table(topic.name)),
-            "segment": sql.Identifier(self._database.schema, table),
-            "mark": sql.Literal(tables.DROPPED),
-        }
-        limit = ("lock_timeout", LOCK_SECONDS) if wait is None else ("statement_timeout", wait)
-        with connection.transaction():
-            connection.execute("SELECT pg_catalog.set_config(%s, %s, true)", [limit[0], f"{round(limit[1] * 1000)}ms"])
-            connection.execute(sql.SQL(statement).format(**names))
-
-    def _detach(self, connection: Connection, topic: Topic, table: str) -> None:
-        """Detach a segment concurrently: readers and writers go on. It cannot run in a transaction.
-
-        Raises `QueryCanceled` after `WAIT_SECONDS`, which a timer measures.
-        """
-        log, segment = (sql.Identifier(self._database.schema, name) for name in (event_table(topic.name), table))
-        statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(log, segment)
-
-        def give_up() -> None:
-            # If the server cannot be reached, the statement ends with its connection.
-            with suppress(psycopg.Error):
-                connection.cancel_safe()
-
-        over = threading.Timer(WAIT_SECONDS, give_up)
-        over.name, over.daemon = "eventsql-retention", True
-        over.start()
-        try:
-            connection.execute(statement)
-        finally:
-            over.cancel()
-            # A cancellation under way must not hit the next statement.
-            over.join()
-
-    def _roll(self, connection: Connection, topic: Topic, retention: Retention) -> int:
+    def _roll(self, connection: Connection, topic: Topic) -> int:
         """Close the current segment if it holds its share, and make segments ahead.
 
         Gives an id up to which the log cannot change any more: this holds the topic, so no writer is active.
@@ -220,21 +175,19 @@ class Retainer:
             connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
             newest = segments.newest_id(connection, schema, topic.name)
             for segment in segments.segments(connection, schema, topic.name) or ():
-                if segment.start <= newest < segment.end - 1 and self._has_its_share(connection, segment, retention):
+                if segment.start <= newest < segment.end - 1 and self._has_its_share(connection, topic, segment):
                     segments.roll(connection, schema, topic.name, segment)
             segments.ensure_ahead(connection, schema, topic.name)
             return segments.newest_id(connection, schema, topic.name)
 
-    def _has_its_share(self, connection: Connection, segment: Segment, retention: Retention) -> bool:
-        row = fetch_first(connection, self._queries("first", segment=segment.table), prepare=False)
-        if row is None:
+    def _has_its_share(self, connection: Connection, topic: Topic, segment: Segment) -> bool:
+        span = self._drops(topic).span(connection, segment)
+        if span is None or topic.retention is None:
             return False
-        first, age = row
-        newest = fetch_first(connection, self._queries("last", segment=segment.table), prepare=False)
-        events = newest[0] - first + 1 if newest is not None else 0
         return _reached(
-            retention, seconds=age * ROLL_SHARE, size=segment.bytes * ROLL_SHARE, events=events * ROLL_SHARE
-        )
+            topic.retention, seconds=span.seconds * ROLL_SHARE, size=segment.bytes * ROLL_SHARE,
+            events=(span.newest - span.first + 1) * ROLL_SHARE,
+        )  # fmt: skip
 
     def _drop_due(
         self, connection: Connection, holder: Connection, topic: Topic, retention: Retention, newest: int,
@@ -242,7 +195,9 @@ class Retainer:
     ) -> Dropped:  # fmt: skip
         schema = self._database.schema
         existing = segments.segments(connection, schema, topic.name) or []
-        contents = [self._content(connection, segment, newest) for segment in existing if segment.start <= newest]
+        contents = [
+            self._content(connection, topic, segment, newest) for segment in existing if segment.start <= newest
+        ]
         dropped: list[_Content] = []
         held_by = None
         (now,) = fetch_one(connection, sql.SQL("SELECT pg_catalog.clock_timestamp()"))
@@ -269,38 +224,28 @@ class Retainer:
         events, size = sum(each.events for each in dropped), sum(each.segment.bytes for each in dropped)
         return Dropped(topic.name, len(dropped), events, size, upto, held_by)
 
-    def _content(self, connection: Connection, segment: Segment, newest: int) -> _Content:
-        last = fetch_first(connection, self._queries("last", segment=segment.table), prepare=False)
+    def _content(self, connection: Connection, topic: Topic, segment: Segment, newest: int) -> _Content:
+        last = self._drops(topic).newest(connection, segment)
         if last is None:
             return _Content(segment, 0, min(segment.end - 1, newest), None)
-        table = sql.Identifier(self._database.schema, segment.table).as_string(connection)
-        estimate = fetch_first(connection, self._queries("estimate"), {"table": table})
-        if estimate is None or estimate[0] < 0:
-            # The segment was never analyzed.
-            estimate = fetch_one(connection, self._queries("size", segment=segment.table), prepare=False)
-        return _Content(segment, int(estimate[0]), last[0], last[1])
+        return _Content(segment, last.events, last.offset, last.at)
 
     def _held_by(self, connection: Connection, topic: Topic, content: _Content) -> str | None:
         """The consumer partition that has not consumed all events of the segment; None without one."""
-        query, values = self._queries("unpassed", segment=content.segment.table), {"topic": topic.name}
-        row = fetch_first(connection, query, {**values, "newest": content.newest}, prepare=False)
-        if row is None:
+        unpassed = self._drops(topic).unpassed(connection, content.segment, newest=content.newest)
+        if unpassed is None:
             return None
-        name, partition = row
+        name, partition = unpassed
         return f"consumer {name!r}" if partition < 0 else f"consumer {name!r} partition {partition}"
 
     def _drop(self, connection: Connection, topic: Topic, segment: Segment) -> None:
+        drops = self._drops(topic)
         try:
             with self._waiting(topic):
-                table = segment.table
-                self._alter(connection, topic, table, "COMMENT ON TABLE {segment} IS {mark}", wait=WAIT_SECONDS)
-                self._detach(connection, topic, table)
-                self._alter(connection, topic, table, "DROP TABLE IF EXISTS {segment}", wait=WAIT_SECONDS)
+                drops.drop(connection, segment)
         except DatabaseBusyError:
-            existing = segments.segments(connection, self._database.schema, topic.name) or ()
-            if any(each.table == segment.table and not each.detaching for each in existing):
-                # The detach did not begin. Remove our comment: an operator may detach the segment to keep it.
-                self._alter(connection, topic, segment.table, "COMMENT ON TABLE {segment} IS NULL")
+            # The detach may not have begun.
+            drops.unmark(connection, segment)
             raise
         logger.info("topic %r lost its events up to offset %d", topic.name, segment.end - 1)
 

@@ -21,15 +21,16 @@ import psycopg
 
 from eventsql_orchestration.database import Connection, Database, Queries, is_pooled
 from eventsql_orchestration.database.load import too_much
-from eventsql_orchestration.database.rows import fetch_first, fetch_one
+from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import StuckEventError
 from eventsql_orchestration.model import Topic
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.low_water import LowWater
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
-from eventsql_orchestration.topics import segments, sequences
-from eventsql_orchestration.topics.reader import MAX_OFFSET
+from eventsql_orchestration.storage import segments, sequences
+from eventsql_orchestration.storage.appending import LogAppender
+from eventsql_orchestration.storage.reading import MAX_OFFSET
 
 FIRST_BATCH: Final = 1_000
 LEAST_BATCH: Final = 100
@@ -92,6 +93,7 @@ class LogWriter:
         self._tried: tuple[int, int | None] | None = None
         self._lock_timeout = lock_timeout
         self._queries = Queries("log", database.schema)
+        self._log = LogAppender(database.schema)
         self._blocks = StagedBlocks(database.schema)
         self._connection: Connection | None = None
         self._low_water = LowWater(database.schema)
@@ -215,10 +217,9 @@ class LogWriter:
                 return None
 
             self._tried = limit, None
-            found_from = {"topic": topic, "low_water": self._low_water.marks.get(topic, 0)}
-            upto, found, definition, block, last_id = fetch_one(
-                connection, self._queries("batch_end"), {**found_from, "newest": newest, "limit": limit}, prepare=False
-            )
+            mark = self._low_water.marks.get(topic, 0)
+            batch = self._log.batch(connection, topic, low_water=mark, newest=newest, limit=limit)
+            upto, found, definition, block, last_id = batch
 
             self._tried = None
             if found:
@@ -240,11 +241,8 @@ class LogWriter:
         return moved
 
     def _move(self, connection: Connection, topic: str, upto: int, definition: list[int]) -> int:
-        partitions, layout = definition
-        # A publisher that knows no layouts may have chosen partitions by an earlier layout.
-        query = self._queries("move" if layout == 1 else "move_into_layout", topic=topic)
-        bounds = {"topic": topic, "low_water": self._low_water.marks.get(topic, 0), "upto": upto}
-        moved = connection.execute(query, {**bounds, "partitions": partitions}, prepare=False).rowcount
+        (partitions, layout), mark = definition, self._low_water.marks.get(topic, 0)
+        moved = self._log.move(connection, topic, low_water=mark, upto=upto, partitions=partitions, layout=layout)
         self._drew(topic, moved)
         return moved
 
@@ -324,10 +322,8 @@ class LogWriter:
 
         # After the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
         most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
-        found_from = {"topic": topic.name, "low_water": self._low_water.marks.get(topic.name, 0)}
-        definition, now, upto, found, last_id = fetch_one(
-            connection, self._queries("append_state"), {**found_from, "limit": most + 1}, prepare=False
-        )
+        mark = self._low_water.marks.get(topic.name, 0)
+        definition, now, upto, found, last_id = self._log.state(connection, topic.name, low_water=mark, limit=most + 1)
         if definition != [topic.partitions, topic.layout] or found > most:
             return False
         self._make_room(connection, topic.name, last_id)
@@ -337,7 +333,7 @@ class LogWriter:
         if found:
             self._move_before(connection, topic.name, upto, definition, found)
         prefix = copy_format.log_prefix(copy_format.microseconds(now))
-        with connection.cursor().copy(self._queries("append", topic=topic.name)) as copy:
+        with self._log.copy(connection.cursor(), topic.name) as copy:
             copy.write(copy_format.HEADER)
             for part in events:
                 copy.write(prefix + prefix.join(part))

@@ -7,7 +7,7 @@ from typing import Final
 
 from eventsql_orchestration.database import Connection, Queries, is_pooled, tables
 from eventsql_orchestration.database.rows import fetch_one
-from eventsql_orchestration.topics import sequences
+from eventsql_orchestration.storage import sequences
 
 OBSERVE_SECONDS: Final = 0.05
 """The shortest time between two lists of the transactions that may have written to the buffer. A mark that is late

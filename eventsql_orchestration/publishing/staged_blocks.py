@@ -14,6 +14,7 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.blocks import REFERENCE, unpack
+from eventsql_orchestration.storage.appending import LogAppender
 
 LEAST_BY_BLOCKS: Final = 10_000
 """The least events of a publication that is published as blocks. The events of a smaller one go to the buffer, where
@@ -44,6 +45,7 @@ class StagedBlocks:
         self._queries = Queries("spark", schema)
         self._log = Queries("log", schema)
         self._blocks = Queries("blocks", schema)
+        self._appender = LogAppender(schema)
 
     def find(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> list[StagedBlock]:
         """The unpublished blocks of attempts, in the order of `attempts` and then of their positions."""
@@ -100,7 +102,7 @@ class StagedBlocks:
         prefix = copy_format.log_prefix(copy_format.microseconds(now), copy_format.microseconds(published))
         with connection.cursor() as cursor:
             try:
-                with cursor.copy(self._log("append", topic=topic)) as copy:
+                with self._appender.copy(cursor, topic) as copy:
                     copy.write(copy_format.HEADER)
                     for rows in unpack(packed, prefix):
                         copy.write(rows)

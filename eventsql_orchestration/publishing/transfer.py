@@ -16,7 +16,7 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, EventSQLError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.publishing.log_writer import LogWriter, SmallerBatchError
-from eventsql_orchestration.topics.reader import MAX_OFFSET
+from eventsql_orchestration.storage.reading import MAX_OFFSET
 
 logger = logging.getLogger(__name__)
 

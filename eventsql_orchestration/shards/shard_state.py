@@ -21,7 +21,8 @@ from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.sharding import HELD, ShardSet
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.layouts import bounds_at, layouts
 
@@ -84,6 +85,7 @@ class ShardStore:
         self._database = database
         self._queries = Queries("shards", database.schema)
         self._log = Queries("log", database.schema)
+        self._on_log = LogQueries("consumers", database.schema)
         self._table = {"table": f'"{database.schema}".topic'}
 
     # Identity
@@ -178,7 +180,7 @@ class ShardStore:
         """Whether a consumer has consumed all events before a generation here; True if the consumer does not exist."""
         own = {"generation": generation, "topic": topic, "consumer": consumer}
         with self._database.connection() as connection:
-            return not fetch_one(connection, self._queries("before_fence", topic=topic), own, prepare=False)[0]
+            return not fetch_one(connection, self._on_log("before_fence", topic=topic), own, prepare=False)[0]
 
     # The barrier
 

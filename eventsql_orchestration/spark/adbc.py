@@ -25,15 +25,16 @@ import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error
-from psycopg import conninfo, sql
+from psycopg import conninfo
 
 from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseUnavailableError, DataLossError
-from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.spark.json_values import ValueDecoder
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.shards import ReadShard, naming
+from eventsql_orchestration.storage import copy_out
 
 logger = logging.getLogger(__name__)
 
@@ -178,16 +179,6 @@ TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
 )
 """The Arrow types of a read's columns. `topic` and `shard` are the same within a piece and are not fetched."""
 
-_EXPRESSIONS: Final = {
-    "key": sql.SQL("eql_key"),
-    "value": sql.SQL("eql_value"),
-    "partition": sql.SQL("eql_partition"),
-    "offset": sql.SQL("eql_id"),
-    "timestamp": sql.SQL("eql_buffered_at::timestamptz"),
-    # JSON would come as an extension type.
-    "headers": sql.SQL("eql_metadata::text"),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -217,7 +208,7 @@ class Projection:
     @property
     def fetched(self) -> list[str]:
         """The columns that come from the log."""
-        names = [name for name in self.columns if name in _EXPRESSIONS]
+        names = [name for name in self.columns if name in copy_out.COLUMNS]
         if self.decoder is not None and self.decoder.fail_fast and "offset" not in names:
             # Errors name the event by its offset.
             names.append("offset")
@@ -264,7 +255,7 @@ def _read_piece(
     connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
     # Times without a zone are in UTC: EventSQL's Java library makes such tables.
     connection.execute("SET LOCAL TIME ZONE 'UTC'")
-    first = _select(source, piece, sql.SQL("eql_id"), [sql.SQL("eql_id = {}").format(piece.first)])
+    first = copy_out.event_query(source.schema, piece.table, piece.first)
     if not sum(batch.num_rows for batch in connection.batches(first)):
         # From here on, this transaction keeps its segment and all later ones from being dropped.
         report_loss(
@@ -274,7 +265,9 @@ def _read_piece(
             shard=piece.shard,
         )
     same = {"topic": topic, "shard": None if piece.shard is None else piece.shard.name}
-    for batch in connection.batches(_query(source, piece, fetched)):
+    # filters.py has written the values of `rows` as literals.
+    events = copy_out.range_query(source.schema, piece.table, piece.offsets, fetched, rows=piece.rows)
+    for batch in connection.batches(events):
         if batch.num_rows:
             found = dict(zip(fetched, batch.columns, strict=True))
             if wanted.decoder is not None and "value" in found:
@@ -294,26 +287,6 @@ def report_loss(what: str, *, fail: bool, shard: ReadShard | None) -> None:
         raise DataLossError(f"{what}: set failOnDataLoss to false to read the events that are left")
     where = "" if shard is None else f"shard {shard.name!r}: "
     logger.warning("%s%s; the read goes on with the events that are left", where, what)
-
-
-def _query(source: Source, piece: Piece, fetched: Sequence[str]) -> str:
-    offsets = piece.offsets
-    # ADBC uses COPY only for queries without parameters, so the numbers are literals.
-    conditions: list[sql.Composable] = [
-        sql.SQL("eql_id > {}").format(offsets.after),
-        sql.SQL("eql_id <= {}").format(offsets.upto),
-    ]
-    if offsets.partition != NOT_PARTITIONED:
-        conditions.append(sql.SQL("eql_partition = {}").format(offsets.partition))
-    # filters.py has written their values as literals.
-    conditions += [sql.SQL(f"({row})") for row in piece.rows]
-    return _select(source, piece, sql.SQL(", ").join(_EXPRESSIONS[name] for name in fetched), conditions)
-
-
-def _select(source: Source, piece: Piece, columns: sql.Composable, conditions: Sequence[sql.Composable]) -> str:
-    log = sql.Identifier(source.schema, piece.table)
-    query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
-    return qualified(query.format(columns, log, sql.SQL(" AND ").join(conditions)).as_string())
 
 
 def _maps(texts: pa.Array) -> pa.Array:

@@ -21,7 +21,9 @@ from eventsql_orchestration.spark.options import naming_option
 from eventsql_orchestration.spark.ranges import SAMPLE, Interval, Occupied, Stretch, equal_parts
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.ranges import LogRanges
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.offsets import AtTime, resolve
 from eventsql_orchestration.topics.registry import Registry
@@ -91,6 +93,8 @@ class Logs:
         self._schema = database.schema
         self._queries = Queries("spark_read", self._schema)
         self._log_queries = Queries("log", self._schema)
+        self._log = LogReader(self._schema)
+        self._ranges = LogRanges(self._schema)
         self.registry = Registry(database)
         self._own: ShardSet | None = None
         self.topic_partitions = self._found_partitions()
@@ -156,7 +160,7 @@ class Logs:
     def _extent(self, topic: str) -> Extent:
         floor = self.floor(topic)
         with self.database.connection() as connection:
-            (end,) = connection.execute(self._log_queries("end", topic=topic), prepare=False).fetchone() or (0,)
+            end = self._log.end(connection, topic)
             newest = max(end, segments.newest_id(connection, self._schema, topic))
         settled = end if newest == end else max(end, self._settled(topic))
         return Extent(floor, end, newest, settled)
@@ -250,26 +254,30 @@ class Logs:
     @_on_its_shard
     def waiting(self, tp: TopicPartition, after: int, upto: int, most: int) -> int:
         """The number of events in a range, but at most `most`."""
-        ((events,),) = self._rows("count_upto", tp, after=after, upto=upto, most=most)
-        return int(events)
+        with self.database.connection() as connection:
+            return self._log.count(connection, tp.topic, partition=tp.partition, after=after, upto=upto, most=most)
 
     @_on_its_shard
     def offset_of_nth(self, tp: TopicPartition, after: int, upto: int, nth: int) -> int | None:
         """The offset of the `nth` event of a range; None if it has fewer."""
-        rows = self._rows("offset_of_nth", tp, after=after, upto=upto, skip=nth - 1)
-        return rows[0][0] if rows else None
+        with self.database.connection() as connection:
+            return self._log.nth(connection, tp.topic, nth, partition=tp.partition, after=after, upto=upto)
 
     @_on_its_shard
     def occupied(self, offsets: OffsetRange, probes: int) -> Occupied:
         """Where a range holds events, and about how many. Looks into `probes` parts of it."""
         parts = equal_parts(offsets.after, offsets.upto, probes)
-        rows = self._rows("occupied", offsets, **_arrays(parts), sample=SAMPLE) if parts else []
-        return Occupied(offsets.after, offsets.upto, [Stretch.estimate(*row) for row in rows])
+        if not parts:
+            return Occupied(offsets.after, offsets.upto, [])
+        with self.database.connection() as connection:
+            found = self._ranges.samples(connection, offsets.topic, offsets.partition, parts, sample=SAMPLE)
+        return Occupied(offsets.after, offsets.upto, [Stretch.estimate(*each) for each in found])
 
     @_on_its_shard
     def firsts(self, offsets: OffsetRange, parts: Sequence[Interval]) -> list[int | None]:
         """The first event in each part of a range; None for a part without events."""
-        return [first for (first,) in self._rows("firsts", offsets, **_arrays(parts))]
+        with self.database.connection() as connection:
+            return self._ranges.firsts(connection, offsets.topic, offsets.partition, parts)
 
     @_on_its_shard
     def fence(self, generation: int, topic: str) -> int | None:
@@ -282,14 +290,6 @@ class Logs:
             row = connection.execute(self._queries("fence"), values).fetchone()
         return None if row is None else int(row[0])
 
-    def _rows(self, name: str, of: TopicPartition | OffsetRange, **values: object) -> list[tuple[Any, ...]]:
-        if of.partition != NOT_PARTITIONED:
-            name += "_partition"
-        with self.database.connection() as connection:
-            query = self._queries(name, topic=of.topic)
-            # Plan for the values: a generic plan does not know how small the range is.
-            return connection.execute(query, {"partition": of.partition, **values}, prepare=False).fetchall()
-
 
 def _within(bounds: OffsetBounds, tp: TopicPartition, offset: int, extent: Extent) -> int:
     if offset > extent.newest + 1:
@@ -297,7 +297,3 @@ def _within(bounds: OffsetBounds, tp: TopicPartition, offset: int, extent: Exten
             f"option {bounds.option}: {offset} is out of range: topic {tp.topic!r} ends at offset {extent.end}"
         )
     return max(FIRST, offset)
-
-
-def _arrays(parts: Sequence[Interval]) -> dict[str, list[int]]:
-    return {"after": [after for after, _ in parts], "upto": [upto for _, upto in parts]}

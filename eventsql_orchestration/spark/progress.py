@@ -10,6 +10,7 @@ from eventsql_orchestration.errors import PartitionLeasedError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.spark.log_planner import Logs, TopicPartition
 from eventsql_orchestration.spark.options import naming_option
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
 
 
@@ -21,7 +22,7 @@ class StreamProgress:
         self._logs = logs
         self._consumer = consumer
         self._queries = Queries("spark_read", logs.database.schema)
-        self._log_queries = Queries("log", logs.database.schema)
+        self._log = LogReader(logs.database.schema)
         self._layouts = Layouts(logs.database)
         self.filters: dict[str, EventFilter | None] = {}
         """The consumer's filter for each topic."""
@@ -83,8 +84,5 @@ class StreamProgress:
 
     def _advance(self, connection: Connection, topic: str, partition: int, after: int, upto: int) -> None:
         values = {"topic": topic, "consumer": self._consumer, "partition": partition, "after": after, "upto": upto}
-        query = self._log_queries("extent" if partition == NOT_PARTITIONED else "extent_partition", topic=topic)
-        passed = connection.execute(query, values, prepare=False).fetchone()
-        assert passed is not None, "an aggregate gives one row"
-        events, first = passed
+        events, first = self._log.extent(connection, topic, partition=partition, after=after, upto=upto)
         connection.execute(self._queries("advance"), {**values, "first": first, "events": events})

@@ -12,8 +12,6 @@ from sqlalchemy import Connection, any_, func, select, true
 
 from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import Queries, driver_connection, tables
-from eventsql_orchestration.database.queries import event_table
-from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     InvalidNameError,
@@ -23,6 +21,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import ShardSet
+from eventsql_orchestration.storage import log_table
 
 logger = logging.getLogger(__name__)
 
@@ -145,13 +144,6 @@ def check_form(consumer: Consumer, existing: Sequence[ConsumerState]) -> None:
     )
 
 
-def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
-    """Fail where the current role may not read a topic's log: row security hides the topic's consumers from it."""
-    queries, log = Queries("log", schema), f'"{schema}"."{event_table(topic)}"'
-    if fetch_first(connection, queries("is_refused"), {"log": log}) == (True,):
-        connection.execute(queries("check_readable", topic=topic))
-
-
 def refuse_capitals(connection: Connection, name: str) -> None:
     """Refuse capitals, which EventSQL's Java library allows: topics that differ only in case would share a table."""
     folded = func.lower(_t.eql_name.collate("C"))
@@ -164,7 +156,7 @@ def refuse_capitals(connection: Connection, name: str) -> None:
 
 
 def has_events(connection: Connection, name: str) -> bool:
-    log = tables.event_log(name, partitioned=False)
+    """Whether a topic has events in its log, in the buffer, or in a decided publication."""
     buffered = select(tables.event_buffer.c.eql_id).where(tables.event_buffer.c.eql_topic == name).limit(1)
     block, part = tables.spark_staged_event.c, tables.spark_part.c
     decided = (
@@ -173,8 +165,9 @@ def has_events(connection: Connection, name: str) -> bool:
         .where(block.eql_topic == name, part.eql_published_at.is_(None))
         .limit(1)
     )
-    stored = select(log.c.eql_id).limit(1)
-    return any(connection.execute(found).first() is not None for found in (stored, buffered, decided))
+    return log_table.holds_events(connection, name) or any(
+        connection.execute(found).first() is not None for found in (buffered, decided)
+    )
 
 
 def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:

@@ -24,6 +24,7 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.side_consumers import MARK
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Layouts:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queries = Queries("layouts", database.schema)
+        self._on_log = LogQueries("consumers", database.schema)
 
     def of(self, topic: str) -> list[Layout]:
         """The layouts of a topic, oldest first; empty where its partitions never changed while it had events."""
@@ -91,7 +93,7 @@ class Layouts:
         return Settled(True)
 
     def _behind(self, connection: Connection, topic: str, own: dict[str, str]) -> Settled | None:
-        rows = connection.execute(self._queries("behind", topic=topic), own, prepare=False).fetchall()
+        rows = connection.execute(self._on_log("behind", topic=topic), own, prepare=False).fetchall()
         if not rows:
             return None
         return Settled(False, f"{named([partition for partition, _ in rows])} must come to offset {rows[0][1]} first")

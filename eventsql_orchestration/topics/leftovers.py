@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from psycopg import sql
-
-from eventsql_orchestration.database import Connection, Database, Queries, tables
+from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage.segment_drops import drop_leftovers
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.side_consumers import MARK
 
@@ -59,7 +57,7 @@ class Leftovers:
     def find(self) -> list[Leftover]:
         """The rows that `clear` would delete."""
         with self._database.connection() as connection:
-            rows = [(table, fetch_all(connection, self._queries("topics", segment=table))) for table in _TABLES]
+            rows = [(table, fetch_all(connection, self._queries("topics", table=table))) for table in _TABLES]
             rows.append(("topic_layout", fetch_all(connection, self._queries("layouts"))))
             rows.append(("consumer_claim", fetch_all(connection, self._queries("consumers"))))
         return [Leftover(table, *row) for table, found in rows for row in found]
@@ -81,7 +79,7 @@ class Leftovers:
             return cleared
 
     def _delete(self, leftover: Leftover) -> int:
-        query = self._queries("delete" if leftover.consumer is None else "delete_claims", segment=leftover.table)
+        query = self._queries("delete" if leftover.consumer is None else "delete_claims", table=leftover.table)
         values = {"topic": leftover.topic, "consumer": leftover.consumer, "batch": BATCH}
         deleted = 0
         with self._database.connection() as connection:
@@ -94,16 +92,11 @@ class Leftovers:
 
     def drop_detached(self, connection: Connection, *, kept: list[str]) -> None:
         """Drop the segments that retention has detached and left, except those of the topics `kept`."""
-        schema = self._database.schema
-        prefixes = tuple(segments.segment_name(topic, 0)[:-1] for topic in kept)
-        values = {"schema": schema, "names": "", "mark": tables.DROPPED}
-        for (table,) in fetch_all(connection, Queries("retention", schema)("detached"), values):
-            if not str(table).startswith(prefixes):
-                connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, table)))
+        drop_leftovers(connection, self._database.schema, kept=kept)
 
     def unregistered(self) -> list[str]:
         """The missing topics of events in the buffer."""
-        return [topic for (topic,) in query_all(self._database, self._queries("topics", segment="event_buffer"))]
+        return [topic for (topic,) in query_all(self._database, self._queries("topics", table="event_buffer"))]
 
     def lacking(self, topic: str) -> list[Lacking]:
         """The partitioned consumers of a topic that have fewer partitions than they need."""

@@ -8,12 +8,11 @@ from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from psycopg.rows import TupleRow
-
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.model import MAX_AGE, NOT_PARTITIONED
+from eventsql_orchestration.model import MAX_AGE
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.validation import check_time, check_whole, shown
 
 
@@ -131,7 +130,7 @@ def resolve(
     given: object = position
     if not isinstance(given, Position):
         raise ValidationError(f"a position is needed, such as Earliest() or AtOffset(7), not {given!r}")
-    look = _Look(connection, Queries("seek", schema), topic)
+    look = _Look(connection, schema, topic)
     if isinstance(position, ShiftBy):
         return {partition: look.shifted(partition, offset, position.events) for partition, offset in offsets.items()}
     return dict.fromkeys(offsets, look.target(position))
@@ -140,15 +139,16 @@ def resolve(
 class _Look:
     """The statements of `resolve`, on a connection that may be a caller's."""
 
-    def __init__(self, connection: Connection, queries: Queries, topic: str) -> None:
+    def __init__(self, connection: Connection, schema: str, topic: str) -> None:
         self._connection = connection
-        self._queries = queries
+        self._queries = Queries("seek", schema)
+        self._log = LogReader(schema)
         self._topic = topic
 
     @cached_property
     def extent(self) -> tuple[int, int]:
         """The offset from which everything is consumed, and the id of the newest event; both 0 for an empty log."""
-        first, end = self._row("log_extent")
+        first, end = self._log.bounds(self._connection, self._topic)
         return first - 1, end
 
     def target(self, position: Place) -> Target:
@@ -162,23 +162,18 @@ class _Look:
                 nearest = min(max(asked, before), end)
                 return Target(nearest, clamped=nearest != asked)
             case AtTime(time=time):
-                return Target(*self._row("before_time", time=time))
+                return Target(self._log.before_time(self._connection, self._topic, time))
             case Back(duration=duration):
-                (now,) = self._row("now")
-                return Target(*self._row("before_time", time=now - duration))
+                (now,) = fetch_one(self._connection, self._queries("now"), prepare=False)
+                return Target(self._log.before_time(self._connection, self._topic, now - duration))
 
     def shifted(self, partition: int, offset: int, events: int) -> Target:
         """From an offset over so many events of a partition, to an end of the log where there are fewer."""
         before, end = self.extent
-        direction, whole = ("forward" if events > 0 else "back"), partition == NOT_PARTITIONED
-        (at,) = self._row(
-            f"shift_{direction}" if whole else f"shift_{direction}_partition",
-            partition=partition, offset=offset, further=abs(events) - 1,
-        )  # fmt: skip
+        if events > 0:
+            at = self._log.nth(self._connection, self._topic, events, partition=partition, after=offset)
+        else:
+            at = self._log.nth_before(self._connection, self._topic, -events, partition=partition, offset=offset)
         if at is None:
             return Target(max(offset, end) if events > 0 else min(offset, before), clamped=True)
         return Target(at if events > 0 else at - 1)
-
-    def _row(self, name: str, **values: object) -> TupleRow:
-        # Planned for its values: `read_partition` says why.
-        return fetch_one(self._connection, self._queries(name, topic=self._topic), values, prepare=False)

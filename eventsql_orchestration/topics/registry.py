@@ -8,20 +8,19 @@ from typing import Any, Final, TypedDict, Unpack
 
 from sqlalchemy import Connection, delete, func, null, select, update
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.schema import DropTable
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
 from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
-from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
-from eventsql_orchestration.topics import layouts, segments
+from eventsql_orchestration.storage import log_table, segments
+from eventsql_orchestration.storage.log_table import check_readable
+from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import (
     all_topics,
     check_form,
-    check_readable,
     consumer_states,
     existing_topic,
     find_topic,
@@ -71,7 +70,7 @@ class Registry:
 
     def declare_topic(self, topic: Topic) -> Registration:
         """See `ClusterRegistry.declare_topic`."""
-        if event_table(topic.name) in tables.NAMES:
+        if not log_table.is_usable_name(topic.name):
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
 
         with self._database.core() as connection:
@@ -126,7 +125,7 @@ class Registry:
             .where(_t.eql_name == topic.name)
             .values(eql_partitions=topic.partitions, eql_layout=_t.eql_layout + 1)
         )
-        connection.execute(DropTable(tables.event_log(topic.name, partitioned=False)))
+        log_table.drop_log(connection, topic.name)
 
     def topics(self) -> list[Topic]:
         """All topics, by name."""
@@ -172,7 +171,7 @@ class Registry:
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """See `ClusterRegistry.unregister_topic`."""
-        topic = self.topic(name)
+        self.topic(name)
         with self._database.core() as connection:
             lock_registry(connection)
             lock_topic(connection, name)
@@ -189,7 +188,7 @@ class Registry:
             connection.execute(delete(tables.event_buffer).where(tables.event_buffer.c.eql_topic == name))
             # The trigger `topic_forgotten` deletes the topic's rows in all other tables.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
-            connection.execute(DropTable(tables.event_log(name, partitioned=topic.partitioned), if_exists=True))
+            log_table.drop_log(connection, name, if_exists=True)
         self.forget(name)
 
     # Consumers

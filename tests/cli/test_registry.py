@@ -14,7 +14,7 @@ from eventsql_orchestration.cli.consumer import condition
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_writer
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
 
 Run = Callable[..., Result]
 

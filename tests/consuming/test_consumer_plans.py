@@ -9,9 +9,10 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
-from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.topics.segments import segment_name
+from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.segments import segment_name
 
 SEGMENTS = 10
 SEGMENT = 10_000
@@ -69,7 +70,7 @@ def plan(connection: Connection, statement: str, mode: str, **values: object) ->
             names.append(match[1])
         return f"${names.index(match[1]) + 1}"
 
-    composed = Queries("consumers", "eventsql")(statement, topic="orders").as_string()
+    composed = LogQueries("consumers", "eventsql")(statement, topic="orders").as_string()
     text = re.sub(r"%\((\w+)\)s", numbered, composed)
     with connection.transaction(force_rollback=True):
         connection.execute(sql.SQL("SET LOCAL plan_cache_mode TO {}").format(sql.SQL(mode)))

@@ -15,6 +15,7 @@ from eventsql_orchestration.consuming import dead_letters as module
 from eventsql_orchestration.consuming.dead_letters import LetterFilter, RedrivePlan
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.storage.log_queries import LogQueries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -600,8 +601,8 @@ def test_the_way_of_an_event_that_is_redriven_for_ever_is_cut(
 def test_a_batch_is_found_by_the_ids_of_its_letters_however_many_there_are(
     platform: EventSQL, letters: list[DeadLetter], *, analyzed: bool
 ) -> None:
-    queries = Queries("dead_letters", "eventsql")
-    matching = queries("matching", topic="orders_dlt").as_bytes()
+    by_id = Queries("dead_letters", "eventsql")("by_id")
+    matching = LogQueries("dead_letters", "eventsql")("matching", topic="orders_dlt").as_bytes()
     with platform.database.transaction() as connection:
         connection.execute(
             "INSERT INTO eventsql.orders_dlt_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
@@ -609,7 +610,7 @@ def test_a_batch_is_found_by_the_ids_of_its_letters_however_many_there_are(
         )
         if analyzed:
             connection.execute("ANALYZE eventsql.orders_dlt_event")
-        connection.execute(queries("by_id"))
+        connection.execute(by_id)
         values = {
             **LetterFilter(consumer="mailer").parameters(),
             "letters": "orders_dlt", "after": 20_000, "upto": 50_000, "limit": 1_000, "redriven": False,

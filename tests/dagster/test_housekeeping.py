@@ -46,7 +46,7 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.errors import ClaimLostError, ValidationError
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 

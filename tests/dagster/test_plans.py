@@ -15,8 +15,8 @@ from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.housekeeping import prune
 from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
-from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.storage.log_queries import LogQueries
 
 EVENTS = 100_000
 REPORTS = 50_000
@@ -74,7 +74,7 @@ def filled(server: EmbeddedPostgres, tmp_path_factory: pytest.TempPathFactory) -
 
 def plan(platform: EventSQL, file: str, name: str, **values: Any) -> str:
     with platform.database.connection() as connection:
-        explained = "EXPLAIN (ANALYZE, BUFFERS) " + Queries(file, "eventsql")(name, topic="orders").as_string()
+        explained = "EXPLAIN (ANALYZE, BUFFERS) " + LogQueries(file, "eventsql")(name, topic="orders").as_string()
         rows = connection.execute(explained.encode(), values, prepare=False).fetchall()
     return "\n".join(str(row[0]) for row in rows)
 
@@ -83,21 +83,21 @@ def plan(platform: EventSQL, file: str, name: str, **values: Any) -> str:
 def test_reading_all_partitions_of_a_consumer_takes_an_index_step_for_each(
     filled: EventSQL, name: str, consumer: str
 ) -> None:
-    found = plan(filled, "claims", name, topic="orders", consumer=consumer)
+    found = plan(filled, "consumers", name, topic="orders", consumer=consumer)
     assert "Seq Scan" not in found, found
     assert "consumer_claim_live" in found, found
 
 
-@pytest.mark.parametrize("name", ["origins", "origins_partition"])
+@pytest.mark.parametrize("name", ["publishers", "publishers_partition"])
 def test_a_trace_reads_the_range_of_a_claim_and_no_more(filled: EventSQL, name: str) -> None:
-    found = plan(filled, "lineage", name, partition=3, after=EVENTS - 5_000, upto=EVENTS - 4_000)
+    found = plan(filled, "ranges", name, partition=3, after=EVENTS - 5_000, upto=EVENTS - 4_000)
     assert "Seq Scan" not in found, found
     assert "Rows Removed" not in found, found
 
 
 def test_the_search_for_published_events_starts_at_their_time(filled: EventSQL) -> None:
     values = {"after": EVENTS - 500, "at": NOW, "asset": "a", "partition": None, "events": 10}
-    found = plan(filled, "lineage", "published", **values)
+    found = plan(filled, "ranges", "publication", **values)
     assert "Seq Scan" not in found, found
 
 

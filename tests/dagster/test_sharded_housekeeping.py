@@ -21,7 +21,7 @@ from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.housekeeping.prune import delete_windows
 from eventsql_orchestration.dagster.shards import ShardsLeftOutError, on_each
 from eventsql_orchestration.errors import DatabaseError, ShardUnavailableError
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 from tests.dagster.test_shards import NOWHERE, ONE, OTHER, tick

@@ -13,8 +13,8 @@ from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
-from eventsql_orchestration.topics import segments
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime
 from eventsql_orchestration.views import Logs, Rollups, Timelines
 

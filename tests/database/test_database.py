@@ -14,7 +14,7 @@ import sqlalchemy
 from psycopg.rows import dict_row
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database import Database, Queries, tables
+from eventsql_orchestration.database import Database, tables
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     ConfigurationError,
@@ -26,6 +26,7 @@ from eventsql_orchestration.errors import (
     SchemaOutdatedError,
     TopicNotFoundError,
 )
+from eventsql_orchestration.storage.log_queries import LogQueries
 
 SECRET = "s3cr3t w/ @:%+ ü"
 
@@ -247,7 +248,7 @@ def test_a_table_of_ours_that_is_missing_is_named_with_the_command_that_makes_it
 
 def test_the_log_of_a_deleted_topic_is_a_topic_that_is_not_found(database: Database) -> None:
     with pytest.raises(TopicNotFoundError, match="orders_event"), database.connection() as connection:
-        connection.execute(Queries("log", "eventsql")("end", topic="orders"))
+        connection.execute(LogQueries("read", "eventsql")("end", topic="orders"))
 
 
 def test_a_statement_or_a_lock_that_takes_too_long_is_a_busy_database(database: Database) -> None:

@@ -13,11 +13,14 @@ from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Database, Queries, queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.log_names import event_table
+from eventsql_orchestration.storage.log_queries import LogQueries
 
+ROOMS = ("database", "storage")
 FILES = sorted(
-    entry.name.removesuffix(".sql")
-    for entry in resources.files("eventsql_orchestration.database").joinpath("sql").iterdir()
+    f"{room}/{entry.name.removesuffix('.sql')}"
+    for room in ROOMS
+    for entry in resources.files(f"eventsql_orchestration.{room}").joinpath("sql").iterdir()
     if entry.name.endswith(".sql")
 )
 NOWHERE = "postgresql://nobody@127.0.0.1:1/nowhere"
@@ -25,19 +28,27 @@ HEADER = re.compile(r"^-- (\S+) -- (.+)$", re.MULTILINE)
 
 
 def text_of(file: str) -> str:
-    return resources.files("eventsql_orchestration.database").joinpath("sql", f"{file}.sql").read_text()
+    room, name = file.split("/")
+    return resources.files(f"eventsql_orchestration.{room}").joinpath("sql", f"{name}.sql").read_text()
 
 
-STATEMENTS = [(file, name) for file in FILES for name in queries._statements(file)]
+def names_in(file: str) -> list[str]:
+    room, name = file.split("/")
+    return list(queries._statements(name, f"eventsql_orchestration.{room}"))
+
+
+STATEMENTS = [(file, name) for file in FILES for name in names_in(file)]
 
 
 def composed(file: str, name: str) -> sql.SQL | sql.Composed:
-    if file == "snapshot_reader":
+    if file == "database/snapshot_reader":
         # Of any table: its names come with it.
         return SnapshotReader(Database(NOWHERE), "ordered", ["eql_value"])._compose(name)
+    room, in_room = file.split("/")
+    if room == "storage":
+        return LogQueries(in_room, "eventsql")(name, topic="orders", table="orders_event")
     # Leftovers are looked for in the tables that name topics.
-    segment = "consumer" if file == "leftovers" else "orders_event"
-    return Queries(file, "eventsql")(name, topic="orders", segment=segment)
+    return Queries(in_room, "eventsql")(name, table="consumer")
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -64,8 +75,9 @@ def with_a_topic(server: EmbeddedPostgres) -> Iterator[Database]:
 PREPARABLE = [
     (file, name)
     for file, name in STATEMENTS
-    if not (file == "bench" and (name.endswith("_raw") or name.startswith("vacuum_")))
-    and (file, name) not in {("bench", "create_plain"), ("layouts", "lock_buffer")}
+    if not (file == "database/bench" and (name.endswith("_raw") or name.startswith("vacuum_")))
+    and (file, name)
+    not in {("database/bench", "create_plain"), ("database/layouts", "lock_buffer"), ("storage/segments", "vacuum")}
 ]
 
 
@@ -90,7 +102,7 @@ def test_every_statement_is_one_that_the_server_understands(with_a_topic: Databa
 
 
 def test_names_of_schemas_and_topics_are_composed_as_identifiers() -> None:
-    statement = Queries("log", 'odd"schema')("end", topic='odd"topic').as_string()
+    statement = LogQueries("read", 'odd"schema')("end", topic='odd"topic').as_string()
     assert statement == 'SELECT coalesce(pg_catalog.max(eql_id), 0) FROM "odd""schema"."odd""topic_event"'
 
 

@@ -12,9 +12,9 @@ from eventsql_orchestration.cli.topic_output import description
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import tables
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.legacy_writer_trigger import stranded
 from eventsql_orchestration.topics.leftovers import Lacking, Leftovers
-from eventsql_orchestration.topics.legacy_writer_trigger import stranded
 from tests.fixtures import Until
 from tests.java.sides import Side, Written
 

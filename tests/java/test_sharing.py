@@ -15,8 +15,8 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClaimLostError, InvalidNameError, RedefinitionError
-from eventsql_orchestration.topics import segments
-from eventsql_orchestration.topics.legacy_writer_trigger import Order, order, stranded
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.legacy_writer_trigger import Order, order, stranded
 from tests.fixtures import Until
 from tests.java.conftest import Open
 from tests.java.sides import JavaError, Side, Written

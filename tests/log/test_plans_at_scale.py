@@ -33,7 +33,8 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention
 from eventsql_orchestration.publishing import log_writer, low_water, publisher
 from eventsql_orchestration.publishing.transfer import Transfer
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
 
 if TYPE_CHECKING:
@@ -519,11 +520,11 @@ def test_retention_finds_what_segments_hold_in_steps(platform: EventSQL, watch: 
 
 
 def test_retention_asks_in_steps_whether_consumers_have_passed_a_segment(platform: EventSQL, watch: Watch) -> None:
-    query = Queries("retention", "eventsql")
+    query = LogQueries("segments", "eventsql")
     with watch.watching(), platform.database.connection() as connection:
         for number, name in enumerate(names_of(platform)[:FILLED]):
             connection.execute(
-                query("unpassed", segment=name),
+                query("unpassed", table=name),
                 {"topic": "orders", "newest": number * SEGMENT + PER_SEGMENT},
                 prepare=False,
             )
@@ -640,7 +641,7 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
     buffered: EventSQL, watch: Watch
 ) -> None:
     """They are as old as the last ANALYZE, and topics take turns in flooding."""
-    queries = Queries("log", "eventsql")
+    queries = LogQueries("append", "eventsql")
     values = {"topic": "flood", "low_water": 0, "newest": 2**62, "limit": BATCH}
     with buffered.database.connection() as connection, connection.transaction(force_rollback=True):
         connection.execute(
@@ -650,7 +651,7 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
         with watch.watching():
             connection.execute(queries("batch_end"), values, prepare=False)
             connection.execute(queries("append_state"), values, prepare=False)
-            connection.execute(queries("look"), {"marked": [], "low_waters": [], "wanted": None})
+            connection.execute(Queries("log", "eventsql")("look"), {"marked": [], "low_waters": [], "wanted": None})
     for plan in watch.of("batch_end", "append_state", "look"):
         # Those that the update deleted may be stepped over, the others are none of this topic's.
         check_buffer(plan, rows=BATCH, blocks=BUFFERED)
@@ -700,7 +701,7 @@ def test_a_transfer_does_not_step_over_what_it_moved_while_an_old_transaction_ke
             check_buffer(plan, rows=2, blocks=60)
         with watch.watching():
             connection.execute(
-                Queries("log", "eventsql")("batch_end"),
+                LogQueries("append", "eventsql")("batch_end"),
                 {"topic": "orders", "low_water": 0, "newest": 2**62, "limit": BATCH},
                 prepare=False,
             )

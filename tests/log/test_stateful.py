@@ -32,7 +32,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.publishing.publisher import STRAIGHT_LEAST
 from eventsql_orchestration.publishing.transfer import Transfer
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, Position, ShiftBy
 from eventsql_orchestration.topics.partitioner import default_partition
 

@@ -16,7 +16,7 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError
-from eventsql_orchestration.topics import legacy_writer_trigger
+from eventsql_orchestration.storage import legacy_writer_trigger
 from tests.interleaving import Choose, Schedule, some_orders, stepping
 
 KEYS = [f"rider {number}" for number in range(6)]

@@ -18,7 +18,7 @@ from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.queue import Queue
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
 from tests.growth import Round, grown, let_a_month_pass
 
 EVENTS = 60

@@ -28,7 +28,7 @@ from eventsql_orchestration.maintenance import repartitioning
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.shards.shard_state import ShardStore
-from eventsql_orchestration.topics import legacy_writer_trigger, segments
+from eventsql_orchestration.storage import legacy_writer_trigger, segments
 from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, ShiftBy
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.dying import repartition_and_die, repartition_until

@@ -17,7 +17,7 @@ from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.maintenance.retention import Dropped
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_writer
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from eventsql_orchestration.errors import ClaimLostError, ConfigurationError, Da
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing.log_writer import LogWriter
 from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
-from eventsql_orchestration.topics import segments
 from eventsql_orchestration.topics.offsets import AtOffset
 from eventsql_orchestration.views import Logs, Rollups, Timelines
 from tests.poolers.pgbouncer import running

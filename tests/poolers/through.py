@@ -57,7 +57,7 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/publishing/test_transfer.py::test_an_event_of_a_prepared_transaction": _RESTARTED,
     "tests/publishing/test_transfer.py::test_a_server_that_is_down": _RESTARTED,
     "tests/publishing/test_transfer.py::test_the_loop_waits_for_a_server": _RESTARTED,
-    "tests/topics/test_segments.py::test_a_table_that_something_hangs_on": _SESSION,
+    "tests/storage/test_segments.py::test_a_table_that_something_hangs_on": _SESSION,
     "tests/cli/test_program.py::test_a_database_that_goes_away": _DROPPED,
     "tests/cli/test_events.py::test_following_": _WARNED,
     "tests/cli/test_events.py::test_ctrl_c_": _WARNED,

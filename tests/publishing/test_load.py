@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming import claim_processing, consumers
+from eventsql_orchestration.consuming import consumers
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
 from eventsql_orchestration.database import driver_connection
@@ -17,7 +17,7 @@ from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, Stuc
 from eventsql_orchestration.maintenance import repartitioning
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.publishing.transfer import Transfer
-from eventsql_orchestration.topics.reader import fetch
+from eventsql_orchestration.storage.reading import LogReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -268,16 +268,18 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of events that are read at once; the server cancels each read of more than three, a negative one."""
     done: list[int] = []
 
-    def limited(connection: Connection, *arguments: Any, limit: int | None = None, **options: Any) -> list[Event]:
-        events = fetch(connection, *arguments, limit=limit, **options)
+    def limited(
+        self: LogReader, connection: Connection, topic: str, *, limit: int | None = None, **options: Any
+    ) -> list[Event]:
+        events = unlimited(self, connection, topic, limit=limit, **options)
         if len(events) > 3:
             done.append(-len(events))
             connection.execute("DO $$ BEGIN RAISE EXCEPTION 'too much' USING ERRCODE = '57014'; END $$")
         done.append(len(events))
         return events
 
-    for module in (consumers, claim_processing):
-        monkeypatch.setattr(module, "fetch", limited)
+    unlimited = LogReader.read
+    monkeypatch.setattr(LogReader, "read", limited)
     return done
 
 

@@ -15,6 +15,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
+from eventsql_orchestration.storage.log_queries import LogQueries
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login
@@ -92,6 +93,7 @@ def test_hot_statements_of_a_role_of_one_topic_go_by_an_index(owner: EventSQL, l
             )
         connection.execute("ANALYZE eventsql.consumer, eventsql.consumer_claim")
     log, claims = Queries("log", "eventsql"), Queries("claims", "eventsql")
+    on_log = LogQueries("consumers", "eventsql")
     own: dict[str, Any] = {
         "topic": "orders", "consumer": "c7", "partition": 0, "upto": 5, "first": 1, "consumed": 1, "after": 0,
         "transaction": None, "owner": "x", "lease": 1.0, "epoch": 1, "claim": 3, "state": "released",
@@ -100,7 +102,7 @@ def test_hot_statements_of_a_role_of_one_topic_go_by_an_index(owner: EventSQL, l
     statements = [
         log("lock_consumer"), log("await_consumer"), log("advance"), log("record_failure"), log("live_claim"),
         log("lease"), log("renew_lease"), log("own_claim"), log("finish_claim"), log("release_live_claim"),
-        claims("last"), claims("standings", topic="orders"),
+        claims("last"), on_log("standings", topic="orders"),
     ]  # fmt: skip
     with psycopg.connect(login("consumer_orders")) as session, psycopg.ClientCursor(session) as cursor:
         for statement in statements:

@@ -10,7 +10,7 @@ from psycopg import sql
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import SequenceError
-from eventsql_orchestration.topics import sequences
+from eventsql_orchestration.storage import sequences
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As

@@ -15,7 +15,7 @@ from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.leftovers import Leftovers
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from eventsql_orchestration.spark.commit_log import unnamed
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.staging import ClaimHold, StreamBatch, stage
-from eventsql_orchestration.topics import segments
+from eventsql_orchestration.storage import segments
 from tests.growth import Round, grown, let_a_month_pass
 from tests.shards.conftest import Databases, Open, databases, opened
 

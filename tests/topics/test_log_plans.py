@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from psycopg import sql
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.storage.log_queries import LogQueries
 from tests.conftest import generic_plan
 
 EVENTS = 100_000
@@ -101,9 +104,17 @@ def filled(server: EmbeddedPostgres) -> Iterator[EventSQL]:
     server.drop_database("plans")
 
 
+def statement_of(name: str, topic: str) -> sql.SQL:
+    """A statement of the buffer's and consumers' own, or of the log's."""
+    for of_log in (LogQueries("read", "eventsql"), LogQueries("append", "eventsql")):
+        with suppress(KeyError):
+            return of_log(name, topic=topic)
+    return Queries("log", "eventsql")(name)
+
+
 def plans(connection: Connection, statement: str, topic: str = "orders", **changes: Any) -> list[str]:
     """The plan for these values, and the one for any values that a prepared statement may change to."""
-    composed = Queries("log", "eventsql")(statement, topic=topic)
+    composed = statement_of(statement, topic)
     names: list[str] = []
 
     def numbered(match: re.Match[str]) -> str:

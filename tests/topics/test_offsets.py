@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from psycopg.rows import dict_row
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.offsets import (
     AtOffset,
     AtTime,
@@ -200,12 +201,12 @@ def test_a_position_is_found_on_a_connection_with_rows_of_the_callers_own(databa
 @pytest.mark.parametrize(
     "statement",
     [
-        "log_extent",
+        "bounds",
         "before_time",
-        "shift_forward",
-        "shift_forward_partition",
-        "shift_back",
-        "shift_back_partition",
+        "nth",
+        "nth_partition",
+        "nth_before",
+        "nth_before_partition",
     ],
 )
 def test_the_statements_go_by_the_indexes_on_ids(database: Database, statement: str) -> None:
@@ -216,8 +217,8 @@ def test_the_statements_go_by_the_indexes_on_ids(database: Database, statement: 
         )
         connection.execute("VACUUM ANALYZE eventsql.orders_event")
         plan = connection.execute(
-            b"EXPLAIN " + Queries("seek", "eventsql")(statement, topic="orders").as_bytes(connection),
-            {"time": NOON, "partition": 1, "offset": 10_000, "further": 5},
+            b"EXPLAIN " + LogQueries("read", "eventsql")(statement, topic="orders").as_bytes(connection),
+            {"time": NOON, "partition": 1, "offset": 10_000, "after": 10_000, "upto": 2**63 - 1, "skip": 5},
             prepare=False,
         ).fetchall()
     text = "\n".join(line for (line,) in plan)

@@ -7,9 +7,9 @@ from datetime import datetime
 
 from eventsql_orchestration import NOT_PARTITIONED, Shard
 from eventsql_orchestration.dagster.backfills.windows import MAX_RUNS, LogPlan, PlannedRun, ReplayRange, Window
-from eventsql_orchestration.dagster.shards import rows_of
-from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.layouts import Layout
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Place, resolve
@@ -21,7 +21,7 @@ class LogPlanner:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._schema = shard.database.schema
-        self._queries = Queries("backfills", self._schema)
+        self._ranges = LogRanges(self._schema)
 
     def plan(self, topic: str, consumer: str, wanted: ReplayRange) -> LogPlan:
         """What a backfill would replay now. Raises as `Backfills.plan`."""
@@ -63,8 +63,8 @@ class LogPlanner:
         self, topic: str, windows: Sequence[Window], partitions: Sequence[int]
     ) -> tuple[list[PlannedRun], list[datetime]]:
         """The runs of some windows, and times between which all of their events entered the log."""
-        bounds = {"afters": [each.after for each in windows], "uptos": [each.upto for each in windows]}
-        rows = rows_of(self._shard, "backfills", "contents", bounds, topic=topic)
+        with self._shard.database.connection() as connection:
+            rows = self._ranges.contents(connection, topic, [(each.after, each.upto) for each in windows])
         of = {window.upto: window for window in windows}
         whole = list(partitions) == [NOT_PARTITIONED]
         counts: dict[tuple[Window, int], int] = {}
@@ -78,10 +78,7 @@ class LogPlanner:
 
     def first_event(self, connection: Connection, topic: str, after: int, upto: int) -> int | None:
         """The offset of the first event of a range; None if there is none."""
-        query = self._queries("first_after", topic=topic)
-        row = connection.execute(query, {"after": after, "upto": upto}, prepare=False).fetchone()
-        assert row is not None, "an aggregate gives one row"
-        return None if row[0] is None else int(row[0])
+        return self._ranges.first(connection, topic, after=after, upto=upto)
 
     def _offsets(self, topic: str, wanted: ReplayRange) -> tuple[int, int, list[str]]:
         """The offsets of a range (after, upto), and remarks on events that the log does not hold."""
@@ -119,14 +116,20 @@ class LogPlanner:
             return []
         if wanted.window_events is None and wanted.window is None:
             return [Window(after, upto, self._shard.name)]
-        seconds = None if wanted.window is None else wanted.window.total_seconds()
-        name = "window_ends" if seconds is None else "period_ends"
-        values = {"after": after, "upto": upto, "events": wanted.window_events, "seconds": seconds}
-        rows = rows_of(self._shard, "backfills", name, values, topic=topic)
-        if len(rows) > MAX_RUNS:
-            raise ValidationError(f"{len(rows):,} windows are too many ({MAX_RUNS:,} at most): take larger ones")
-        ends = [row[0] for row in rows]
+        ends = self._ends(topic, after, upto, wanted)
+        if len(ends) > MAX_RUNS:
+            raise ValidationError(f"{len(ends):,} windows are too many ({MAX_RUNS:,} at most): take larger ones")
         return [Window(begin, end, self._shard.name) for begin, end in zip([after, *ends], ends, strict=False)]
+
+    def _ends(self, topic: str, after: int, upto: int, wanted: ReplayRange) -> list[int]:
+        """The last offset of each window with events."""
+        with self._shard.database.connection() as connection:
+            if wanted.window is not None:
+                return self._ranges.ends_of_periods(
+                    connection, topic, after=after, upto=upto, seconds=wanted.window.total_seconds()
+                )
+            events = wanted.window_events or 1
+            return self._ranges.ends_of_events(connection, topic, after=after, upto=upto, events=events)
 
 
 def layouts_within(layouts: Sequence[Layout], after: int, upto: int) -> list[Layout]:

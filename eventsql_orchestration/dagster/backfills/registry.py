@@ -32,10 +32,11 @@ from eventsql_orchestration.dagster.backfills.windows import (
     check_id,
     resume_command,
 )
-from eventsql_orchestration.dagster.shards import rows_of
 from eventsql_orchestration.database import Connection, Queries, driver_connection
 from eventsql_orchestration.errors import RegistryError, ValidationError
 from eventsql_orchestration.maintenance.seek import Move
+from eventsql_orchestration.storage.ranges import LogRanges
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.topics.offsets import AtOffset
@@ -202,6 +203,8 @@ class _LogBackfills:
         self._shard = shard
         self._database = shard.database
         self._queries = Queries("backfills", shard.database.schema)
+        self._ranges = LogRanges(shard.database.schema)
+        self._log = LogReader(shard.database.schema)
         self.planner = LogPlanner(shard)
 
     def register(self, plan: Plan, log: LogPlan, backfill_id: str, into: str | None) -> Backfill:
@@ -276,28 +279,18 @@ class _LogBackfills:
         """Mark as done the windows whose offset is before the end, without an event in between."""
         parts = sorted(backfill.parts, key=lambda part: (part.window, part.partition))
         left = [number for number, part in enumerate(parts) if not part.done]
-        unfinished = set()
-        for query, chosen in (
-            ("unfinished_topic", [number for number in left if parts[number].partition == NOT_PARTITIONED]),
-            ("unfinished", [number for number in left if parts[number].partition != NOT_PARTITIONED]),
-        ):
-            if chosen:
-                values = {
-                    "numbers": chosen,
-                    "partitions": [parts[number].partition for number in chosen],
-                    "offsets": [parts[number].offset for number in chosen],
-                    "uptos": [parts[number].window.upto for number in chosen],
-                }
-                rows = connection.execute(self._queries(query, topic=backfill.topic), values, prepare=False)
-                unfinished |= {row[0] for row in rows}
+        unfinished = set[int]()
+        whole = [number for number in left if parts[number].partition == NOT_PARTITIONED]
+        for chosen in (whole, [number for number in left if number not in whole]):
+            ranges = [(parts[each].partition, parts[each].offset, parts[each].window.upto) for each in chosen]
+            if ranges:
+                unfinished |= {chosen[each] for each in self._ranges.occupied(connection, backfill.topic, ranges)}
         done = (replace(part, done=number not in unfinished) for number, part in enumerate(parts))
         return replace(backfill, parts=tuple(done))
 
     def count(self, topic: str, partition: int, after: int, upto: int, *, limit: int) -> int:
-        name = "left_of" if partition == NOT_PARTITIONED else "left_of_partition"
-        values = {"partition": partition, "after": after, "upto": upto, "limit": limit}
-        ((count,),) = rows_of(self._shard, "backfills", name, values, topic=topic)
-        return int(count)
+        with self._database.connection() as connection:
+            return self._log.count(connection, topic, partition=partition, after=after, upto=upto, most=limit)
 
     def renew(self, backfill: Backfill) -> None:
         for name in sorted({part.name for part in backfill.parts if not part.done and (part.spent or part.paused)}):

@@ -24,6 +24,9 @@ from eventsql_orchestration.dagster.shards import rows_of
 from eventsql_orchestration.publishing.two_phase_participant import TwoPhaseParticipant
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.spark import FORMAT, eventsql_error
+from eventsql_orchestration.storage.ranges import LogRanges
+from eventsql_orchestration.storage.ranges import Publication as LoggedPublication
+from eventsql_orchestration.storage.reading import LogReader
 
 TRANSFER_TIMEOUT: Final = 5.0
 """Seconds to wait until a transfer has given the published events their offsets, which only metadata needs."""
@@ -214,12 +217,12 @@ class _Publications:
         left = events - sum(portion.events for portion in portions)
         return [_Portion(self._decider, left, at), *portions] if left else portions
 
-    def _offsets(self, portion: _Portion, origin: Origin) -> tuple[int, int | None, int | None, str | None]:
+    def _offsets(self, portion: _Portion, origin: Origin) -> LoggedPublication:
         # Events enter the log after they were published.
-        before = rows_of(portion.shard, "seek", "before_time", {"time": portion.at}, topic=self._topic)
-        values = {
-            "after": before[0][0] if before else 0, "at": portion.at, "asset": origin.asset,
-            "partition": origin.partition, "events": portion.events,
-        }  # fmt: skip
-        ((count, first, last, run),) = rows_of(portion.shard, "lineage", "published", values, topic=self._topic)
-        return count, first, last, run
+        database = portion.shard.database
+        with database.connection() as connection:
+            before = LogReader(database.schema).before_time(connection, self._topic, portion.at)
+            return LogRanges(database.schema).publication(
+                connection, self._topic, after=before, at=portion.at, asset=origin.asset,
+                run_partition=origin.partition, events=portion.events,
+            )  # fmt: skip

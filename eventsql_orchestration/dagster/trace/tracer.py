@@ -22,7 +22,7 @@ from eventsql_orchestration.dagster.shards import rows_of, shards_of
 from eventsql_orchestration.dagster.tags import owner_of_run
 from eventsql_orchestration.dagster.trace.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.errors import LocalDagsterError, ShardSetError, TopicNotFoundError, ValidationError
-from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.storage.ranges import LogRanges
 
 DEPTH: Final = 10
 WIDTH: Final = 20
@@ -215,9 +215,11 @@ class Tracer:
         except TopicNotFoundError as error:
             return TracedInput(read, notes=(error.message,))
 
-        name = "origins" if read.partition == NOT_PARTITIONED else "origins_partition"
-        values = {"after": read.after, "upto": read.upto, "partition": read.partition}
-        rows = rows_of(self._shards[read.shard], "lineage", name, values, topic=read.topic)
+        database = self._shards[read.shard].database
+        with database.connection() as connection:
+            rows = LogRanges(database.schema).publishers(
+                connection, read.topic, partition=read.partition, after=read.after, upto=read.upto
+            )
         if not rows:
             none_kept = ("none of its events is kept any more",) if read.upto > read.after else ()
             return TracedInput(read, notes=none_kept)

@@ -1,30 +1,3 @@
--- window_ends -- The last offset of each of the windows of so many events that a range of offsets is cut into.
-SELECT max(eql_id)
-FROM (
-    SELECT eql_id, (row_number() OVER (ORDER BY eql_id) - 1) / %(events)s AS number
-    FROM {schema}.{event_table}
-    WHERE eql_id > %(after)s AND eql_id <= %(upto)s
-) numbered
-GROUP BY number
-ORDER BY 1;
-
--- period_ends -- The last offset of each period of so many seconds, counted from 1970, that a range has events of.
-SELECT max(eql_id)
-FROM {schema}.{event_table}
-WHERE eql_id > %(after)s AND eql_id <= %(upto)s
-GROUP BY date_bin(make_interval(secs => %(seconds)s), eql_created_at::timestamptz, 'epoch'::timestamptz)
-ORDER BY 1;
-
--- contents -- Of each window and partition that has events: their number, and when the first and the last were logged.
-SELECT w.upto, e.eql_partition, count(*), min(e.eql_created_at)::timestamptz, max(e.eql_created_at)::timestamptz
-FROM unnest(%(afters)s::bigint[], %(uptos)s::bigint[]) AS w (after, upto)
-JOIN {schema}.{event_table} e ON e.eql_id > w.after AND e.eql_id <= w.upto
-GROUP BY w.upto, e.eql_partition
-ORDER BY w.upto, e.eql_partition;
-
--- first_after -- The first event of a range of offsets, NULL where it has none.
-SELECT min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;
-
 -- register -- One side consumer for each window, with the form, the attempts and the filter of the consumer itself.
 INSERT INTO {schema}.consumer
     (eql_topic, eql_name, eql_partition, eql_last_event_id, eql_consumed_events, eql_max_attempts, eql_filter)
@@ -77,26 +50,3 @@ ORDER BY eql_topic, eql_name, eql_partition;
 -- count_anew -- Count from 0 what the side consumers of these names give up.
 UPDATE {schema}.consumer SET eql_given_up = 0
 WHERE eql_topic = %(topic)s AND eql_name = ANY (%(names)s) AND eql_given_up > 0;
-
--- unfinished -- Which of these ranges of offsets, each in a partition, have events.
-SELECT r.number
-FROM unnest(%(numbers)s::int[], %(partitions)s::smallint[], %(offsets)s::bigint[], %(uptos)s::bigint[])
-    AS r (number, part, after, upto)
-WHERE EXISTS (
-    SELECT FROM {schema}.{event_table} e
-    WHERE e.eql_partition = r.part AND e.eql_id > r.after AND e.eql_id <= r.upto
-);
-
--- unfinished_topic -- The same over all partitions.
-SELECT r.number
-FROM unnest(%(numbers)s::int[], %(offsets)s::bigint[], %(uptos)s::bigint[]) AS r (number, after, upto)
-WHERE EXISTS (SELECT FROM {schema}.{event_table} e WHERE e.eql_id > r.after AND e.eql_id <= r.upto);
-
--- left_of -- How many events a range of offsets holds, counted up to a limit.
-SELECT count(*)
-FROM (
-    SELECT FROM {schema}.{event_table}
-    WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
-    ORDER BY eql_id
-    LIMIT %(limit)s
-) next;

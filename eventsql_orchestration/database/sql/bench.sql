@@ -1,13 +1,11 @@
 -- take_database -- Keep other benchmarks out of this database until the session ends, or find that one is under way.
 SELECT pg_try_advisory_lock(%(lock)s);
 
--- leftover_tables -- The tables of benchmarks that were killed: of no topic, or of one that is not registered any more.
+-- leftover_tables -- The tables of benchmarks that were killed, beside the logs of their topics.
 SELECT c.relname
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = %(schema)s AND (c.relkind = 'r' OR c.relkind = 'p') AND NOT c.relispartition
-  AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|segment_[0-9]+)$'
-  AND NOT EXISTS (SELECT FROM {schema}.topic t WHERE (lower(t.eql_name COLLATE "C") || '_event') = c.relname);
+WHERE n.nspname = %(schema)s AND c.relkind = 'r' AND starts_with(c.relname, %(prefix)s);
 
 -- end_sessions -- End what processes of a benchmark left running on the server.
 SELECT count(pg_terminate_backend(pid))
@@ -17,11 +15,8 @@ WHERE application_name = %(application)s AND pid <> pg_backend_pid();
 -- vacuum_buffer -- Remove what earlier figures have left of their rows.
 VACUUM {schema}.event_buffer;
 
--- vacuum_log -- Leave a log as it is a while after it was written.
-VACUUM (ANALYZE) {schema}.{event_table};
-
 -- create_raw -- A table like the buffer.
-CREATE TABLE {schema}.{event_table} (
+CREATE TABLE {schema}.{table} (
     eql_id bigserial PRIMARY KEY,
     eql_topic pg_catalog.text NOT NULL,
     eql_partition smallint NOT NULL,
@@ -32,25 +27,22 @@ CREATE TABLE {schema}.{event_table} (
 );
 
 -- index_raw -- The other one of the buffer's two indexes.
-CREATE INDEX ON {schema}.{event_table} (eql_topic, eql_id);
+CREATE INDEX ON {schema}.{table} (eql_topic, eql_id);
 
 -- copy_raw -- Encoded events into a table like the buffer.
-COPY {schema}.{event_table} (eql_topic, eql_key, eql_value, eql_metadata, eql_partition) FROM STDIN (FORMAT binary);
+COPY {schema}.{table} (eql_topic, eql_key, eql_value, eql_metadata, eql_partition) FROM STDIN (FORMAT binary);
 
 -- copy_buffer -- Encoded events into the buffer itself.
 COPY {schema}.event_buffer (eql_topic, eql_key, eql_value, eql_metadata, eql_partition) FROM STDIN (FORMAT binary);
 
 -- insert_raw -- One event into a table like the buffer.
-INSERT INTO {schema}.{event_table} (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+INSERT INTO {schema}.{table} (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
 VALUES (%(topic)s, %(partition)s, %(key)s, %(value)s, '{{}}');
 
 -- consumed -- How many events a consumer has committed, over all its partitions.
 SELECT coalesce(sum(eql_consumed_events), 0)::bigint
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s;
-
--- newest -- The newest offset of a topic, 0 when it is empty.
-SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table};
 
 -- keep_newest -- Let a topic of a benchmark keep its newest events only.
 UPDATE {schema}.topic SET eql_retention_events = %(events)s WHERE eql_name = %(topic)s;
@@ -62,7 +54,7 @@ SELECT pg_current_xact_id();
 SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY (%(names)s) ORDER BY name;
 
 -- drop_raw -- Make way for a table of another shape.
-DROP TABLE {schema}.{event_table};
+DROP TABLE {schema}.{table};
 
 -- create_plain -- A plain table with the columns that Spark writes, as its JDBC source would make it.
-CREATE TABLE {schema}.{event_table} (key pg_catalog.text, value pg_catalog.bytea, topic pg_catalog.text, partition integer);
+CREATE TABLE {schema}.{table} (key pg_catalog.text, value pg_catalog.bytea, topic pg_catalog.text, partition integer);

@@ -20,21 +20,6 @@ WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s
 ORDER BY eql_partition
 FOR UPDATE SKIP LOCKED;
 
--- behind -- The partitions of a consumer with events before the offset where it waits, and that offset. Planned as
--- `ready`.
-SELECT c.eql_partition, c.eql_until
-FROM {schema}.consumer c
-CROSS JOIN LATERAL (
-    SELECT FROM {schema}.{event_table} e
-    WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
-      AND (e.eql_partition, e.eql_id) <= (c.eql_partition, c.eql_until)
-      AND e.eql_id > coalesce(c.eql_last_event_id, 0)
-    ORDER BY e.eql_partition, e.eql_id
-    LIMIT 1
-) waiting
-WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
-ORDER BY c.eql_partition;
-
 -- enter -- Let a consumer with locked partitions enter the next layout, without partitions that no later layout has.
 -- False if it cannot.
 SELECT {schema}.enter_layout(%(topic)s, %(consumer)s);
@@ -102,14 +87,3 @@ ORDER BY 1;
 
 -- lock_buffer -- Wait for the publishers' transactions under way, and keep later ones waiting until this transaction ends.
 LOCK TABLE {schema}.event_buffer IN SHARE ROW EXCLUSIVE MODE;
-
--- has_index -- Whether a table has an index of all its rows by these columns.
-SELECT EXISTS (
-    SELECT FROM pg_index i
-    WHERE i.indrelid = %(log)s::regclass AND i.indpred IS NULL AND %(columns)s::text[] = ARRAY(
-        SELECT a.attname::text
-        FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS part (number, place)
-        JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = part.number
-        ORDER BY part.place
-    )
-);

@@ -1,8 +1,8 @@
 -- topics -- Names in a table that no topic has, found by its index in one step for each name.
 WITH RECURSIVE named (topic) AS (
-    (SELECT eql_topic FROM {schema}.{segment} ORDER BY eql_topic LIMIT 1)
+    (SELECT eql_topic FROM {schema}.{table} ORDER BY eql_topic LIMIT 1)
     UNION ALL
-    SELECT (SELECT eql_topic FROM {schema}.{segment} WHERE eql_topic > named.topic ORDER BY eql_topic LIMIT 1)
+    SELECT (SELECT eql_topic FROM {schema}.{table} WHERE eql_topic > named.topic ORDER BY eql_topic LIMIT 1)
     FROM named WHERE named.topic IS NOT NULL
 )
 SELECT topic FROM named
@@ -39,9 +39,9 @@ WHERE newest.eql_layout > t.eql_layout OR newest.eql_partitions <> t.eql_partiti
 ORDER BY t.eql_name;
 
 -- delete -- Delete so many rows of a table that name a topic which does not exist.
-DELETE FROM {schema}.{segment}
+DELETE FROM {schema}.{table}
 WHERE ctid = ANY (ARRAY(
-    SELECT ctid FROM {schema}.{segment}
+    SELECT ctid FROM {schema}.{table}
     WHERE eql_topic = %(topic)s AND NOT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s)
     LIMIT %(batch)s
     FOR UPDATE SKIP LOCKED

@@ -21,7 +21,7 @@ ORDER BY array_position(%(kinds)s::text[], a.eql_kind), a.eql_topic NULLS FIRST;
 SELECT t.eql_name, n.nspname, c.relname,
        pg_get_serial_sequence(format('%%I.%%I', n.nspname, c.relname), 'eql_id')
 FROM {schema}.topic t
-JOIN pg_class c ON c.relname = (lower(t.eql_name COLLATE "C") || '_event')
+JOIN pg_class c ON c.relname = format(%(log)s, lower(t.eql_name COLLATE "C"))
 JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
 WHERE %(topics)s::text[] IS NULL OR t.eql_name = ANY (%(topics)s)
 ORDER BY t.eql_name;
@@ -37,7 +37,7 @@ WHERE c.relkind = ANY (ARRAY['r', 'p'])
   AND (
       c.relname = ANY (%(tables)s)
       OR coalesce(log.relname, c.relname) = ANY (
-          SELECT lower(t.eql_name COLLATE "C") || '_event' FROM {schema}.topic t
+          SELECT format(%(log)s, lower(t.eql_name COLLATE "C")) FROM {schema}.topic t
       )
       OR obj_description(c.oid, 'pg_class') = %(dropped)s
   )

@@ -65,28 +65,3 @@ FOR UPDATE;
 -- let_go -- Hand events to a consumer here, up to an offset or all.
 UPDATE {schema}.consumer SET eql_until = %(until)s
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_until = %(held)s;
-
--- before_fence -- Whether a consumer has events left from before a generation. As `ready` in consumers.sql.
-SELECT EXISTS (
-    SELECT FROM {schema}.consumer c
-    JOIN {schema}.shard_fence f ON f.eql_topic = c.eql_topic AND f.eql_generation = %(generation)s
-    CROSS JOIN LATERAL (
-        SELECT FROM {schema}.{event_table} e
-        WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
-          AND (e.eql_partition, e.eql_id) <= (c.eql_partition, f.eql_fence)
-          AND e.eql_id > coalesce(c.eql_last_event_id, 0)
-        ORDER BY e.eql_partition, e.eql_id
-        LIMIT 1
-    ) waiting
-    WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition >= 0
-) OR EXISTS (
-    SELECT FROM {schema}.consumer c
-    JOIN {schema}.shard_fence f ON f.eql_topic = c.eql_topic AND f.eql_generation = %(generation)s
-    CROSS JOIN LATERAL (
-        SELECT FROM {schema}.{event_table} e
-        WHERE e.eql_id > coalesce(c.eql_last_event_id, 0) AND e.eql_id <= f.eql_fence
-        ORDER BY e.eql_id
-        LIMIT 1
-    ) waiting
-    WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition < 0
-);

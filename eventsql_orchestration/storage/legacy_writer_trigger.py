@@ -15,8 +15,9 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.queries import event_table
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.log_table import identifier
 
 GUARD: Final = "eql_place_in_layout"
 """The name of the trigger on a guarded log."""
@@ -49,9 +50,9 @@ class Stranded:
 
 def stranded(database: Database, topic: str) -> list[Stranded]:
     """Events of a topic that no consumer will ever get, because the log was not guarded when they came."""
-    queries = Queries("guards", database.schema)
+    queries = LogQueries("legacy_writers", database.schema)
     with database.connection() as connection:
-        log = sql.Identifier(database.schema, event_table(topic)).as_string(connection)
+        log = identifier(database.schema, topic).as_string(connection)
         found = fetch_all(connection, queries("stranded", topic=topic), {"topic": topic}, prepare=False)
         known = fetch_first(connection, Queries("layouts", database.schema)("layouts"), {"topic": topic})
         if known is None and fetch_first(connection, queries("has_partition_index"), {"log": log}) == (True,):
@@ -78,20 +79,20 @@ NEWEST: Final = 10_000
 
 def order(database: Database, topic: str) -> Order:
     """Look at the order of a topic's newest events."""
-    query = Queries("guards", database.schema)("java_order", topic=topic)
+    query = LogQueries("legacy_writers", database.schema)("java_order", topic=topic)
     with database.connection() as connection:
         return Order(*fetch_one(connection, query, {"limit": NEWEST}, prepare=False))
 
 
 def is_guarded(connection: Connection, schema: str, topic: str) -> bool:
     """Whether a trigger moves events for partitions that a topic does not have."""
-    log = sql.Identifier(schema, event_table(topic)).as_string(connection)
-    return fetch_first(connection, Queries("guards", schema)("is_guarded"), {"log": log}) == (True,)
+    log = identifier(schema, topic).as_string(connection)
+    return fetch_first(connection, LogQueries("legacy_writers", schema)("is_guarded"), {"log": log}) == (True,)
 
 
 def hold(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Let nobody write to a topic's log until the caller's transaction ends, as `guard` will; reading goes on."""
-    log = sql.Identifier(schema, event_table(topic))
+    log = identifier(schema, topic)
     connection.execute(sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(log))
 
 
@@ -110,7 +111,7 @@ def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitio
             "CREATE OR REPLACE TRIGGER {guard} BEFORE INSERT ON {log} FOR EACH ROW "
             "WHEN (NEW.eql_partition OPERATOR(pg_catalog.>=) {partitions}) EXECUTE FUNCTION {function}({argument})"
         ).format(
-            guard=sql.Identifier(GUARD), log=sql.Identifier(schema, event_table(topic)), function=function,
+            guard=sql.Identifier(GUARD), log=identifier(schema, topic), function=function,
             partitions=sql.Literal(partitions), argument=sql.Literal(str(partitions)),
         )
     )  # fmt: skip
@@ -123,7 +124,7 @@ def release(connection: Connection, schema: str, topic: str) -> int | None:
     """
     if not is_guarded(connection, schema, topic):
         return None
-    log = sql.Identifier(schema, event_table(topic))
+    log = identifier(schema, topic)
     connection.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.Identifier(GUARD), log))
-    row = fetch_first(connection, Queries("guards", schema)("partitions"), {"topic": topic})
+    row = fetch_first(connection, LogQueries("legacy_writers", schema)("partitions"), {"topic": topic})
     return None if row is None else int(row[0])

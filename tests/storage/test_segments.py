@@ -14,8 +14,8 @@ from psycopg import sql
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.publishing import log_writer
-from eventsql_orchestration.topics import segments
-from eventsql_orchestration.topics.segments import Segment, ensure_ahead, segment_name
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.segments import Segment, ensure_ahead, segment_name
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions

@@ -20,7 +20,7 @@ ORDER BY owner.relname;
 SELECT has_column_privilege(to_regclass(%(table)s)::oid, 'eql_id', 'SELECT');
 
 -- highest -- The largest id in a table.
-SELECT max(eql_id) FROM {schema}.{segment};
+SELECT max(eql_id) FROM {schema}.{table};
 
 -- log_state -- Whether a log's times have time zones; its sequence and its last id; and the largest known id of an
 -- event, offset or layout. Absurdly large offsets do not count.

@@ -40,13 +40,13 @@ SELECT reltuples::bigint FROM pg_class WHERE oid = %(table)s::regclass;
 
 -- first -- The first offset of a segment, and the seconds since it entered the log.
 SELECT eql_id, extract(epoch FROM clock_timestamp() - eql_created_at)::float8
-FROM {schema}.{segment} ORDER BY eql_id LIMIT 1;
+FROM {schema}.{table} ORDER BY eql_id LIMIT 1;
 
 -- last -- The newest offset of a segment, and when it entered the log.
-SELECT eql_id, eql_created_at::timestamptz FROM {schema}.{segment} ORDER BY eql_id DESC LIMIT 1;
+SELECT eql_id, eql_created_at::timestamptz FROM {schema}.{table} ORDER BY eql_id DESC LIMIT 1;
 
 -- size -- How many events a segment holds.
-SELECT count(*) FROM {schema}.{segment};
+SELECT count(*) FROM {schema}.{table};
 
 -- unpassed -- A consumer partition that has events of a segment to consume yet.
 SELECT c.eql_name, c.eql_partition
@@ -54,9 +54,9 @@ FROM {schema}.consumer c
 WHERE c.eql_topic = %(topic)s
   AND coalesce(c.eql_last_event_id, 0) < %(newest)s
   AND CASE WHEN c.eql_partition = -1
-      THEN EXISTS (SELECT FROM {schema}.{segment} e WHERE e.eql_id > coalesce(c.eql_last_event_id, 0))
+      THEN EXISTS (SELECT FROM {schema}.{table} e WHERE e.eql_id > coalesce(c.eql_last_event_id, 0))
       ELSE EXISTS (
-          SELECT FROM {schema}.{segment} e
+          SELECT FROM {schema}.{table} e
           WHERE e.eql_partition = c.eql_partition AND e.eql_id > coalesce(c.eql_last_event_id, 0)
       )
   END
@@ -121,3 +121,25 @@ WHERE contype = 'f' AND %(table)s::regclass = ANY (ARRAY[conrelid, confrelid])
 UNION
 SELECT 'child table ' || inhrelid::regclass FROM pg_inherits WHERE inhparent = %(table)s::regclass
 ORDER BY 1;
+
+-- has_index -- Whether a table has an index of all its rows by these columns.
+SELECT EXISTS (
+    SELECT FROM pg_index i
+    WHERE i.indrelid = %(log)s::regclass AND i.indpred IS NULL AND %(columns)s::text[] = ARRAY(
+        SELECT a.attname::text
+        FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS part (number, place)
+        JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = part.number
+        ORDER BY part.place
+    )
+);
+
+-- orphans -- The logs, and the detached segments of logs, that no topic has, with names that begin so.
+SELECT c.relname
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(schema)s AND (c.relkind = 'r' OR c.relkind = 'p') AND NOT c.relispartition
+  AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|segment_[0-9]+)$'
+  AND NOT EXISTS (SELECT FROM {schema}.topic t WHERE (lower(t.eql_name COLLATE "C") || '_event') = c.relname);
+
+-- vacuum -- Leave a log as it is a while after it was written.
+VACUUM (ANALYZE) {schema}.{event_table};

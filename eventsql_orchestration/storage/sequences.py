@@ -16,9 +16,11 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries, tables
-from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database.log_names import event_table
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import SequenceError
+from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.log_table import identifier
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class Ids:
 
     def __init__(self, schema: str) -> None:
         self._schema = schema
-        self._queries = Queries("sequences", schema)
+        self._queries = LogQueries("sequences", schema)
         self._last: dict[str, int] = {}
 
     def holds(self, topic: str, last: int | None) -> bool:
@@ -112,12 +114,12 @@ class Ids:
 
         Gives whether the times of the log are points in time. Raises `SequenceError`.
         """
-        log = sql.Identifier(self._schema, event_table(topic)).as_string(connection)
+        log = identifier(self._schema, topic).as_string(connection)
         zoned, sequence, last, highest = fetch_one(
             connection, self._queries("log_state", topic=topic), {"topic": topic, "log": log}, prepare=False
         )
         # After the statement above, which says where a topic was deleted.
-        check(connection, self._schema, event_table(topic))
+        check_log(connection, self._schema, topic)
         if last < highest:
             (state,) = states(connection, self._schema, [event_table(topic)])
             try:
@@ -137,7 +139,7 @@ def advance_buffer(connection: Connection, schema: str) -> None:
     It is behind them after a restore without sequences, or a `setval`. Raises `SequenceError` where publishers'
     transactions are in the way, or the current role may not set it.
     """
-    queries = Queries("sequences", schema)
+    queries = LogQueries("sequences", schema)
     if connection.execute(queries("buffer_highest")).fetchone() is None:
         return
     try:
@@ -159,7 +161,12 @@ def advance_buffer(connection: Connection, schema: str) -> None:
 def states(connection: Connection, schema: str, names: Sequence[str]) -> list[SequenceState]:
     """The sequences of the tables of these names, by table."""
     values = {"schema": schema, "tables": list(names)}
-    return [SequenceState(*row) for row in fetch_all(connection, Queries("sequences", schema)("settings"), values)]
+    return [SequenceState(*row) for row in fetch_all(connection, LogQueries("sequences", schema)("settings"), values)]
+
+
+def check_log(connection: Connection, schema: str, topic: str) -> None:
+    """Raise `SequenceError` unless a log's ids come one by one and upwards from a sequence of its own."""
+    check(connection, schema, event_table(topic))
 
 
 def check(connection: Connection, schema: str, table: str) -> None:
@@ -184,10 +191,10 @@ def settle(connection: Connection, schema: str, table: str) -> None:
 
 def _highest(connection: Connection, schema: str, table: str) -> int:
     """The largest id in a table, as far as the current role may read it; 0 where there is none."""
-    queries, name = Queries("sequences", schema), sql.Identifier(schema, table).as_string(connection)
+    queries, name = LogQueries("sequences", schema), sql.Identifier(schema, table).as_string(connection)
     if fetch_first(connection, queries("readable"), {"table": name}) != (True,):
         return 0
-    row = fetch_first(connection, queries("highest", segment=table))
+    row = fetch_first(connection, queries("highest", table=table))
     return 0 if row is None or row[0] is None else int(row[0])
 
 

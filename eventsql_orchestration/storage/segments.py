@@ -17,12 +17,14 @@ import psycopg
 import sqlalchemy
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, Queries, driver_connection, roles, tables
-from eventsql_orchestration.database.queries import event_table
+from eventsql_orchestration.database import Connection, Queries, driver_connection, roles
+from eventsql_orchestration.database.log_names import event_table
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.model import Topic
-from eventsql_orchestration.topics import legacy_writer_trigger, sequences
+from eventsql_orchestration.storage import legacy_writer_trigger, sequences
+from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.log_table import event_log, identifier
 
 SEGMENT_EVENTS: Final = 5_000_000
 """Ids of a segment: planning a read takes longer with each segment that it may touch. Dropping one takes 30 ms."""
@@ -51,13 +53,13 @@ class Segment:
 def create_log(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> None:
     """Create what a topic's log lacks: its table, indexes, first segments, and right settings of its sequence."""
     driver = driver_connection(connection)
-    log = tables.event_log(topic.name, partitioned=topic.partitioned)
+    log = event_log(topic.name, partitioned=topic.partitioned)
     log.create(connection, checkfirst=True)
     name = sql.Identifier(schema, log.name).as_string(driver)
     for index in log.indexes:
         # A table of EventSQL's Java library has no index for partitions. The topic's transfers wait while it is built.
         columns = {"log": name, "columns": index.columns.keys()}
-        if driver.execute(Queries("layouts", schema)("has_index"), columns).fetchone() == (True,):
+        if driver.execute(LogQueries("segments", schema)("has_index"), columns).fetchone() == (True,):
             continue
         # A large table takes long, and this cannot be done in parts.
         driver.execute("SET LOCAL statement_timeout TO 0")
@@ -75,7 +77,7 @@ def segment_name(topic: str, start: int) -> str:
 
 def segments(connection: Connection, schema: str, topic: str) -> list[Segment] | None:
     """The segments of a topic's log by their ids; None where it is one plain table."""
-    queries, log = Queries("retention", schema), _log(connection, schema, topic)
+    queries, log = LogQueries("segments", schema), _log(connection, schema, topic)
     row = fetch_first(connection, queries("is_segmented"), log)
     if row is None or not row[0]:
         return None
@@ -84,12 +86,12 @@ def segments(connection: Connection, schema: str, topic: str) -> list[Segment] |
 
 def _log(connection: Connection, schema: str, topic: str) -> dict[str, object]:
     """A topic's event table, as the statements on segments take it."""
-    return {"log": sql.Identifier(schema, event_table(topic)).as_string(connection)}
+    return {"log": identifier(schema, topic).as_string(connection)}
 
 
 def newest_id(connection: Connection, schema: str, topic: str) -> int:
     """The newest id that was given out in a topic's log; 0 before the first."""
-    row = fetch_first(connection, Queries("retention", schema)("newest_id"), _log(connection, schema, topic))
+    row = fetch_first(connection, LogQueries("segments", schema)("newest_id"), _log(connection, schema, topic))
     return 0 if row is None or row[0] is None else int(row[0])
 
 
@@ -99,7 +101,7 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
     Attaching lets reads and writes of the log go on. A log that is one plain table stays as it is. The function
     `make_segments` in the database has the statements.
     """
-    queries = Queries("retention", schema)
+    queries = LogQueries("segments", schema)
     own = fetch_first(connection, queries("makes_segments"), _log(connection, schema, topic)) == (True,)
     # Other roles, such as a transfer role or a member of the owner, call the owner's function.
     statement = queries("make_segments" if own else "ensure_segments")
@@ -109,7 +111,12 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
 def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> None:
     """Let the ids of the log go on after `segment`, in the caller's transaction that holds the topic."""
     values = {**_log(connection, schema, topic), "newest": segment.end - 1}
-    connection.execute(Queries("retention", schema)("skip_to"), values)
+    connection.execute(LogQueries("segments", schema)("skip_to"), values)
+
+
+def vacuum(connection: Connection, schema: str, topic: str) -> None:
+    """Leave a log as it is a while after it was written, on a connection in autocommit mode."""
+    connection.execute(LogQueries("segments", schema)("vacuum", topic=topic))
 
 
 def adopt(connection: Connection, schema: str, topic: str) -> None:
@@ -143,13 +150,13 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
 
 def give_adoption_up(connection: Connection, schema: str, topic: str) -> None:
     """Remove the constraint of an interrupted adoption: it would keep a plain table from growing past its end."""
-    names = {"log": sql.Identifier(schema, event_table(topic)), "check": sql.Identifier(ADOPTION_CHECK)}
+    names = {"log": identifier(schema, topic), "check": sql.Identifier(ADOPTION_CHECK)}
     _alter(connection, names, "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}")
 
 
 def _check_dependents(connection: Connection, schema: str, topic: str) -> None:
-    log = sql.Identifier(schema, event_table(topic)).as_string(connection)
-    dependents = fetch_all(connection, Queries("retention", schema)("dependents"), {"table": log})
+    log = identifier(schema, topic).as_string(connection)
+    dependents = fetch_all(connection, LogQueries("segments", schema)("dependents"), {"table": log})
     if dependents:
         names = ", ".join(name for (name,) in dependents)
         raise RegistryError(
@@ -159,8 +166,8 @@ def _check_dependents(connection: Connection, schema: str, topic: str) -> None:
 
 
 def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str, sql.Composable | int]:
-    log, name = sql.Identifier(schema, event_table(topic)), segment_name(topic, 0)
-    sequence = fetch_one(connection, Queries("retention", schema)("sequence"), _log(connection, schema, topic))
+    log, name = identifier(schema, topic), segment_name(topic, 0)
+    sequence = fetch_one(connection, LogQueries("segments", schema)("sequence"), _log(connection, schema, topic))
     return {
         "log": log, "segment": sql.Identifier(schema, name), "name": sql.Identifier(name),
         "sequence": sql.Identifier(*sequence), "check": sql.Identifier(ADOPTION_CHECK),
@@ -201,8 +208,8 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
 
 def _pass_on_rights(connection: Connection, schema: str, topic: str, segment: str) -> None:
     """Give the rights on the plain table on the log that took its place, and make its owner the log's."""
-    queries = Queries("retention", schema)
-    log, table = sql.Identifier(schema, event_table(topic)), sql.Identifier(schema, segment).as_string(connection)
+    queries = LogQueries("segments", schema)
+    log, table = identifier(schema, topic), sql.Identifier(schema, segment).as_string(connection)
     for privilege, grantee, grantable in fetch_all(connection, queries("grants"), {"table": table}):
         to = sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee)
         option = sql.SQL(" WITH GRANT OPTION" if grantable else "")

@@ -12,7 +12,7 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.database import Connection, migrations, tables
 from eventsql_orchestration.errors import SequenceError
-from eventsql_orchestration.topics import sequences
+from eventsql_orchestration.storage import sequences
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,30 @@
+"""The names of the tables that hold topics' logs. The room `storage` knows everything else about these tables."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Final
+
+EVENT_TABLE: Final = "%s_event"
+"""The pattern of the names, which takes a topic's name in lower case."""
+
+_FOLDED: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+
+
+def event_table(topic: str) -> str:
+    """The name of the table that holds a topic's ordered log.
+
+    In lower case: EventSQL's Java library writes it unquoted, and PostgreSQL folds such a name so.
+    """
+    return EVENT_TABLE % topic.translate(_FOLDED)
+
+
+def names_log(identifier: str) -> bool:
+    """Whether an identifier may be that of a log, or of a log's segment or sequence."""
+    return "_event" in identifier or "_segment_" in identifier
+
+
+def mentions_log(message: str, schema: str) -> bool:
+    """Whether a server's message names a log of `schema`. The words and quotes around the name differ by language."""
+    return re.search(rf"\b{re.escape(schema)}\.\S*_event\W", message) is not None

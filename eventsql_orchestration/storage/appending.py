@@ -1,0 +1,74 @@
+"""Writing to the end of a topic's log. The caller's transaction holds the topic: it is the log's one writer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import psycopg
+
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.storage.log_queries import LogQueries
+
+
+class TopicState(NamedTuple):
+    """A topic as the transaction that holds it sees it.
+
+    `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
+    events, 0 without events. `last_id` is the last id of the log, None if its sequence does not give ids one by one
+    and upwards.
+    """
+
+    definition: list[int] | None
+    now: datetime
+    upto: int
+    buffered: int
+    last_id: int | None
+
+
+class BufferedBatch(NamedTuple):
+    """The next events of a topic in the buffer: the last buffer id, 0 without events, and the number.
+
+    `block` is the first buffer id that stands for a block. `definition` and `last_id` are as in `TopicState`.
+    """
+
+    upto: int
+    events: int
+    definition: list[int]
+    block: int | None
+    last_id: int | None
+
+
+class LogAppender:
+    """Appends to the logs of one database schema, on its callers' connections."""
+
+    def __init__(self, schema: str) -> None:
+        self._queries = LogQueries("append", schema)
+
+    def state(self, connection: Connection, topic: str, *, low_water: int, limit: int) -> TopicState:
+        """The state of a topic. At most `limit` buffered events are counted; a block of events counts as `limit`."""
+        values = {"topic": topic, "low_water": low_water, "limit": limit}
+        return TopicState(*fetch_one(connection, self._queries("append_state"), values, prepare=False))
+
+    def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
+        """The next events of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
+        values = {"topic": topic, "low_water": low_water, "newest": newest, "limit": limit}
+        return BufferedBatch(*fetch_one(connection, self._queries("batch_end"), values, prepare=False))
+
+    def move(
+        self, connection: Connection, topic: str, *, low_water: int, upto: int, partitions: int, layout: int
+    ) -> int:
+        """Move events with `low_water < buffer id <= upto` to the end of the log, in their order. Gives their number.
+
+        `partitions` and `layout` are the topic's: a publisher that knows no layouts may have chosen partitions by an
+        earlier layout.
+        """
+        query = self._queries("move" if layout == 1 else "move_into_layout", topic=topic)
+        values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions}
+        return connection.execute(query, values, prepare=False).rowcount
+
+    def copy(self, cursor: psycopg.Cursor[Any], topic: str) -> AbstractContextManager[psycopg.Copy]:
+        """COPY of encoded events to the end of the log: rows as `publishing/copy_format.py` makes them."""
+        return cursor.copy(self._queries("append", topic=topic))

@@ -1,0 +1,132 @@
+"""Reading a topic's log by offsets, on a caller's connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+import psycopg
+from psycopg.rows import TupleRow, tuple_row
+from psycopg.types.numeric import Int8BinaryLoader
+from psycopg.types.string import TextBinaryLoader
+
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.rows import fetch_first, fetch_one
+from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.storage.log_queries import LogQueries
+
+MAX_OFFSET: Final = 2**63 - 1
+
+
+class Extent(NamedTuple):
+    """The number of events in a range, and the offset of the first; None without events."""
+
+    events: int
+    first: int | None
+
+
+class Waiting(NamedTuple):
+    """The next events of a range: their number, the offset of the last, and seconds since the first entered the log."""
+
+    events: int
+    upto: int | None
+    seconds: float | None
+
+
+class LogReader:
+    """Reads the logs of one database schema. It holds no connection, so any thread may use it.
+
+    A range is `after < offset <= upto` of one partition or, with -1, of all partitions.
+    """
+
+    def __init__(self, schema: str) -> None:
+        self._queries = LogQueries("read", schema)
+
+    def read(
+        self, connection: Connection, topic: str, *, partition: int = NOT_PARTITIONED, after: int = 0,
+        upto: int = MAX_OFFSET, limit: int | None = None,
+    ) -> list[Event]:  # fmt: skip
+        """The events of a range in order, at most `limit`."""
+        # The connection may be a caller's, with a row factory of its own.
+        cursor = connection.cursor(row_factory=tuple_row)
+        # Events decode these values when they are read.
+        cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
+        cursor.adapters.register_loader("json", TextBinaryLoader)
+        values = {"partition": partition, "after": after, "upto": upto, "limit": limit}
+        cursor.execute(self._queries(_of("read", partition), topic=topic), values, binary=True, prepare=False)
+        return [Event(topic, *row) for row in cursor.fetchall()]
+
+    def end(self, connection: Connection, topic: str, partition: int = NOT_PARTITIONED) -> int:
+        """The newest offset of a log or of one partition; 0 without events."""
+        (end,) = self._row(connection, "end", topic, partition, {})
+        return int(end)
+
+    def bounds(self, connection: Connection, topic: str) -> tuple[int, int]:
+        """The first and the newest offset of a log; 1 and 0 without events."""
+        first, end = self._row(connection, "bounds", topic, NOT_PARTITIONED, {})
+        return first, end
+
+    def count(
+        self, connection: Connection, topic: str, *, partition: int = NOT_PARTITIONED, after: int = 0,
+        upto: int = MAX_OFFSET, most: int | None = None,
+    ) -> int:  # fmt: skip
+        """The number of events in a range; with `most`, the server counts no further than that."""
+        values: dict[str, object] = {"after": after, "upto": upto, "most": most}
+        (events,) = self._row(connection, "count" if most is None else "count_upto", topic, partition, values)
+        return int(events)
+
+    def extent(
+        self, connection: Connection, topic: str, *, partition: int = NOT_PARTITIONED, after: int, upto: int
+    ) -> Extent:
+        """The number of events in a range, and the first of them."""
+        return Extent(*self._row(connection, "extent", topic, partition, {"after": after, "upto": upto}))
+
+    def waiting(
+        self, connection: Connection, topic: str, *, partition: int, after: int, upto: int, limit: int
+    ) -> Waiting:
+        """The next events of a range, at most `limit`, without their content."""
+        values: dict[str, object] = {"after": after, "upto": upto, "limit": limit}
+        return Waiting(*self._row(connection, "waiting", topic, partition, values))
+
+    def seconds_behind(
+        self, connection: Connection, topic: str, *, partition: int = NOT_PARTITIONED, after: int
+    ) -> float | None:
+        """Seconds since the first event after an offset was published; None without one."""
+        query, values = self._queries(_of("oldest", partition), topic=topic), {"partition": partition, "after": after}
+        row = fetch_first(connection, query, values, prepare=False)
+        return None if row is None else float(row[0])
+
+    def before_time(self, connection: Connection, topic: str, time: datetime) -> int:
+        """The offset of the last event that entered the log before `time`; without one, the offset before the first."""
+        (offset,) = self._row(connection, "before_time", topic, NOT_PARTITIONED, {"time": time})
+        return int(offset)
+
+    def nth(
+        self, connection: Connection, topic: str, n: int, *, partition: int = NOT_PARTITIONED, after: int,
+        upto: int = MAX_OFFSET,
+    ) -> int | None:  # fmt: skip
+        """The offset of the `n`-th event of a range, counted from 1; None if the range has fewer."""
+        values = {"partition": partition, "after": after, "upto": upto, "skip": n - 1}
+        row = fetch_first(connection, self._queries(_of("nth", partition), topic=topic), values, prepare=False)
+        return None if row is None else int(row[0])
+
+    def nth_before(
+        self, connection: Connection, topic: str, n: int, *, partition: int = NOT_PARTITIONED, offset: int
+    ) -> int | None:
+        """The offset of the `n`-th event from `offset` backwards; an event at `offset` is the first."""
+        values = {"partition": partition, "offset": offset, "skip": n - 1}
+        row = fetch_first(connection, self._queries(_of("nth_before", partition), topic=topic), values, prepare=False)
+        return None if row is None else int(row[0])
+
+    def _row(
+        self, connection: psycopg.Connection[Any], name: str, topic: str, partition: int, values: Mapping[str, object]
+    ) -> TupleRow:
+        # Planned for its values: `read_partition` says why.
+        query = self._queries(_of(name, partition), topic=topic)
+        return fetch_one(connection, query, {**values, "partition": partition}, prepare=False)
+
+
+def _of(name: str, partition: int) -> str:
+    """The name of a statement that exists for all partitions and for one."""
+    return name if partition == NOT_PARTITIONED else f"{name}_partition"

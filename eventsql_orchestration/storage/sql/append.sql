@@ -1,0 +1,66 @@
+-- part last_id -- The last id of the log; NULL if its sequence does not give ids one by one and upwards.
+(SELECT pg_sequence_last_value(own.sequence)
+FROM (
+    SELECT pg_get_serial_sequence(
+        '{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'
+    )::regclass::oid AS sequence
+) own
+CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
+WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
+
+-- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
+-- number of its buffered events, at most `limit` (a block counts as `limit`); the last id of the log.
+SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
+       statement_timestamp(), coalesce(max(eql_id), 0), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END,
+       {last_id}
+FROM (
+    SELECT eql_id, eql_partition FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
+    ORDER BY eql_topic, eql_id
+    LIMIT %(limit)s
+) buffered;
+
+-- append -- Any number of encoded events to the end of the topic's log.
+COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
+FROM STDIN (FORMAT binary);
+
+-- batch_end -- A batch of at most `limit` events: its last buffer id, its size, the topic's partitions and layout, the
+-- first id of a block of events in it; and the last id of the log. Every read of a topic's part of the buffer compares
+-- rows: the buffer fills and empties faster than its statistics change, and the server might step over all other topics
+-- otherwise.
+SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
+       min(eql_id) FILTER (WHERE eql_partition < -1),
+       {last_id}
+FROM (
+    SELECT eql_id, eql_partition FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
+    ORDER BY eql_topic, eql_id
+    LIMIT %(limit)s
+) batch;
+
+-- part moved -- Take events out of the buffer and write them to the topic's log.
+WITH moved AS (
+    DELETE FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+    RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
+)
+INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
+
+-- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids. The statement's time is
+-- after the lock, so times grow with ids. Planned for its values: a generic plan would walk the ids of all topics.
+{moved}
+SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
+FROM moved
+ORDER BY eql_id;
+
+-- move_into_layout -- The same after a repartitioning: events of a partition that the topic no longer has go to their
+-- new partition.
+{moved}
+SELECT CASE
+           WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
+           WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
+           ELSE (eql_id %% %(partitions)s)::smallint
+       END,
+       eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
+FROM moved
+ORDER BY eql_id;
