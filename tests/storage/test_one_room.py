@@ -50,9 +50,8 @@ def named_in_python(text: str) -> list[str]:
 def _strings(tree: ast.Module) -> Iterator[str]:
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            if EVENT_TABLE.search(node.value):
-                yield node.value
+        if isinstance(node, ast.Constant) and id(node) not in docstrings and EVENT_TABLE.search(str(node.value)):
+            yield str(node.value)
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(PACKAGE)))

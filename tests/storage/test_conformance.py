@@ -1,0 +1,295 @@
+"""Every form of a log passes these tests, which write by `LogAppender`, and read by `LogReader` and `LogRanges`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import TopicNotFoundError
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.storage import log_table, segments
+from eventsql_orchestration.storage.appending import LogAppender
+from eventsql_orchestration.storage.ranges import LogRanges, Sample
+from eventsql_orchestration.storage.reading import MAX_OFFSET, Extent, LogReader, Waiting
+from eventsql_orchestration.storage.segment_drops import SegmentDrops
+
+SCHEMA = "eventsql"
+TOPIC = "orders"
+NOON = datetime(2024, 3, 1, 12, tzinfo=UTC)
+
+appender, reader, ranges = LogAppender(SCHEMA), LogReader(SCHEMA), LogRanges(SCHEMA)
+
+
+@dataclass
+class Log:
+    """A log with three partitions, on a session in autocommit mode."""
+
+    platform: EventSQL
+    session: Connection
+
+    def append(self, *publications: Publication, at: datetime = NOON) -> None:
+        """Append events that were published a second before `at`."""
+        prefix = copy_format.log_prefix(
+            copy_format.microseconds(at), copy_format.microseconds(at - timedelta(seconds=1))
+        )
+        with self.session.transaction():
+            segments.ensure_ahead(self.session, SCHEMA, TOPIC)
+            with appender.copy(self.session.cursor(), TOPIC) as copy:
+                copy.write(copy_format.HEADER)
+                for publication in publications:
+                    copy.write(prefix + copy_format.encode(publication, publication.partition or 0))
+                copy.write(copy_format.TRAILER)
+
+    def fill(self, events: int, *, at: datetime = NOON) -> None:
+        """Append so many events, in the partitions 0, 1, 2, 0, …"""
+        first = reader.end(self.session, TOPIC)
+        numbers = range(first, first + events)
+        self.append(*(Publication(TOPIC, b"%d" % each, partition=each % 3) for each in numbers), at=at)
+
+    def drop_first_segment(self) -> None:
+        found = segments.segments(self.session, SCHEMA, TOPIC)
+        assert found is not None
+        SegmentDrops(SCHEMA, TOPIC, wait=30).drop(self.session, found[0])
+
+
+def rows(platform: EventSQL) -> None:
+    """The form in which an event is a row."""
+    platform.registry.register_topic(Topic(TOPIC, 3))
+
+
+@pytest.fixture(params=[rows], ids=["rows"])
+def log(
+    request: pytest.FixtureRequest, platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> Log:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
+    create: Callable[[EventSQL], None] = request.param
+    create(platform)
+    return Log(platform, session)
+
+
+def ids(events: Sequence[Event]) -> list[int]:
+    return [event.id for event in events]
+
+
+# Appending
+
+
+def test_an_appended_event_is_read_as_it_was_published(log: Log) -> None:
+    log.append(Publication(TOPIC, b"\x00\xff", key="ä", metadata={"a": "b"}, partition=2), at=NOON)
+    (event,) = reader.read(log.session, TOPIC)
+    assert (event.topic, event.id, event.partition, event.key) == (TOPIC, 1, 2, "ä")
+    assert (event.value, event.metadata) == (b"\x00\xff", {"a": "b"})
+    assert (event.buffered_at, event.created_at) == (NOON - timedelta(seconds=1), NOON)
+
+
+def test_an_event_without_key_and_metadata_has_none(log: Log) -> None:
+    log.append(Publication(TOPIC, b""))
+    (event,) = reader.read(log.session, TOPIC)
+    assert (event.key, event.value, event.metadata) == (None, b"", {})
+
+
+def test_events_of_a_transaction_that_rolls_back_are_not_in_the_log(log: Log) -> None:
+    with log.session.transaction(force_rollback=True):
+        log.fill(3)
+        assert reader.count(log.session, TOPIC) == 3
+    assert reader.count(log.session, TOPIC) == 0
+    log.fill(1)
+    assert reader.end(log.session, TOPIC) > 0
+
+
+def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> None:
+    log.fill(1)
+    for number in range(4):
+        log.platform.publisher.publish(Publication(TOPIC, b"b%d" % number, partition=number % 2))
+    with log.session.transaction():
+        batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
+        assert (batch.events, batch.definition, batch.block, batch.last_id) == (3, [3, 1], None, 1)
+        moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=1)
+        state = appender.state(log.session, TOPIC, low_water=batch.upto, limit=10)
+    assert moved == 3
+    assert [event.value for event in reader.read(log.session, TOPIC, after=1)] == [b"b0", b"b1", b"b2"]
+    assert (state.definition, state.buffered, state.last_id) == ([3, 1], 1, 4)
+
+
+def test_a_moved_event_of_a_lost_partition_gets_one_that_the_topic_has(log: Log) -> None:
+    log.platform.publisher.publish(Publication(TOPIC, b"v", partition=2))
+    with log.session.transaction():
+        batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=1)
+        appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=1, layout=2)
+    assert [event.partition for event in reader.read(log.session, TOPIC)] == [0]
+
+
+def test_a_topic_without_events_in_the_buffer_has_an_empty_batch(log: Log) -> None:
+    batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
+    assert (batch.upto, batch.events, batch.block) == (0, 0, None)
+
+
+# Reading
+
+
+def test_a_range_excludes_its_beginning_and_includes_its_end(log: Log) -> None:
+    log.fill(12)
+    assert ids(reader.read(log.session, TOPIC, after=3, upto=7)) == [4, 5, 6, 7]
+    assert ids(reader.read(log.session, TOPIC, after=3, limit=2)) == [4, 5]
+    assert ids(reader.read(log.session, TOPIC, partition=1, after=2, upto=8)) == [5, 8]
+    assert reader.read(log.session, TOPIC, after=7, upto=3) == []
+    assert reader.read(log.session, TOPIC, partition=9) == []
+
+
+def test_counts_are_those_of_the_events_that_are_read(log: Log) -> None:
+    log.fill(12)
+    for partition in (-1, 0, 1, 2, 9):
+        for after, upto in ((0, MAX_OFFSET), (3, 7), (11, 12), (12, 20), (7, 3)):
+            read = ids(reader.read(log.session, TOPIC, partition=partition, after=after, upto=upto))
+            bounds = {"partition": partition, "after": after, "upto": upto}
+            assert reader.count(log.session, TOPIC, **bounds) == len(read)
+            assert reader.count(log.session, TOPIC, **bounds, most=2) == min(len(read), 2)
+            assert reader.extent(log.session, TOPIC, **bounds) == Extent(len(read), read[0] if read else None)
+            for n in (1, 2, 5):
+                assert reader.nth(log.session, TOPIC, n, **bounds) == (read[n - 1] if len(read) >= n else None)
+
+
+def test_events_are_counted_backwards_from_an_offset(log: Log) -> None:
+    log.fill(12)
+    assert reader.nth_before(log.session, TOPIC, 1, offset=5) == 5
+    assert reader.nth_before(log.session, TOPIC, 5, offset=5) == 1
+    assert reader.nth_before(log.session, TOPIC, 6, offset=5) is None
+    assert reader.nth_before(log.session, TOPIC, 2, partition=0, offset=9) == 4
+
+
+def test_the_ends_of_a_log_and_of_its_partitions_are_offsets_of_events(log: Log) -> None:
+    assert (reader.end(log.session, TOPIC), reader.end(log.session, TOPIC, 1)) == (0, 0)
+    assert reader.bounds(log.session, TOPIC) == (1, 0)
+    log.fill(5)
+    assert [reader.end(log.session, TOPIC, each) for each in (-1, 0, 1, 2, 9)] == [5, 4, 5, 3, 0]
+    assert reader.bounds(log.session, TOPIC) == (1, 5)
+
+
+def test_waiting_events_are_counted_up_to_a_limit(log: Log) -> None:
+    log.fill(12)
+    for partition, limit, events, upto in ((-1, 5, 5, 5), (-1, 50, 12, 12), (1, 2, 2, 5), (1, 9, 4, 11)):
+        waiting = reader.waiting(log.session, TOPIC, partition=partition, after=0, upto=99, limit=limit)
+        assert (waiting.events, waiting.upto) == (events, upto)
+        assert waiting.seconds is not None
+    none = reader.waiting(log.session, TOPIC, partition=9, after=0, upto=99, limit=5)
+    assert none == Waiting(0, None, None)
+
+
+def test_the_age_of_a_backlog_is_that_of_its_first_event(log: Log) -> None:
+    log.fill(3, at=NOON)
+    log.fill(3, at=NOON + timedelta(days=10))
+    old, new = (reader.seconds_behind(log.session, TOPIC, after=after) for after in (0, 3))
+    assert old is not None
+    assert new is not None
+    assert timedelta(days=9.9) < timedelta(seconds=old - new) < timedelta(days=10.1)
+    assert reader.seconds_behind(log.session, TOPIC, after=6) is None
+    assert reader.seconds_behind(log.session, TOPIC, partition=0, after=4) is None
+
+
+def test_a_time_is_found_by_the_order_of_offsets(log: Log) -> None:
+    for hour in range(5):
+        log.fill(7, at=NOON + timedelta(hours=hour))
+    for hour in range(5):
+        at = NOON + timedelta(hours=hour)
+        assert reader.before_time(log.session, TOPIC, at) == 7 * hour
+        assert reader.before_time(log.session, TOPIC, at + timedelta(minutes=1)) == 7 * (hour + 1)
+    assert reader.before_time(log.session, TOPIC, NOON - timedelta(days=1)) == 0
+
+
+# Ranges
+
+
+def test_ranges_with_events_are_told_from_empty_ones(log: Log) -> None:
+    log.fill(12)
+    parts = [(0, 4), (4, 8), (8, 12), (12, 16)]
+    assert ranges.firsts(log.session, TOPIC, -1, parts) == [1, 5, 9, None]
+    assert ranges.firsts(log.session, TOPIC, 1, parts) == [2, 5, 11, None]
+    assert ranges.samples(log.session, TOPIC, -1, parts, sample=3) == [
+        Sample(1, 4, 3, 3), Sample(5, 8, 3, 7), Sample(9, 12, 3, 11),
+    ]  # fmt: skip
+    assert ranges.occupied(log.session, TOPIC, [(-1, 0, 1), (-1, 12, 20), (-1, 11, 20)]) == {0, 2}
+    assert ranges.occupied(log.session, TOPIC, [(0, 0, 1), (1, 0, 1), (2, 0, 12)]) == {0, 2}
+    assert ranges.first(log.session, TOPIC, after=4, upto=8) == 5
+    assert ranges.first(log.session, TOPIC, after=12, upto=18) is None
+
+
+def test_a_range_is_cut_into_windows_of_events_and_of_time(log: Log) -> None:
+    log.fill(5, at=NOON)
+    log.fill(5, at=NOON + timedelta(hours=1))
+    assert ranges.ends_of_events(log.session, TOPIC, after=1, upto=10, events=4) == [5, 9, 10]
+    assert ranges.ends_of_periods(log.session, TOPIC, after=0, upto=10, seconds=3600) == [5, 10]
+    assert [each[:3] for each in ranges.contents(log.session, TOPIC, [(0, 5), (5, 7)])] == [
+        (5, 0, 2), (5, 1, 2), (5, 2, 1), (7, 0, 1), (7, 2, 1),
+    ]  # fmt: skip
+
+
+def test_the_publishers_of_a_range_are_those_that_its_events_name(log: Log) -> None:
+    run = {"dagster_run_id": "r", "dagster_asset_key": "a", "dagster_partition": "p"}
+    log.append(Publication(TOPIC, b"1"), *[Publication(TOPIC, b"2", metadata=run, partition=1)] * 2)
+    found = ranges.publishers(log.session, TOPIC, partition=-1, after=0, upto=3)
+    assert [each[:6] for each in found] == [(None, None, None, 1, 1, 1), ("r", "a", "p", 2, 2, 3)]
+    found = ranges.publishers(log.session, TOPIC, partition=1, after=0, upto=2)
+    assert [each[:6] for each in found] == [("r", "a", "p", 1, 2, 2)]
+    published = NOON - timedelta(seconds=1)
+    for partition, expected in (("p", (2, 2, 3, "r")), ("q", (0, None, None, None))):
+        found_again = ranges.publication(
+            log.session, TOPIC, after=0, at=published, asset="a", run_partition=partition, events=5
+        )
+        assert found_again == expected
+
+
+# Segments
+
+
+def test_a_log_is_read_over_the_borders_of_its_segments(log: Log) -> None:
+    log.fill(10)
+    log.fill(10)
+    assert len(segments.segments(log.session, SCHEMA, TOPIC) or ()) > segments.SEGMENTS_AHEAD
+    assert ids(reader.read(log.session, TOPIC, after=8, upto=12)) == [9, 10, 11, 12]
+    assert reader.count(log.session, TOPIC) == 20
+    assert segments.newest_id(log.session, SCHEMA, TOPIC) == 20
+
+
+def test_a_dropped_segment_takes_its_events_along_and_keeps_the_ids(log: Log) -> None:
+    log.fill(10)
+    log.fill(5)
+    log.drop_first_segment()
+    assert reader.bounds(log.session, TOPIC) == (10, 15)
+    assert reader.before_time(log.session, TOPIC, NOON - timedelta(days=1)) == 9
+    log.fill(1)
+    assert reader.end(log.session, TOPIC) == 16
+
+
+# The log as a whole
+
+
+def test_a_log_says_whether_it_holds_events(log: Log) -> None:
+    with log.platform.database.core() as connection:
+        assert not log_table.holds_events(connection, TOPIC)
+    log.fill(1)
+    with log.platform.database.core() as connection:
+        assert log_table.holds_events(connection, TOPIC)
+
+
+def test_the_log_of_a_deleted_topic_is_missing(log: Log) -> None:
+    log.platform.registry.unregister_topic(TOPIC)
+    with pytest.raises(TopicNotFoundError), log.platform.database.connection() as connection:
+        reader.end(connection, TOPIC)
+
+
+def test_a_role_without_the_right_to_read_a_log_is_refused(log: Log) -> None:
+    log_table.check_readable(log.session, SCHEMA, TOPIC)
+    log.session.execute("CREATE ROLE nobody_of_storage; GRANT USAGE ON SCHEMA eventsql TO nobody_of_storage")
+    try:
+        with log.session.transaction(force_rollback=True):
+            log.session.execute("SET LOCAL ROLE nobody_of_storage")
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                log_table.check_readable(log.session, SCHEMA, TOPIC)
+    finally:
+        log.session.execute("DROP OWNED BY nobody_of_storage; DROP ROLE nobody_of_storage")
