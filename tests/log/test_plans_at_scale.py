@@ -501,7 +501,7 @@ def test_a_position_is_found_in_steps(platform: EventSQL, watch: Watch, consumer
     plans = [plan for plan in watch.plans if plan.scans("_segment_")]
     assert plans
     for plan in plans:
-        rows = 500 if plan.statement.startswith("shift") else 0
+        rows = 500 if plan.statement.startswith("nth") else 0
         # A bisection has one step for each halving of the ids, in one segment or in several where that one is rolled.
         steps = 64 * count if plan.statement == "before_time" else 2 * count
         check(plan, set(names_of(platform)), rows=rows, steps=steps)

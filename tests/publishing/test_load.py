@@ -9,7 +9,6 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming import consumers
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
 from eventsql_orchestration.database import driver_connection
@@ -332,11 +331,11 @@ def test_a_single_event_that_cannot_be_read_is_an_error(platform: EventSQL, monk
     publish(platform, *range(20))
     platform.transfer.run_once()
 
-    def cancelled(connection: Connection, *_: Any, **__: Any) -> list[Event]:
+    def cancelled(self: LogReader, connection: Connection, *_: Any, **__: Any) -> list[Event]:
         connection.execute("DO $$ BEGIN RAISE EXCEPTION 'too much' USING ERRCODE = '57014'; END $$")
         return []
 
-    monkeypatch.setattr(consumers, "fetch", cancelled)
+    monkeypatch.setattr(LogReader, "read", cancelled)
     with pytest.raises(DatabaseBusyError):
         platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: None)
 
