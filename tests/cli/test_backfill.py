@@ -302,7 +302,7 @@ def test_a_range_is_taken_over_on_request(run: Run, ledger: Ledger) -> None:
 
 
 def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: Start, ledger: Ledger) -> None:
-    ids = ledger.publish(80)
+    ids = ledger.publish(50)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
         PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.5",
@@ -319,7 +319,7 @@ def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: 
 
 
 def test_a_backfill_of_a_killed_command_is_resumed_beside_its_last_runs(run: Run, start: Start, ledger: Ledger) -> None:
-    ids = ledger.publish(200)
+    ids = ledger.publish(80)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
         PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.5",
@@ -483,7 +483,11 @@ def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: 
 def dagster(dsn: str, tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDagster]:
     monkeypatch.setenv("DAGSTER_PG_URL", "of another instance")
     definitions = tmp_path / "definitions.py"
-    definitions.write_text("from tests.dagster.backfill_location import defs as defs\n")
+    definitions.write_text(
+        "from tests.dagster.backfill_location import defs as defs\n"
+        "from tests.dagster.forking import fork_runs\n"
+        "fork_runs('tests.dagster.backfill_location')\n"
+    )
     running = LocalDagster(
         definitions,
         instance_home=write_instance(tmp_path / ".eventsql", dsn),

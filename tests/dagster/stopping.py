@@ -6,11 +6,7 @@ session that is named after the point and the process, and so is found and kille
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.context
-import multiprocessing.forkserver
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -59,17 +55,6 @@ def stopped(platform: EventSQL, point: str) -> int | None:
             (f"% {point}",),
         ).fetchone()
     return None if row is None else int(row[0].split()[0])
-
-
-def fork_runs(location: str) -> None:
-    """Let a code server fork its runs from a process that has imported the location: a start takes seconds else."""
-    if "multiprocessing.forkserver" in sys.orig_argv[-1]:
-        # This is the process that forks them.
-        return
-    multiprocessing.set_forkserver_preload([location, "dagster_postgres", "dagster._grpc.server"])
-    # A run that is launched would wait until it has.
-    multiprocessing.forkserver.ensure_running()
-    multiprocessing.context.SpawnContext.Process = multiprocessing.context.ForkServerProcess  # type: ignore[assignment]
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ import dagster as dg
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.dagster import EventSQLResource
+from tests.dagster.forking import fork_runs
 from tests.dagster.stopping import (
     AFTER_LAUNCH,
     AFTER_THE_CLAIM,
     AFTER_THE_OFFSET,
     AFTER_THE_PROBE,
-    fork_runs,
     stop_at,
 )
 from tests.dagster.stopping_consumer import steps

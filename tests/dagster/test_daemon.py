@@ -84,7 +84,7 @@ def daemon(home: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen
     log = home / "daemon.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("dagster-daemon")), "run", "-m", "tests.dagster.location"],
+            [str(Path(sys.executable).with_name("dagster-daemon")), "run", "-m", "tests.dagster.forking_location"],
             cwd=ROOT,
             env=environment,
             stdout=output,

@@ -133,6 +133,7 @@ def test_a_repeated_write_is_published_once(client: Driver, platform: EventSQL, 
     assert sorted(map(int, values(platform, "fares"))) == list(range(30))
 
 
+@pytest.mark.nightly
 def test_a_stream_copies_a_topic(client: Driver, platform: EventSQL, orders: str, dsn: str, checkpoint: Path) -> None:
     platform.registry.register_topic(Topic("copies"))
     answer = client.do(

@@ -190,6 +190,7 @@ def test_a_publication_whose_process_is_killed_is_made_once_by_the_next(
     assert counted(platform, "spark_publication") == 1
 
 
+@pytest.mark.nightly
 def test_a_batch_whose_driver_is_killed_while_its_python_lives_on_is_published_once(
     spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def lags(dev: Dev) -> list[int]:
     return [int(str(entry["lag events"].value)) for entry in metadata]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_path: Path) -> None:
     # The simulation's events wait until the transfer's first run and the sensors' first ticks have come by.
@@ -123,6 +124,7 @@ mutation ($parent: String!) {
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_run_that_is_re_executed_in_the_ui_replays_its_range_only(dev: Dev) -> None:
     finished = dg.RunsFilter(job_name="consume_order_status", statuses=[dg.DagsterRunStatus.SUCCESS])

@@ -155,7 +155,7 @@ def system(server: EmbeddedPostgres) -> Iterator[System]:
         # What came before is what the backfill is for.
         platform.registry.register_consumer(location.fare_totals.consumer, max_attempts=1, start="latest")
         dagster = LocalDagster(
-            Path(location.__file__),
+            Path(__file__).with_name("forking_location.py"),
             instance_home=write_instance(root, dsn),
             port=free_port(0),
             environment={
@@ -239,6 +239,7 @@ def test_a_backfills_progress_is_that_of_its_partitions(
     assert sorted(system.windows().values()) == ["FAILURE", *["SUCCESS"] * (WINDOWS - 1)]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_one_run_at_a_time_starts_a_spark_session_wherever_it_is_launched(system: System) -> None:
     first = system.materialize("session")
