@@ -87,15 +87,15 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 
 test: setup browser jdbc pgbouncer tls java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
 	@# What fails beside other tests is tried once more alone, and counts then.
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile $(ARGS) || { \
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS) || { \
 		echo "Once more, alone: what failed above."; \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
 	}
 
 nightly: setup browser jdbc pgbouncer tls java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile -m "nightly or not nightly" $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly" $(ARGS)
 
-THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses $(PROCESSES) --dist loadfile
+THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 pooler: setup pgbouncer ## Run the ordinary tests through PgBouncer, by transactions (ARGS=tests/…: some)
 	$(THROUGH) $(or $(ARGS),tests/log tests/topics tests/publishing tests/consuming tests/maintenance tests/queue tests/store tests/views $(wildcard tests/cli/test_[eoprs]*.py) \

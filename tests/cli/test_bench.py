@@ -51,6 +51,9 @@ FIGURES: dict[str, list[str]] = {
     "retention": ["retention_of_oldest_half"],
 }  # fmt: skip
 
+LONG = {"stream --through-buffer --hold-xmin", "transfer", "consume", "buffered --in-flight 100"}
+"""Commands that take long even where they are quick."""
+
 
 def left_behind(platform: EventSQL) -> list[str]:
     """The tables that a benchmark has in the database."""
@@ -88,7 +91,13 @@ def check(document: Any) -> list[str]:
     return [figure["name"] for figure in figures]
 
 
-@pytest.mark.parametrize(("command", "names"), FIGURES.items(), ids=list(FIGURES))
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        pytest.param(command, names, id=command, marks=[pytest.mark.nightly] if command in LONG else [])
+        for command, names in FIGURES.items()
+    ],
+)
 def test_a_quick_run_ends_with_its_figures_and_leaves_nothing(
     run: Run, platform: EventSQL, command: str, names: list[str]
 ) -> None:

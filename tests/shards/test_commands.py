@@ -334,7 +334,12 @@ def test_what_works_on_one_database_says_so(orders: Run, dsns: list[str]) -> Non
     ("given", "name", "paced"),
     [
         (["--events", "2000", "--raw-events", "2000"], "publish_and_consume", False),
-        (["--rate", "2000", "--seconds", "0.5", "--batch", "250"], "publish_and_consume_at_2000", True),
+        pytest.param(
+            ["--rate", "2000", "--seconds", "0.5", "--batch", "250"],
+            "publish_and_consume_at_2000",
+            True,
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_bench_stream_measures_servers_of_its_own(tmp_path: Path, given: list[str], name: str, paced: bool) -> None:
