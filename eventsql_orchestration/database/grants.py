@@ -37,7 +37,7 @@ TRIGGER: Final = "event_buffer_granted"
 FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
-    "redefine_topic",
+    "redefine_topic", "events",
 )  # fmt: skip
 """The platform's functions."""
 
@@ -89,11 +89,14 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"SELECT, UPDATE ({', '.join(_MOVED)}) ON {{s}}.consumer",
         "SELECT, INSERT, DELETE, UPDATE (eql_epoch, eql_owner, eql_state, eql_finished_at) ON {s}.consumer_claim",
         "EXECUTE ON FUNCTION {s}.enter_layout",
+        "EXECUTE ON FUNCTION {s}.events",
     ),
     "reader": (
         *_DEFINITIONS,
         *_BUFFERED,
         "SELECT ON {s}.shard_fence, {s}.consumer, {s}.consumer_claim, {s}.redriven_dead_letter",
+        # It has its caller's rights: reading a topic takes SELECT on the log, too.
+        "EXECUTE ON FUNCTION {s}.events",
     ),
 }  # fmt: skip
 _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -295,3 +295,21 @@ def _grants(owner: EventSQL) -> set[tuple[object, ...]]:
                 " UNION ALL SELECT tablename, policyname, roles::text FROM pg_policies WHERE schemaname = 'eventsql'",
             ).fetchall()
         )
+
+
+@pytest.mark.parametrize("role", ["reader", "reader_orders", "consumer", "consumer_orders"])
+def test_a_role_that_reads_logs_reads_a_range_in_sql(owner: EventSQL, login: Login, role: str) -> None:
+    with owner.database.connection() as connection:
+        connection.execute("REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA eventsql FROM PUBLIC")
+    owner.publisher.publish_all(_orders(3))
+    owner.transfer.run_once()
+    with psycopg.connect(login(role)) as session:
+        assert session.execute("SELECT eql_id FROM eventsql.events('orders', 1, 2)").fetchall() == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("role", "topic"), [("publisher", "orders"), ("transfer", "orders"), ("reader_orders", "payments")]
+)
+def test_the_function_for_a_range_gives_no_role_a_log_that_it_may_not_read(login: Login, role: str, topic: str) -> None:
+    with psycopg.connect(login(role)) as session, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        session.execute("SELECT FROM eventsql.events(%s)", [topic])
