@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eventsql_orchestration import AsyncPublisher, EventSQL, Publication, Topic
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
-    DatabaseError,
-    DatabaseUnavailableError,
     EventSQLError,
     PartitionOutOfRangeError,
     PublisherClosedError,
-    TopicNotFoundError,
 )
 from eventsql_orchestration.publishing import async_publisher
 
@@ -58,23 +54,6 @@ async def until_queued(publisher: AsyncPublisher, tasks: int) -> None:
 
 
 # Acknowledged after the commit
-
-
-def test_publish_returns_after_the_commit_and_not_before(
-    platform: EventSQL, hold: Hold, until_blocked: Callable[[], None], published: Callable[[], list[bytes]]
-) -> None:
-    async def play() -> None:
-        async with platform.async_publisher() as publisher:
-            with hold():
-                publishing = asyncio.create_task(publisher.publish(order(b"one")))
-                # The loop is free meanwhile: otherwise the task could not have started.
-                await asyncio.to_thread(until_blocked)
-                assert not publishing.done()
-                assert published() == []
-            await publishing
-            assert published() == [b"one"]
-
-    asyncio.run(play())
 
 
 def test_enqueue_returns_before_the_commit_with_a_future_for_it(
@@ -122,67 +101,29 @@ def test_the_first_event_of_a_topic_does_not_keep_the_loop_from_running(platform
 # Order
 
 
-def test_events_of_a_key_keep_the_order_in_which_tasks_gave_them(platform: EventSQL) -> None:
-    async def play() -> None:
-        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
-            await asyncio.gather(
-                *(publisher.publish(order(b"%d" % number, key=str(number % 7))) for number in range(700))
-            )
-
-    asyncio.run(play())
-    platform.transfer.run_once()
-    seen: dict[str | None, list[int]] = {}
-    for event in platform.reader.read("orders"):
-        seen.setdefault(event.key, []).append(int(event.value))
-    assert seen == {str(key): list(range(key, 700, 7)) for key in range(7)}
-
-
-def test_events_without_a_key_keep_their_order_in_the_partition_that_they_name(platform: EventSQL) -> None:
-    async def play() -> None:
-        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
-            await asyncio.gather(
-                *(publisher.publish(order(b"%d" % number, partition=number % PARTITIONS)) for number in range(700))
-            )
-
-    asyncio.run(play())
-    platform.transfer.run_once()
-    for partition in range(PARTITIONS):
-        seen = [int(event.value) for event in platform.reader.read("orders", partition=partition)]
-        assert seen == list(range(partition, 700, PARTITIONS))
-
-
-def test_events_of_a_topic_without_partitions_keep_their_order(platform: EventSQL) -> None:
+@pytest.mark.parametrize(
+    ("publication", "lanes"),
+    [
+        (lambda n: order(b"%d" % n, partition=n % PARTITIONS), PARTITIONS),
+        (lambda n: order(b"%d" % n, key="one", partition=n % PARTITIONS), 1),
+        (lambda n: Publication("payments", b"%d" % n, key=str(n % 7) if n % 2 else None), 1),
+    ],
+    ids=["of a partition without keys", "of a key in any partition", "of a topic without partitions"],
+)
+def test_events_keep_the_order_in_which_tasks_gave_them(
+    platform: EventSQL, publication: Callable[[int], Publication], lanes: int
+) -> None:
     platform.registry.register_topic(Topic("payments"))
 
     async def play() -> None:
         async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
-            await asyncio.gather(
-                *(
-                    publisher.publish(
-                        Publication("payments", b"%d" % number, key=str(number % 7) if number % 2 else None)
-                    )
-                    for number in range(300)
-                )
-            )
+            await asyncio.gather(*(publisher.publish(publication(number)) for number in range(400)))
 
     asyncio.run(play())
     platform.transfer.run_once()
-    assert [int(event.value) for event in platform.reader.read("payments")] == list(range(300))
-
-
-def test_events_of_a_key_keep_their_order_whichever_partitions_they_name(platform: EventSQL) -> None:
-    async def play() -> None:
-        async with platform.async_publisher(max_events=5, flushes=3, max_pending_events=20) as publisher:
-            await asyncio.gather(
-                *(
-                    publisher.publish(order(b"%d" % number, key="one", partition=number % PARTITIONS))
-                    for number in range(300)
-                )
-            )
-
-    asyncio.run(play())
-    platform.transfer.run_once()
-    assert [int(event.value) for event in platform.reader.read("orders")] == list(range(300))
+    log = [int(event.value) for topic in ("orders", "payments") for event in platform.reader.read(topic)]
+    for lane in range(lanes):
+        assert [number for number in log if number % lanes == lane] == list(range(lane, 400, lanes))
 
 
 def test_a_task_that_only_gives_events_lets_others_run(platform: EventSQL) -> None:
@@ -207,63 +148,6 @@ def test_a_task_that_only_gives_events_lets_others_run(platform: EventSQL) -> No
 
 
 # Errors
-
-
-def test_an_event_that_cannot_be_published_is_refused_when_it_is_given(platform: EventSQL) -> None:
-    async def play() -> None:
-        async with platform.async_publisher(max_age=NEVER) as publisher:
-            good = await publisher.enqueue(order(b"good"))
-            with pytest.raises(TopicNotFoundError):
-                await publisher.enqueue(Publication("nowhere", b""))
-            with pytest.raises(PartitionOutOfRangeError):
-                await publisher.enqueue(order(b"", partition=PARTITIONS))
-            await publisher.flush()
-            assert good.exception() is None
-
-    asyncio.run(play())
-    assert log(platform) == [b"good"]
-
-
-def test_exactly_the_events_that_the_database_refuses_fail(platform: EventSQL, sessions: Sessions) -> None:
-    with sessions() as session:
-        session.execute("ALTER TABLE eventsql.event_buffer ADD CONSTRAINT no_bad CHECK (eql_value <> 'bad')")
-
-    async def play() -> list[BaseException | None]:
-        async with platform.async_publisher(flushes=1) as publisher:
-            return await asyncio.gather(
-                *(publisher.publish(order(value, key="k")) for value in (b"1", b"bad", b"2", b"3", b"bad")),
-                return_exceptions=True,
-            )
-
-    outcomes = asyncio.run(play())
-    assert [type(outcome) for outcome in outcomes] == [
-        type(None),
-        DatabaseError,
-        type(None),
-        type(None),
-        DatabaseError,
-    ]
-    assert log(platform) == [b"1", b"2", b"3"]
-
-
-def test_a_server_that_goes_away_fails_the_events_under_way_and_no_later_ones(
-    platform: EventSQL, server: EmbeddedPostgres, hold: Hold, until_blocked: Callable[[], None]
-) -> None:
-    async def play() -> None:
-        async with platform.async_publisher(max_age=0, flushes=1) as publisher:
-            with hold():
-                lost = [asyncio.create_task(publisher.publish(order(b"lost"))) for _ in range(5)]
-                await asyncio.to_thread(until_blocked)
-                await asyncio.to_thread(server.stop, mode="immediate")
-                try:
-                    outcomes = await asyncio.gather(*lost, return_exceptions=True)
-                finally:
-                    await asyncio.to_thread(server.start)
-            assert {type(outcome) for outcome in outcomes} == {DatabaseUnavailableError}
-            await publisher.publish(order(b"later"))
-
-    asyncio.run(play())
-    assert log(platform) == [b"later"]
 
 
 def test_events_given_before_and_after_a_redefinition_are_published(platform: EventSQL, dsn: str) -> None:

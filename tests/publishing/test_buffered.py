@@ -14,15 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eventsql_orchestration import Acknowledgement, BufferedPublisher, EventSQL, Publication, Topic
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseError,
-    DatabaseUnavailableError,
     PartitionOutOfRangeError,
     PublisherClosedError,
-    RedefinitionError,
-    TopicNotFoundError,
     ValidationError,
 )
 from eventsql_orchestration.publishing.lanes import BufferLimits, Lanes
@@ -87,19 +83,6 @@ def waits_for_room(publisher: BufferedPublisher) -> bool:
 
 
 # Acknowledged after the commit
-
-
-def test_an_event_is_acknowledged_after_its_commit_and_not_before(
-    opened: Open, hold: Hold, until_blocked: Callable[[], None], published: Callable[[], list[bytes]]
-) -> None:
-    publisher = opened()
-    with hold():
-        future = publisher.publish(order(b"one"))
-        until_blocked()
-        assert not future.done()
-        assert published() == []
-    future.result(PATIENCE)
-    assert published() == [b"one"]
 
 
 def test_an_event_is_not_acknowledged_while_its_commit_is_under_way(
@@ -222,45 +205,7 @@ def test_events_of_a_partition_are_committed_in_the_order_in_which_threads_gave_
         assert [value for its, value in events if its == partition] == values
 
 
-@pytest.mark.parametrize("count", [10, 2_000])
-def test_events_of_a_key_keep_their_order_over_both_ways_into_the_log(
-    platform: EventSQL, opened: Open, count: int
-) -> None:
-    publisher = opened(max_events=100)
-    for number in range(count):
-        publisher.publish(order(b"%d" % number, key=str(number % 5)))
-        if number % 500 == 0:
-            publisher.flush(timeout=PATIENCE)
-    publisher.flush(timeout=PATIENCE)
-    platform.transfer.run_once()
-    seen: dict[str | None, list[int]] = {}
-    for event in platform.reader.read("orders"):
-        seen.setdefault(event.key, []).append(int(event.value))
-    assert seen == {str(key): list(range(key, count, 5)) for key in range(5)}
-
-
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        (Publication("nowhere", b""), TopicNotFoundError),
-        (order(b"", partition=PARTITIONS), PartitionOutOfRangeError),
-        (Publication("payments", b"", partition=0), PartitionOutOfRangeError),
-    ],
-    ids=["topic", "partition", "not partitioned"],
-)
-def test_an_event_that_cannot_be_published_is_refused_when_it_is_given(
-    platform: EventSQL, opened: Open, bad: Publication, error: type[Exception]
-) -> None:
-    publisher = opened(max_age=NEVER)
-    good = publisher.publish(order(b"good"))
-    with pytest.raises(error):
-        publisher.publish(bad)
-    publisher.flush()
-    assert good.exception() is None
-    assert [value for _, value in log(platform)] == [b"good"]
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -368,37 +313,6 @@ def test_a_lane_whose_thread_cannot_start_is_started_by_the_next_event(
         with pytest.raises(RuntimeError, match="no more threads"):
             publisher.publish(order(b""))
     assert publisher.publish(order(b"")).exception(PATIENCE) is None
-
-
-def test_events_of_a_topic_that_is_deleted_fail_and_others_do_not(platform: EventSQL, opened: Open, dsn: str) -> None:
-    publisher = opened(max_age=NEVER, flushes=1)
-    lost = [publisher.publish(order(b"")) for _ in range(3)]
-    other = publisher.publish(Publication("payments", b"other"))
-    with EventSQL(dsn, transfer=False) as elsewhere:
-        elsewhere.registry.unregister_topic("orders")
-    publisher.flush()
-    assert {type(future.exception()) for future in lost} <= {TopicNotFoundError, RedefinitionError}
-    assert other.exception() is None
-    with pytest.raises(TopicNotFoundError):
-        publisher.publish(order(b""))
-
-
-def test_a_server_that_goes_away_fails_the_events_under_way_and_no_later_ones(
-    platform: EventSQL, opened: Open, server: EmbeddedPostgres, hold: Hold, until_blocked: Callable[[], None]
-) -> None:
-    publisher = opened(max_age=0, flushes=1)
-    with hold():
-        lost = [publisher.publish(order(b"lost")) for _ in range(5)]
-        until_blocked()
-        server.stop(mode="immediate")
-        try:
-            errors = [future.exception(PATIENCE) for future in lost]
-        finally:
-            server.start()
-    assert {type(error) for error in errors} == {DatabaseUnavailableError}
-    assert len({id(error) for error in errors}) == len(errors), "each has an error of its own to raise"
-    publisher.publish(order(b"later")).result(PATIENCE)
-    assert [value for _, value in log(platform)] == [b"later"]
 
 
 def test_a_failure_after_the_commit_does_not_publish_twice(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:

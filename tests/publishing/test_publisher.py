@@ -16,9 +16,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
-    DatabaseError,
     DatabaseUnavailableError,
-    PartitionOutOfRangeError,
     RedefinitionError,
     TopicNotFoundError,
     ValidationError,
@@ -53,18 +51,6 @@ def numbered(count: int) -> list[Publication]:
 # Alone
 
 
-def test_an_event_is_committed_when_publish_returns(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
-    platform.publisher.publish(order(b"one"))
-    assert published() == [b"one"]
-
-
-def test_a_batch_is_committed_when_publish_all_returns(
-    platform: EventSQL, published: Callable[[], list[bytes]]
-) -> None:
-    assert platform.publisher.publish_all([order(b"one"), Publication("payments", b"two")]) == 2
-    assert published() == [b"one", b"two"]
-
-
 def test_a_batch_may_come_one_by_one(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
     def publications() -> Iterator[Publication]:
         for number in range(500):
@@ -77,23 +63,6 @@ def test_a_batch_may_come_one_by_one(platform: EventSQL, published: Callable[[],
 def test_an_empty_batch_publishes_nothing(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
     assert platform.publisher.publish_all([]) == 0
     assert published() == []
-
-
-def test_an_event_keeps_its_value_key_and_metadata(platform: EventSQL) -> None:
-    metadata = {"": "", 'quote"': "back\\slash", "żółw": "🚕", "json": '{"a": [1, null]}', "line": "a\nb\tc"}
-    publications = [
-        order(value, key=key, metadata=metadata)
-        for value in (b"", b"\x00\x01\xff\\N", b"x" * 1_000_000)
-        for key in (None, "", "42", "a\tb\\n🚕")
-    ]
-    platform.publisher.publish_all(publications)
-    for publication in publications:
-        platform.publisher.publish(publication)
-    platform.transfer.run_once()
-    events = platform.reader.read("orders")
-    assert [(event.value, event.key, event.metadata) for event in events] == [
-        (publication.value, publication.key, metadata) for publication in publications * 2
-    ]
 
 
 def test_threads_share_a_publisher(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
@@ -112,18 +81,6 @@ def test_threads_share_a_publisher(platform: EventSQL, published: Callable[[], l
 
 
 # Nothing half-written
-
-
-@pytest.mark.parametrize("bad", [Publication("nowhere", b""), order(b"", partition=3)], ids=["topic", "partition"])
-def test_a_batch_with_an_event_that_cannot_be_published_publishes_none(
-    platform: EventSQL, published: Callable[[], list[bytes]], bad: Publication
-) -> None:
-    with pytest.raises((TopicNotFoundError, PartitionOutOfRangeError)):
-        platform.publisher.publish_all([*numbered(1_000), bad, *numbered(1_000)])
-    assert published() == []
-    with pytest.raises((TopicNotFoundError, PartitionOutOfRangeError)):
-        platform.publisher.publish(bad)
-    assert published() == []
 
 
 def test_a_batch_whose_source_fails_publishes_none_and_shows_the_failure_as_it_is(
@@ -147,17 +104,6 @@ def test_a_batch_whose_source_fails_publishes_none_and_shows_the_failure_as_it_i
         mine.rollback()
     assert published() == []
     assert platform.publisher.publish_all(numbered(3)) == 3
-
-
-def test_a_batch_that_the_server_refuses_publishes_none(
-    platform: EventSQL, published: Callable[[], list[bytes]], sessions: Sessions
-) -> None:
-    with sessions() as session:
-        session.execute("ALTER TABLE eventsql.event_buffer ADD CONSTRAINT no_seven CHECK (eql_value <> '7')")
-    with pytest.raises(DatabaseError) as refused:
-        platform.publisher.publish_all(numbered(10))
-    assert isinstance(refused.value.__cause__, psycopg.errors.CheckViolation)
-    assert published() == []
 
 
 def test_a_connection_that_is_lost_in_a_batch_publishes_none(
@@ -311,29 +257,6 @@ def remember(platform: EventSQL, topic: str = "orders") -> None:
     platform.registry.cached_topic(topic)
 
 
-def test_a_publisher_that_remembers_the_old_definition_publishes_by_the_new_one(
-    platform: EventSQL, elsewhere: EventSQL
-) -> None:
-    platform.registry.register_topic(Topic("orders", 10))
-    remember(platform)
-    elsewhere.registry.register_topic(Topic("orders", 2))
-    for number in range(20):
-        platform.publisher.publish(order(b"", key=str(number)))
-    platform.transfer.run_once()
-    assert {event.partition for event in platform.reader.read("orders")} == {0, 1}
-
-
-def test_a_batch_of_a_publisher_that_remembers_the_old_definition_goes_by_the_new_one(
-    platform: EventSQL, elsewhere: EventSQL
-) -> None:
-    remember(platform)
-    elsewhere.registry.unregister_topic("orders")
-    elsewhere.registry.register_topic(Topic("orders", 2))
-    assert platform.publisher.publish_all([*numbered(50), Publication("payments", b"")]) == 51
-    platform.transfer.run_once()
-    assert {event.partition for event in platform.reader.read("orders")} == {0, 1}
-
-
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_batch_that_cannot_be_read_again_is_refused_once(
     platform: EventSQL, elsewhere: EventSQL, published: Callable[[], list[bytes]], sessions: Sessions, *, joined: bool
@@ -349,18 +272,6 @@ def test_a_batch_that_cannot_be_read_again_is_refused_once(
         mine.rollback()
     assert published() == []
     assert platform.publisher.publish_all(publications, connection=mine) == len(publications)
-
-
-def test_a_publisher_that_remembers_a_deleted_topic_publishes_nothing(
-    platform: EventSQL, elsewhere: EventSQL, published: Callable[[], list[bytes]]
-) -> None:
-    remember(platform)
-    elsewhere.registry.unregister_topic("orders")
-    with pytest.raises(TopicNotFoundError):
-        platform.publisher.publish_all(numbered(5))
-    with pytest.raises(TopicNotFoundError):
-        platform.publisher.publish(order(b""))
-    assert published() == []
 
 
 @pytest.mark.parametrize("one", [True, False], ids=["publish", "publish_all"])

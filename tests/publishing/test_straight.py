@@ -17,7 +17,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import DatabaseUnavailableError, PartitionOutOfRangeError, TopicNotFoundError
+from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.publishing import log_writer, publisher
 
 if TYPE_CHECKING:
@@ -64,29 +64,6 @@ def test_a_batch_is_in_the_log_when_publish_returns_without_a_transfer(platform:
     assert platform.publisher.publish_all(batch("a")) == MANY
     assert values(platform) == [f"a.{number}" for number in range(MANY)]
     assert platform.buffered() == {}
-
-
-def test_an_event_of_the_straight_path_is_like_one_of_the_buffer(platform: EventSQL) -> None:
-    before = datetime.now(UTC) - timedelta(seconds=5)
-    odd = [
-        order("all", key="Schlüssel \N{SNOWMAN}", metadata={"who": 'a "quote" \\ \N{SNOWMAN}', "": "\n"}),
-        order("nothing"),
-        Publication("orders", b"", key=""),
-        Publication("orders", bytes(range(256)), partition=2),
-    ]
-    fill = [order("fill") for _ in range(MANY)]
-    platform.publisher.publish_all([*odd, *fill])
-    with EventSQL(platform.database.dsn, straight=False, transfer=False) as through_the_buffer:
-        through_the_buffer.publisher.publish_all([*odd, *fill])
-        through_the_buffer.transfer.run_once()
-    events = platform.reader.read("orders")
-    straight, buffered = events[: len(odd)], events[MANY + len(odd) :][: len(odd)]
-    for event, other, publication in zip(straight, buffered, odd, strict=False):
-        assert (event.key, event.value, event.metadata) == (other.key, other.value, other.metadata)
-        assert (event.key, event.value, event.metadata) == (publication.key, publication.value, publication.metadata)
-        assert event.partition == other.partition or publication.key is None
-        assert before < event.buffered_at == event.created_at < datetime.now(UTC) + timedelta(seconds=5)
-    assert straight[3].partition == buffered[3].partition == 2
 
 
 def test_small_batches_mixed_ones_and_those_in_a_transaction_go_through_the_buffer(
@@ -300,25 +277,6 @@ def test_a_log_whose_times_have_no_zone_gets_its_batches_through_the_buffer(
 
 
 # Refusals and failures
-
-
-def test_a_batch_that_is_refused_publishes_nothing(platform: EventSQL) -> None:
-    with pytest.raises(PartitionOutOfRangeError):
-        platform.publisher.publish_all([*batch("a"), order("b", partition=3)])
-    with pytest.raises(TopicNotFoundError):
-        platform.publisher.publish_all(Publication("nobody", b"") for _ in range(MANY))
-    assert values(platform) == []
-    assert platform.buffered() == {}
-
-
-def test_a_topic_that_was_redefined_meanwhile_gets_events_of_its_new_partitions(platform: EventSQL, dsn: str) -> None:
-    platform.registry.cached_topic("orders")
-    with EventSQL(dsn) as other:
-        other.registry.register_topic(Topic("orders", 2))
-    platform.publisher.publish_all(order(number, key=str(number)) for number in range(500))
-    platform.transfer.run_once()
-    assert len(values(platform)) == 500
-    assert {event.partition for event in platform.reader.read("orders")} == {0, 1}
 
 
 def test_a_connection_that_is_lost_in_the_append_publishes_none(
