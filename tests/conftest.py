@@ -7,10 +7,9 @@ import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import psycopg
@@ -95,22 +94,6 @@ def copy_database(connection: psycopg.Connection, name: str, *, template: str = 
     connection.execute(
         sql.SQL("CREATE DATABASE {} TEMPLATE {} {}").format(sql.Identifier(name), sql.Identifier(template), way)
     )
-
-
-def generic_plan(connection: psycopg.Connection, statement: str, values: Sequence[Any]) -> str:
-    """The plan of a statement, with parameters $1 to $n, for any values."""
-    if connection.info.server_version >= 160000:
-        lines = connection.execute(f"EXPLAIN (GENERIC_PLAN) {statement}".encode()).fetchall()
-    else:
-        with connection.transaction(force_rollback=True):
-            connection.execute("SET LOCAL plan_cache_mode TO force_generic_plan")
-            connection.execute(f"PREPARE planned AS {statement}".encode())
-            given = sql.SQL(", ").join(map(sql.Literal, values))
-            lines = connection.execute(
-                sql.SQL("EXPLAIN EXECUTE planned{}").format(sql.SQL("({})").format(given) if values else sql.SQL(""))
-            ).fetchall()
-        connection.execute("DEALLOCATE ALL")
-    return "\n".join(line for (line,) in lines)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from eventsql_orchestration.database import Database, Queries, queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.log_names import event_table
 from eventsql_orchestration.storage.log_queries import LogQueries
+from tests.plans import numbered
 
 ROOMS = ("database", "storage")
 FILES = sorted(
@@ -84,14 +85,7 @@ PREPARABLE = [
 @pytest.mark.parametrize(("file", "name"), PREPARABLE)
 def test_every_statement_is_one_that_the_server_understands(with_a_topic: Database, file: str, name: str) -> None:
     statement = composed(file, name)
-    parameters: list[str] = []
-
-    def numbered(match: re.Match[str]) -> str:
-        if match[1] not in parameters:
-            parameters.append(match[1])
-        return f"${parameters.index(match[1]) + 1}"
-
-    text = re.sub(r"%\((\w+)\)s", numbered, statement.as_string()).replace("%%", "%")
+    text, _ = numbered(statement)
     with with_a_topic.connection() as connection:
         if text.startswith("COPY"):
             with connection.cursor().copy(text.encode()):

@@ -36,6 +36,7 @@ from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
+from tests.plans import numbered
 
 if TYPE_CHECKING:
     from tests.fixtures import Said
@@ -166,14 +167,7 @@ class Watch:
                     self._explain_generic(own, query, parameters, name)
 
     def _explain_generic(self, own: psycopg.Cursor[Any], query: sql.SQL, parameters: Any, name: str) -> None:
-        names: list[str] = []
-
-        def numbered(match: re.Match[str]) -> str:
-            if match[1] not in names:
-                names.append(match[1])
-            return f"${names.index(match[1]) + 1}"
-
-        text = re.sub(r"(?<!%)%\((\w+)\)s", numbered, query.as_string()).replace("%%", "%")
+        text, names = numbered(query)
         values = [parameters[each] for each in names]
         # With the types that the driver gives them, which the plan may depend on.
         transformer = Transformer(own)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
 from uuid import UUID
 
 import pytest
 
-from eventsql_orchestration.database import Connection, Database, Queries
-from tests.conftest import generic_plan
+from eventsql_orchestration.database import Database, Queries
+from tests.plans import plans
+
+QUERIES = Queries("queue", "eventsql")
 
 VALUES = {
     "queue": "queue 7",
@@ -37,24 +37,9 @@ def filled(database: Database) -> Database:
     return database
 
 
-def plans(connection: Connection, file: str, statement: str, values: dict[str, Any]) -> list[str]:
-    """The plan for these values, and the one for any values that a prepared statement may change to."""
-    composed = Queries(file, "eventsql")(statement)
-    names: list[str] = []
-
-    def numbered(match: re.Match[str]) -> str:
-        names.append(match[1])
-        return f"${len(names)}"
-
-    text = re.sub(r"%\((\w+)\)s", numbered, composed.as_string()).replace("%%", "%")
-    custom = connection.execute(b"EXPLAIN " + composed.as_bytes(), values).fetchall()
-    generic = generic_plan(connection, text, [values[name] for name in names])
-    return ["\n".join(line for (line,) in custom), generic]
-
-
 def test_receiving_reads_the_index_in_its_order_and_only_as_far_as_it_must(filled: Database) -> None:
     with filled.connection() as connection:
-        for plan in plans(connection, "queue", "receive", VALUES):
+        for plan in plans(connection, QUERIES("receive"), VALUES):
             assert "Index Scan using queue_message_visible" in plan
             assert "queue_message_pkey" in plan
             assert "Seq Scan" not in plan
@@ -66,11 +51,11 @@ def test_receiving_reads_the_index_in_its_order_and_only_as_far_as_it_must(fille
 @pytest.mark.parametrize("statement", ["acknowledge", "release"])
 def test_settling_a_message_touches_its_row_alone(filled: Database, statement: str) -> None:
     with filled.connection() as connection:
-        for plan in plans(connection, "queue", statement, VALUES):
+        for plan in plans(connection, QUERIES(statement), VALUES):
             assert "Index Scan using queue_message_pkey" in plan
 
 
 def test_counting_a_queue_reads_its_part_of_the_index(filled: Database) -> None:
     with filled.connection() as connection:
-        for plan in plans(connection, "queue", "depth", VALUES):
+        for plan in plans(connection, QUERIES("depth"), VALUES):
             assert "Index Only Scan using queue_message_visible" in plan

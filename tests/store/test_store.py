@@ -21,6 +21,7 @@ from psycopg.rows import dict_row
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.errors import ConcurrentAppendError, InvalidNameError, ValidationError
 from eventsql_orchestration.store import Change, Store
+from tests.plans import custom_plan
 
 
 @pytest.fixture
@@ -396,7 +397,7 @@ def test_the_statements_find_an_aggregate_through_its_key(database: Database, st
                 "FROM generate_series(1, 2000) AS number, generate_series(1, 10) AS version"
             )
         connection.execute("VACUUM ANALYZE")
-        plan = "\n".join(line for (line,) in connection.execute(b"EXPLAIN " + composed.as_bytes(), values))
+        plan = custom_plan(connection, composed, values)
     assert index in plan
     assert "Seq Scan" not in plan
     assert "Sort" not in plan

@@ -27,6 +27,7 @@ from eventsql_orchestration.topics.offsets import (
     resolve,
     starting_at,
 )
+from tests.plans import custom_plan
 
 if TYPE_CHECKING:
     from tests.fixtures import Said
@@ -216,12 +217,11 @@ def test_the_statements_go_by_the_indexes_on_ids(database: Database, statement: 
             "SELECT n % 3, 'x', now(), '{}' FROM generate_series(1, 20000) n"
         )
         connection.execute("VACUUM ANALYZE eventsql.orders_event")
-        plan = connection.execute(
-            b"EXPLAIN " + LogQueries("read", "eventsql")(statement, topic="orders").as_bytes(connection),
+        text = custom_plan(
+            connection,
+            LogQueries("read", "eventsql")(statement, topic="orders"),
             {"time": NOON, "partition": 1, "offset": 10_000, "after": 10_000, "upto": 2**63 - 1, "skip": 5},
-            prepare=False,
-        ).fetchall()
-    text = "\n".join(line for (line,) in plan)
+        )
     scans = [line for line in text.splitlines() if "Scan" in line and "segment" in line]
     assert scans
     assert all("Index" in line for line in scans), text
