@@ -137,6 +137,13 @@ def database(dsn: str) -> Iterator[Database]:
 
 
 @pytest.fixture
+def nowhere() -> Iterator[Database]:
+    """A database that cannot be reached: what is refused with it was refused before anything was asked of it."""
+    with Database("postgresql://someone:secret@127.0.0.1:1/nowhere") as unreachable:
+        yield unreachable
+
+
+@pytest.fixture
 def platform(dsn: str) -> Iterator[EventSQL]:
     """The platform on the test's database; events move only when the test transfers them."""
     with EventSQL(dsn, transfer=False) as opened:

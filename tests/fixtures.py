@@ -28,7 +28,9 @@ MEMORY_DISK_BYTES = 2**32
 
 Sessions: TypeAlias = Callable[[], Connection]
 Until: TypeAlias = Callable[[Callable[[], object]], None]
+UntilBlocked: TypeAlias = Callable[..., None]
 Spawn: TypeAlias = Callable[..., "Worker"]
+SaidBy: TypeAlias = Callable[[Database | Connection], "Said"]
 
 
 def memory_disk() -> Path | None:
@@ -76,16 +78,13 @@ def until() -> Until:
 
 
 @pytest.fixture
-def until_blocked(direct_dsn: str, until: Until) -> Callable[[], None]:
-    """Waits until a statement of another session of the test's database waits for a lock."""
+def until_blocked(direct_dsn: str, until: Until) -> UntilBlocked:
+    """Waits until so many sessions of the test's database wait for a lock, one by default."""
 
-    def wait() -> None:
+    def wait(sessions: int = 1) -> None:
+        blocked = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
         with psycopg.connect(direct_dsn, autocommit=True) as connection:
-            until(
-                lambda: connection.execute(
-                    "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-                ).fetchone()
-            )
+            until(lambda: connection.execute(blocked).rowcount >= sessions)
 
     return wait
 
@@ -189,7 +188,7 @@ class Said:
 
 
 @pytest.fixture
-def said_by() -> Iterator[Callable[[Database | Connection], Said]]:
+def said_by() -> Iterator[SaidBy]:
     """Listens to what a connection, or the one that a pool hands out to one thread, says from here on."""
     if sys.platform != "linux":
         pytest.skip("psycopg traces connections on Linux alone")

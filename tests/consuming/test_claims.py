@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -17,11 +16,12 @@ from eventsql_orchestration.consuming import claim_processing
 from eventsql_orchestration.consuming import claims as claims_module
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, DatabaseBusyError, ValidationError
+from tests.effects import effects, make_table, write
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said, Sessions, Spawn, Until
+    from tests.fixtures import SaidBy, Sessions, Spawn, Until
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +29,7 @@ def _topics_and_consumers(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     platform.registry.register_consumer(Consumer("orders", "fares", partitioned=True), max_attempts=2)
     platform.registry.register_consumer(Consumer("orders", "whole"), max_attempts=2)
-    with platform.database.connection() as connection:
-        connection.execute(
-            "CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, partition int, key text, event_id bigint, "
-            "value bytea)"
-        )
+    make_table(platform)
 
 
 def fill(platform: EventSQL, count: int) -> list[int]:
@@ -83,18 +79,6 @@ def as_java(platform: EventSQL, consumer: str, upto: int, partition: int = NOT_P
         )
 
 
-def write(events: Sequence[Event], connection: Connection) -> None:
-    with connection.cursor() as cursor:
-        cursor.executemany(
-            "INSERT INTO effects (consumer, event_id) VALUES ('claims', %s)", [(event.id,) for event in events]
-        )
-
-
-def effects(platform: EventSQL) -> list[int]:
-    with platform.database.connection() as connection:
-        return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
-
-
 # Claiming
 
 
@@ -119,13 +103,6 @@ def test_a_claim_has_no_more_events_than_asked_for(platform: EventSQL) -> None:
     ids = fill(platform, 10)
     claimed = claim(platform, "fares", 0, max_events=3)
     assert (claimed.range.upto, claimed.events) == (ids[4], 3)
-
-
-def test_a_claim_moves_no_offset(platform: EventSQL) -> None:
-    fill(platform, 10)
-    claim(platform)
-    assert offset(platform) == 0
-    assert platform.lag("orders")[-1].events == 10
 
 
 def test_events_that_come_after_a_claim_do_not_change_it(platform: EventSQL) -> None:
@@ -290,50 +267,6 @@ def test_a_batch_of_nothing_is_a_mistake(platform: EventSQL) -> None:
         platform.claims.process(claim(platform), write, batch=0)
 
 
-def test_an_event_that_fails_gives_the_rest_back_and_the_next_claim_begins_at_it(platform: EventSQL) -> None:
-    ids = fill(platform, 10)
-
-    def fail_at_the_fifth(events: Sequence[Event], connection: Connection) -> None:
-        write(events, connection)
-        if any(event.id == ids[4] for event in events):
-            raise ValueError("no")
-
-    claimed = claim(platform)
-    processed = platform.claims.process(claimed, fail_at_the_fifth, batch=3)
-    assert processed.consumed == 4
-    assert processed.failure is not None
-    assert (processed.failure.event_id, processed.failure.outcome) == (ids[4], Failure.RETRY)
-    assert effects(platform) == ids[:4]
-    assert platform.claims.get(claimed.id)[1] == "released"
-    with platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now()")
-    again = claim(platform)
-    assert again.range.after == ids[3]
-    assert platform.claims.process(again, write).consumed == 6
-    assert effects(platform) == ids
-
-
-def test_an_event_whose_attempts_are_spent_is_buried_and_the_claim_goes_on(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders_dlt"))
-    with platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
-    ids = fill(platform, 10)
-
-    def fail_at_the_fifth(events: Sequence[Event], connection: Connection) -> None:
-        write(events, connection)
-        if any(event.id == ids[4] for event in events):
-            raise ValueError("no")
-
-    claimed = claim(platform)
-    result = platform.claims.process(claimed, fail_at_the_fifth, batch=3)
-    assert (result.consumed, result.offset, result.failure) == (10, ids[-1], None)
-    assert [(letter.event_id, letter.outcome) for letter in result.dead_letters] == [(ids[4], Failure.DEAD_LETTER)]
-    assert effects(platform) == [*ids[:4], *ids[5:]]
-    assert (offset(platform), platform.claims.get(claimed.id)[1]) == (ids[-1], "committed")
-    platform.transfer.run_once()
-    assert [letter.metadata["dlt_offset"] for letter in platform.dead_letters.list("orders")] == [str(ids[4])]
-
-
 def test_the_rest_of_a_claim_is_released_after_too_many_dead_letters(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
     with platform.database.connection() as connection:
@@ -376,6 +309,8 @@ def test_effects_and_offset_commit_together(platform: EventSQL) -> None:
     assert platform.claims.get(claimed.id)[1] == "committed"
     (state,) = platform.registry.consumer("orders", "whole")
     assert (state.consumed_events, state.lease_owner, state.lease_expires_at) == (4, None, None)
+    with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
+        platform.claims.commit(connection, claimed)
 
 
 def test_a_commit_that_is_rolled_back_leaves_the_claim_as_it_was(platform: EventSQL) -> None:
@@ -386,15 +321,6 @@ def test_a_commit_that_is_rolled_back_leaves_the_claim_as_it_was(platform: Event
         raise ZeroDivisionError
     assert platform.claims.get(claimed.id) == (claimed, "claimed")
     with platform.database.transaction() as connection:
-        platform.claims.commit(connection, claimed)
-
-
-def test_a_claim_is_committed_once(platform: EventSQL) -> None:
-    fill(platform, 4)
-    claimed = claim(platform)
-    with platform.database.transaction() as connection:
-        platform.claims.commit(connection, claimed)
-    with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
         platform.claims.commit(connection, claimed)
 
 
@@ -418,68 +344,76 @@ def test_the_connection_of_a_commit_may_be_set_up_in_any_way(platform: EventSQL,
     assert offset(platform) == claimed.range.upto
 
 
-def test_the_rest_of_a_claim_counts_its_own_events(platform: EventSQL) -> None:
-    fill(platform, 10)
-    claimed = claim(platform)
-
-    def stop_after_a_batch(events: Sequence[Event], connection: Connection) -> None:
-        if events[0].id > 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        platform.claims.process(claimed, stop_after_a_batch, batch=4)
-    rest = platform.claims.adopt(claimed.id, owner="run")
-    with platform.database.transaction() as connection:
-        platform.claims.commit(connection, rest)
-    assert platform.registry.consumer("orders", "whole")[0].consumed_events == 10
-
-
 # Owners that come and go
 
 
-def test_a_run_that_is_retried_reads_exactly_the_range_of_its_claim(platform: EventSQL) -> None:
-    ids = fill(platform, 10)
-    claimed = claim(platform, max_events=6)
-    first = platform.claims.adopt(claimed.id, owner="run 1")
+def dying_in(platform: EventSQL, claimed: Claim, *, batch: int) -> None:
+    """Process a claim in batches of four; the process dies in the given one, after it has written its effects."""
+    batches = 0
 
     def die(events: Sequence[Event], connection: Connection) -> None:
+        nonlocal batches
+        batches += 1
         write(events, connection)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        platform.claims.process(first, die)
-    fill(platform, 5)
-    second = platform.claims.adopt(claimed.id, owner="run 1, again")
-    assert second.range == claimed.range
-    assert platform.claims.process(second, write).consumed == 6
-    assert effects(platform) == ids[:6]
-    assert claim(platform).range.after == ids[5]
-
-
-def test_a_run_that_is_retried_goes_on_after_the_batches_that_were_committed(platform: EventSQL) -> None:
-    ids = fill(platform, 10)
-    claimed = claim(platform)
-
-    def die_at_the_second_batch(events: Sequence[Event], connection: Connection) -> None:
-        write(events, connection)
-        if events[0].id > ids[3]:
+        if batches == batch:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        platform.claims.process(claimed, die_at_the_second_batch, batch=4)
-    again = platform.claims.adopt(claimed.id, owner="again")
-    assert (again.position, again.remaining.after, again.range) == (ids[3], ids[3], claimed.range)
-    platform.claims.process(again, write)
-    assert effects(platform) == ids
+        platform.claims.process(claimed, die, batch=4)
 
 
-def test_an_owner_that_was_thought_dead_commits_nothing(platform: EventSQL) -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_run_that_is_retried_goes_on_in_the_range_of_its_claim_after_what_was_committed(
+    platform: EventSQL, batch: int
+) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform, max_events=6)
+    first = platform.claims.adopt(claimed.id, owner="run 1")
+    dying_in(platform, first, batch=batch)
+    fill(platform, 5)
+    again = platform.claims.adopt(claimed.id, owner="run 1, again")
+    done = 4 * (batch - 1)
+    assert (again.position, again.range) == ([0, *ids][done], claimed.range)
+    assert platform.claims.process(again, write).consumed == 6 - done
+    assert effects(platform) == ids[:6]
+    assert platform.registry.consumer("orders", "whole")[0].consumed_events == 6
+    assert claim(platform).range.after == ids[5]
+
+
+def test_releasing_gives_back_the_rest_alone(platform: EventSQL) -> None:
+    ids = fill(platform, 10)
+    claimed = claim(platform)
+    dying_in(platform, claimed, batch=2)
+    assert platform.claims.release(claimed)
+    assert claim(platform).range.after == ids[3]
+
+
+def after_its_lease(platform: EventSQL, _claimed: Claim) -> Claim:
+    let_expire(platform)
+    return claim(platform, owner="successor")
+
+
+def by_adoption(platform: EventSQL, claimed: Claim) -> Claim:
+    return platform.claims.adopt(claimed.id, owner="successor")
+
+
+def registered_anew(platform: EventSQL, claimed: Claim) -> Claim:
+    platform.registry.unregister_consumer("orders", "whole")
+    platform.registry.register_consumer(Consumer("orders", "whole"))
+    anew = claim(platform, owner="successor")
+    # The same epoch and the same offset: the claim alone tells them apart.
+    assert (anew.epoch, anew.position) == (claimed.epoch, claimed.position)
+    return anew
+
+
+@pytest.mark.parametrize("taken_over", [after_its_lease, by_adoption, registered_anew])
+def test_an_owner_whose_claim_went_to_another_commits_nothing(
+    platform: EventSQL, taken_over: Callable[[EventSQL, Claim], Claim]
+) -> None:
     ids = fill(platform, 4)
     zombie = claim(platform, owner="zombie")
-    let_expire(platform)
-    successor = claim(platform, owner="successor")
+    successor = taken_over(platform, zombie)
     assert successor.range == zombie.range
-    assert successor.epoch > zombie.epoch
     with pytest.raises(ClaimLostError):
         platform.claims.process(zombie, write)
     with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
@@ -490,21 +424,9 @@ def test_an_owner_that_was_thought_dead_commits_nothing(platform: EventSQL) -> N
     with pytest.raises(ClaimLostError):
         platform.claims.renew(zombie)
     assert not platform.claims.release(zombie)
+    assert "successor leases the partition" in refusal(platform)
     assert effects(platform) == []
     assert platform.claims.process(successor, write).consumed == 4
-    assert effects(platform) == ids
-
-
-def test_an_owner_whose_claim_was_taken_over_commits_nothing(platform: EventSQL) -> None:
-    ids = fill(platform, 4)
-    first = platform.claims.adopt(claim(platform).id, owner="run 1")
-    second = platform.claims.adopt(first.id, owner="run 2")
-    assert second.epoch > first.epoch
-    with pytest.raises(ClaimLostError):
-        platform.claims.process(first, write)
-    with pytest.raises(ClaimLostError):
-        platform.claims.renew(first)
-    assert platform.claims.process(second, write).consumed == 4
     assert effects(platform) == ids
 
 
@@ -566,21 +488,6 @@ def test_a_claim_that_is_released_is_claimed_anew_at_once(platform: EventSQL) ->
     assert claim(platform, owner="another").range == claimed.range
 
 
-def test_releasing_gives_back_the_rest_alone(platform: EventSQL) -> None:
-    ids = fill(platform, 10)
-    claimed = claim(platform)
-
-    def die_at_the_second_batch(events: Sequence[Event], connection: Connection) -> None:
-        write(events, connection)
-        if events[0].id > ids[3]:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        platform.claims.process(claimed, die_at_the_second_batch, batch=4)
-    assert platform.claims.release(claimed)
-    assert claim(platform).range.after == ids[3]
-
-
 def test_a_claim_of_an_unknown_number_is_lost(platform: EventSQL) -> None:
     with pytest.raises(ClaimLostError, match="does not exist"):
         platform.claims.adopt(4711, owner="me")
@@ -610,24 +517,6 @@ def test_of_two_who_adopt_a_claim_at_once_the_last_has_it(platform: EventSQL) ->
             pass
     assert len(holders) == 1
     assert platform.claims.live("orders", "whole") is not None
-
-
-def test_a_consumer_that_was_registered_anew_does_not_revive_the_claims_of_the_old_one(platform: EventSQL) -> None:
-    ids = fill(platform, 4)
-    zombie = claim(platform, owner="zombie")
-    platform.registry.unregister_consumer("orders", "whole")
-    platform.registry.register_consumer(Consumer("orders", "whole"))
-    anew = claim(platform, owner="successor")
-    # The same epoch and the same offset: the claim alone tells them apart.
-    assert (anew.epoch, anew.position) == (zombie.epoch, zombie.position)
-    with pytest.raises(ClaimLostError):
-        platform.claims.process(zombie, write)
-    with pytest.raises(ClaimLostError):
-        platform.claims.renew(zombie)
-    assert not platform.claims.release(zombie)
-    assert "successor leases the partition" in refusal(platform)
-    assert platform.claims.process(anew, write).consumed == 4
-    assert effects(platform) == ids
 
 
 # Consumers that know nothing of leases
@@ -789,22 +678,10 @@ def test_a_process_inside_a_batch_cannot_be_overtaken(platform: EventSQL, spawn:
     assert effects(platform) == ids
 
 
-def test_a_claim_as_it_was_before_somebody_took_it_over_is_of_no_use(platform: EventSQL) -> None:
-    fill(platform, 4)
-    claimed = claim(platform)
-    adopted = platform.claims.adopt(claimed.id, owner="run")
-    forged = replace(claimed, owner="run")
-    with pytest.raises(ClaimLostError):
-        platform.claims.process(forged, write)
-    assert platform.claims.process(adopted, write).consumed == 4
-
-
 # What it asks of the server
 
 
-def test_claiming_and_processing_take_a_fixed_number_of_statements(
-    platform: EventSQL, said_by: Callable[[Database], Said]
-) -> None:
+def test_claiming_and_processing_take_a_fixed_number_of_statements(platform: EventSQL, said_by: SaidBy) -> None:
     fill(platform, 900)
     said = said_by(platform.database)
     claimed = claim(platform)

@@ -20,7 +20,7 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.consumers import Consumers
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import Consumption, PollOptions
-from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.notifications import BUFFER
 from eventsql_orchestration.errors import (
     ClaimLostError,
@@ -30,34 +30,19 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.publishing.transfer import Transfer
+from tests.effects import effects, make_table, write
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said, Sessions, Spawn, Until
+    from tests.fixtures import SaidBy, Sessions, Spawn, Until
 
 
 @pytest.fixture(autouse=True)
 def _topics_and_consumers(platform: EventSQL) -> None:
+    make_table(platform)
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     platform.registry.register_consumer(Consumer("orders", "auditor"))
     platform.registry.register_consumer(Consumer("payments", "mailer"))
-
-
-@pytest.fixture
-def effects(platform: EventSQL) -> Callable[[str], list[int]]:
-    """The ids of the events whose effects a consumer committed, in the order in which it did."""
-    with platform.database.connection() as connection:
-        connection.execute(
-            "CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, partition int, key text, event_id bigint, "
-            "value bytea)"
-        )
-
-    def committed(consumer: str) -> list[int]:
-        with platform.database.connection() as connection:
-            rows = connection.execute("SELECT event_id FROM effects WHERE consumer = %s ORDER BY id", (consumer,))
-            return [event_id for (event_id,) in rows]
-
-    return committed
 
 
 def fill(platform: EventSQL, count: int, topic: str = "orders") -> list[int]:
@@ -128,20 +113,6 @@ def test_a_consumer_that_is_not_partitioned_reads_the_whole_topic_in_its_order(p
     assert seen.ids == ids
 
 
-def test_consumers_of_one_topic_do_not_know_of_each_other(platform: EventSQL) -> None:
-    fill(platform, 3)
-    assert platform.shards[0].consumers.consume_once("orders", "auditor", Seen()) == 3
-    assert platform.shards[0].consumers.consume_once("orders", "mailer", Seen()) == 3
-
-
-def test_a_batch_has_no_more_events_than_asked_for(platform: EventSQL) -> None:
-    fill(platform, 7, "payments")
-    seen = Seen()
-    while platform.shards[0].consumers.consume_once("payments", "mailer", seen, max_events=3):
-        pass
-    assert [len(batch) for batch in seen.batches] == [3, 3, 1]
-
-
 def test_the_state_of_a_consumer_says_what_it_has_consumed(platform: EventSQL) -> None:
     ids = fill(platform, 4, "payments")
     before = platform.registry.consumer("payments", "mailer")[0]
@@ -191,23 +162,14 @@ def test_a_batch_consumer_that_cannot_work_is_refused(platform: EventSQL, option
 # Effects and offset are one transaction
 
 
-def write(events: Sequence[Event], connection: Connection, consumer: str = "mailer") -> None:
-    with connection.cursor() as cursor:
-        cursor.executemany(
-            "INSERT INTO effects (consumer, event_id) VALUES (%s, %s)", [(consumer, event.id) for event in events]
-        )
-
-
-def test_effects_commit_with_the_offset(
-    platform: EventSQL, effects: Callable[[str], list[int]], sessions: Sessions
-) -> None:
+def test_effects_commit_with_the_offset(platform: EventSQL, sessions: Sessions) -> None:
     ids = fill(platform, 3, "payments")
     watching = sessions()
     watching.autocommit = True
 
     def handle(events: Sequence[Event], connection: Connection) -> None:
         write(events, connection)
-        assert effects("mailer") == []
+        assert effects(platform) == []
         assert (
             watching.execute(
                 "SELECT 1 FROM eventsql.consumer WHERE eql_topic = 'payments' AND eql_last_event_id > 0"
@@ -216,12 +178,10 @@ def test_effects_commit_with_the_offset(
         )
 
     platform.shards[0].consumers.consume_once("payments", "mailer", handle)
-    assert effects("mailer") == ids
+    assert effects(platform) == ids
 
 
-def test_effects_of_an_interrupted_batch_are_rolled_back_and_it_is_handed_over_again(
-    platform: EventSQL, effects: Callable[[str], list[int]]
-) -> None:
+def test_effects_of_an_interrupted_batch_are_rolled_back_and_it_is_handed_over_again(platform: EventSQL) -> None:
     ids = fill(platform, 3, "payments")
 
     def interrupted(events: Sequence[Event], connection: Connection) -> None:
@@ -230,14 +190,12 @@ def test_effects_of_an_interrupted_batch_are_rolled_back_and_it_is_handed_over_a
 
     with pytest.raises(KeyboardInterrupt):
         platform.shards[0].consumers.consume_once("payments", "mailer", interrupted)
-    assert (effects("mailer"), offsets(platform, "payments")) == ([], [0])
+    assert (effects(platform), offsets(platform, "payments")) == ([], [0])
     platform.shards[0].consumers.consume_once("payments", "mailer", write)
-    assert effects("mailer") == ids
+    assert effects(platform) == ids
 
 
-def test_a_batch_whose_offset_moves_under_it_is_rolled_back(
-    platform: EventSQL, effects: Callable[[str], list[int]]
-) -> None:
+def test_a_batch_whose_offset_moves_under_it_is_rolled_back(platform: EventSQL) -> None:
     fill(platform, 3, "payments")
 
     def handle(events: Sequence[Event], connection: Connection) -> None:
@@ -246,7 +204,7 @@ def test_a_batch_whose_offset_moves_under_it_is_rolled_back(
 
     with pytest.raises(ClaimLostError, match="not at offset 0 any more"):
         platform.shards[0].consumers.consume_once("payments", "mailer", handle)
-    assert (effects("mailer"), offsets(platform, "payments")) == ([], [0])
+    assert (effects(platform), offsets(platform, "payments")) == ([], [0])
 
 
 def test_a_handler_may_publish_in_its_transaction(platform: EventSQL) -> None:
@@ -276,9 +234,7 @@ def test_a_partition_that_another_transaction_holds_is_left_to_it(platform: Even
     assert platform.shards[0].consumers.consume_once("orders", "mailer", seen) == 3
 
 
-def test_a_partition_is_consumed_by_one_process_at_a_time(
-    platform: EventSQL, effects: Callable[[str], list[int]], spawn: Spawn
-) -> None:
+def test_a_partition_is_consumed_by_one_process_at_a_time(platform: EventSQL, spawn: Spawn) -> None:
     ids = fill(platform, 30)
     other = spawn("hold", "orders", "mailer", 1, 0)
     assert other.line() == "in mid-batch after 10 events"
@@ -289,23 +245,23 @@ def test_a_partition_is_consumed_by_one_process_at_a_time(
     other.tell("go on")
     assert other.line() == "ended"
     assert other.end() == 0
-    assert effects("mailer") == ids[1::3]
+    assert effects(platform) == ids[1::3]
     assert platform.shards[0].consumers.consume_once("orders", "mailer", seen) == 0
 
 
 def test_a_process_that_is_killed_in_mid_batch_loses_and_repeats_nothing(
-    platform: EventSQL, effects: Callable[[str], list[int]], spawn: Spawn, until: Until
+    platform: EventSQL, spawn: Spawn, until: Until
 ) -> None:
     ids = fill(platform, 105, "payments")
     doomed = spawn("hold", "payments", "mailer", -1, 4)
     assert doomed.line() == "in mid-batch after 10 events"
     doomed.kill()
     # The fifth batch of ten was written, and died with its transaction.
-    assert effects("mailer") == ids[:40]
+    assert effects(platform) == ids[:40]
     until(lambda: platform.shards[0].consumers.consume_once("payments", "mailer", write, max_events=10))
     while platform.shards[0].consumers.consume_once("payments", "mailer", write, max_events=10):
         pass
-    assert effects("mailer") == ids
+    assert effects(platform) == ids
     assert platform.registry.consumer("payments", "mailer")[0].consumed_events == 105
 
 
@@ -391,20 +347,7 @@ def test_a_batch_waits_for_its_least_number_of_events(platform: EventSQL, until:
     assert all(3 <= len(batch) <= 4 for batch in seen.batches)
 
 
-def test_fewer_than_the_least_number_are_handed_over_when_they_have_waited_long_enough(platform: EventSQL) -> None:
-    fill(platform, 2, "payments")
-    seen = Seen()
-    partition = platform.shards[0].consumers._keys("payments", "mailer")[0]
-    options = PollOptions.of(min_events=3, max_events=10, max_polling_delay=60.0)
-    assert platform.shards[0].consumers._poll(partition, seen, options, Cancellation()).result is None
-    with platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.payments_event SET eql_created_at = now() - interval '61 s'")
-    result = platform.shards[0].consumers._poll(partition, seen, options, Cancellation()).result
-    assert result is not None
-    assert (result.consumed, len(seen.ids)) == (2, 2)
-
-
-def test_stopping_finishes_the_batch_under_way(platform: EventSQL, effects: Callable[[str], list[int]]) -> None:
+def test_stopping_finishes_the_batch_under_way(platform: EventSQL) -> None:
     ids = fill(platform, 20, "payments")
     inside, go_on = threading.Event(), threading.Event()
 
@@ -420,13 +363,11 @@ def test_stopping_finishes_the_batch_under_way(platform: EventSQL, effects: Call
     consumption.stop_soon()
     go_on.set()
     assert consumption.stop(timeout=60)
-    assert effects("mailer") == ids[:10]
+    assert effects(platform) == ids[:10]
     assert offsets(platform, "payments") == [ids[9]]
 
 
-def test_a_handler_may_stop_its_own_consumption_after_so_many_events(
-    platform: EventSQL, effects: Callable[[str], list[int]], until: Until
-) -> None:
+def test_a_handler_may_stop_its_own_consumption_after_so_many_events(platform: EventSQL, until: Until) -> None:
     ids = fill(platform, 10, "payments")
     started = threading.Event()
     stopped: list[bool] = []
@@ -443,12 +384,12 @@ def test_a_handler_may_stop_its_own_consumption_after_so_many_events(
     assert consumption.stop()
     assert len(stopped) == 1
     # The batch that was under way is finished.
-    assert effects("mailer") == ids
+    assert effects(platform) == ids
     assert platform.registry.consumer("payments", "mailer")[0].failed_event_id is None
 
 
 def test_handlers_that_stop_their_consumption_at_once_do_not_wait_for_each_other(
-    platform: EventSQL, effects: Callable[[str], list[int]], until: Until
+    platform: EventSQL, until: Until
 ) -> None:
     ids = fill(platform, 3)
     together = threading.Barrier(4)
@@ -465,7 +406,7 @@ def test_handlers_that_stop_their_consumption_at_once_do_not_wait_for_each_other
     together.wait(60)
     assert consumption.stop(timeout=60)
     assert stopped == [False] * 3
-    assert sorted(effects("mailer")) == ids
+    assert sorted(effects(platform)) == ids
 
 
 def test_a_handler_that_ends_its_thread_is_tried_again(
@@ -512,23 +453,16 @@ def test_a_consumption_that_has_stopped_is_not_kept(platform: EventSQL, until: U
     until(lambda: gc.collect() >= 0 and list(platform.shards[0].consumers._running) == [running])
 
 
-def test_closing_the_platform_stops_its_consumers(dsn: str, platform: EventSQL) -> None:
-    with EventSQL(dsn, transfer=False) as other:
-        consumption = other.shards[0].consumers.start_batch("payments", "mailer", Seen(), polling_delay=0.01)
-        assert all(thread.is_alive() for thread in consumption._threads)
-    assert not any(thread.is_alive() for thread in consumption._threads)
-
-
 def test_consumers_of_many_processes_share_the_partitions_and_repeat_nothing(
-    platform: EventSQL, effects: Callable[[str], list[int]], spawn: Spawn, until: Until
+    platform: EventSQL, spawn: Spawn, until: Until
 ) -> None:
     workers = [spawn("consume", "mailer") for _ in range(3)]
     ids = fill(platform, 600)
-    until(lambda: len(effects("mailer")) >= 600)
+    until(lambda: len(effects(platform)) >= 600)
     for worker in workers:
         worker.tell("end")
         assert worker.end() == 0
-    assert sorted(effects("mailer")) == ids
+    assert sorted(effects(platform)) == ids
     with platform.database.connection() as connection:
         rows = connection.execute(
             "SELECT partition, array_agg(event_id ORDER BY id) FROM effects GROUP BY 1"
@@ -768,7 +702,7 @@ def test_partitions_with_more_events_than_a_batch_take_slots(platform: EventSQL,
 
 
 def test_a_batch_that_does_not_end_in_time_is_rolled_back_and_its_partition_is_free(
-    platform: EventSQL, effects: Callable[[str], list[int]], until: Until
+    platform: EventSQL, until: Until
 ) -> None:
     ids = fill(platform, 10, "payments")
     inside, go_on = threading.Event(), threading.Event()
@@ -790,13 +724,13 @@ def test_a_batch_that_does_not_end_in_time_is_rolled_back_and_its_partition_is_f
     go_on.set()
     assert consumption.stop(timeout=60)
     assert len(raised) == 1
-    assert effects("mailer") == ids
+    assert effects(platform) == ids
     (state,) = platform.registry.consumer("payments", "mailer")
     assert (state.consumed_events, state.attempts) == (10, 0)
 
 
 def test_a_statement_that_does_not_end_in_time_is_cancelled_and_no_failure_of_its_event(
-    platform: EventSQL, effects: Callable[[str], list[int]], until: Until
+    platform: EventSQL, until: Until
 ) -> None:
     ids = fill(platform, 10, "payments")
     inside = threading.Event()
@@ -810,7 +744,7 @@ def test_a_statement_that_does_not_end_in_time_is_cancelled_and_no_failure_of_it
     consumption.stop(timeout=0.01)
     assert consumption.stop(timeout=60)
     until(lambda: platform.shards[0].consumers.consume_once("payments", "mailer", write))
-    assert effects("mailer") == ids
+    assert effects(platform) == ids
     assert platform.registry.consumer("payments", "mailer")[0].failed_event_id is None
 
 
@@ -861,7 +795,7 @@ def test_closing_stops_all_consumers_at_once_and_says_whether_they_ended(dsn: st
 
 
 def test_an_idle_poll_takes_two_statements_and_a_batch_three_whatever_its_size(
-    platform: EventSQL, said_by: Callable[[Database], Said]
+    platform: EventSQL, said_by: SaidBy
 ) -> None:
     partition = platform.shards[0].consumers._keys("payments", "mailer")[0]
     options, seen = PollOptions.of(max_events=1_000, max_polling_delay=1.0), Seen()
@@ -875,7 +809,7 @@ def test_an_idle_poll_takes_two_statements_and_a_batch_three_whatever_its_size(
         assert said.verbs() == ["BEGIN", "SELECT", "SELECT", "UPDATE", "COMMIT"]
 
 
-def test_a_look_is_one_statement_for_all_partitions(platform: EventSQL, said_by: Callable[[Database], Said]) -> None:
+def test_a_look_is_one_statement_for_all_partitions(platform: EventSQL, said_by: SaidBy) -> None:
     fill(platform, 2)
     said = said_by(platform.database)
     consumers = platform.shards[0].consumers

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration import Event
     from eventsql_orchestration.consuming.dead_letters import DeadLetter
     from eventsql_orchestration.database import Connection
-    from tests.fixtures import Sessions, Until
+    from tests.fixtures import Sessions, Until, UntilBlocked
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -423,7 +423,7 @@ def test_a_letter_that_another_redrive_is_about_to_commit_is_waited_for(
     platform: EventSQL,
     letters: list[DeadLetter],
     sessions: Sessions,
-    until_blocked: Callable[[], None],
+    until_blocked: UntilBlocked,
     *,
     ending: str,
     left: list[int],
@@ -439,7 +439,7 @@ def test_a_letter_that_another_redrive_is_about_to_commit_is_waited_for(
 
 
 def test_a_limit_is_met_although_another_redrive_took_some(
-    platform: EventSQL, letters: list[DeadLetter], sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, letters: list[DeadLetter], sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     other = sessions()
     other.execute(

@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import (
     DatabaseFullError,
     DatabaseUnavailableError,
 )
+from tests.effects import effects, make_table, write
 from tests.fixtures import Until
 
 
@@ -36,26 +37,11 @@ from tests.fixtures import Until
 def _ten_events(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=3)
-    with platform.database.connection() as connection:
-        connection.execute("CREATE TABLE effects (id bigserial PRIMARY KEY, event_id bigint)")
+    make_table(platform)
     platform.publisher.publish_all(
         Publication("orders", b"%d" % number, key="k", metadata={"source": "web"}) for number in range(1, 11)
     )
     platform.transfer.run_once()
-
-
-@pytest.fixture
-def effects(platform: EventSQL) -> Callable[[], list[int]]:
-    def committed() -> list[int]:
-        with platform.database.connection() as connection:
-            return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
-
-    return committed
-
-
-def write(events: Sequence[Event], connection: Connection) -> None:
-    for event in events:
-        connection.execute("INSERT INTO effects (event_id) VALUES (%s)", (event.id,))
 
 
 class Broken:
@@ -109,18 +95,18 @@ def block(platform: EventSQL, handler: Broken) -> None:
 
 
 def test_a_batch_that_fails_is_handed_over_one_by_one_and_only_the_event_that_fails_is_held_up(
-    platform: EventSQL, effects: Callable[[], list[int]]
+    platform: EventSQL,
 ) -> None:
     handler = Broken(4)
     assert consume(platform, handler) == 3
     assert handler.calls == [list(range(1, 11)), [1], [2], [3], [4]]
-    assert effects() == [1, 2, 3]
+    assert effects(platform) == [1, 2, 3]
     state = state_of(platform)
     assert (state.last_event_id, state.failed_event_id, state.attempts) == (3, 4, 1)
     assert state.failure == "ValueError: no such customer"
 
 
-def test_events_after_a_failed_event_wait_for_it(platform: EventSQL, effects: Callable[[], list[int]]) -> None:
+def test_events_after_a_failed_event_wait_for_it(platform: EventSQL) -> None:
     handler = Broken(4)
     consume(platform, handler)
     assert consume(platform, handler) == 0
@@ -128,36 +114,23 @@ def test_events_after_a_failed_event_wait_for_it(platform: EventSQL, effects: Ca
     assert consume(platform, handler) == 0
     make_due(platform)
     assert consume(platform, handler) == 7
-    assert effects() == list(range(1, 11))
+    assert effects(platform) == list(range(1, 11))
     state = state_of(platform)
     assert (state.failed_event_id, state.attempts, state.failure, state.retry_at) == (None, 0, None, None)
 
 
-def test_an_event_that_failed_is_tried_alone_so_that_its_neighbours_are_not(platform: EventSQL) -> None:
-    handler = Broken(4)
-    consume(platform, handler)
-    make_due(platform)
-    handler.calls.clear()
-    consume(platform, handler)
-    assert handler.calls == [[4]]
-
-
-def test_a_statement_that_fails_in_the_handler_costs_its_event_alone(
-    platform: EventSQL, effects: Callable[[], list[int]]
-) -> None:
+def test_a_statement_that_fails_in_the_handler_costs_its_event_alone(platform: EventSQL) -> None:
     def handle(events: Sequence[Event], connection: Connection) -> None:
         for event in events:
             write([event], connection)
             connection.execute("SELECT 1 / (%s - 4)", (event.id,))
 
     assert consume(platform, handle) == 3
-    assert effects() == [1, 2, 3]
+    assert effects(platform) == [1, 2, 3]
     assert state_of(platform).failure == "DivisionByZero: division by zero"
 
 
-def test_a_handler_that_swallows_the_error_of_a_statement_has_failed_all_the_same(
-    platform: EventSQL, effects: Callable[[], list[int]]
-) -> None:
+def test_a_handler_that_swallows_the_error_of_a_statement_has_failed_all_the_same(platform: EventSQL) -> None:
     def handle(events: Sequence[Event], connection: Connection) -> None:
         for event in events:
             write([event], connection)
@@ -167,20 +140,18 @@ def test_a_handler_that_swallows_the_error_of_a_statement_has_failed_all_the_sam
                 return
 
     assert consume(platform, handle) == 3
-    assert effects() == [1, 2, 3]
+    assert effects(platform) == [1, 2, 3]
     assert "broke the transaction" in (state_of(platform).failure or "")
 
 
-def test_a_handler_that_rolls_back_has_failed_and_its_event_does_not_pass_without_effects(
-    platform: EventSQL, effects: Callable[[], list[int]]
-) -> None:
+def test_a_handler_that_rolls_back_has_failed_and_its_event_does_not_pass_without_effects(platform: EventSQL) -> None:
     def handle(events: Sequence[Event], connection: Connection) -> None:
         write(events, connection)
         if events[-1].id >= 4:
             raise psycopg.Rollback
 
     assert consume(platform, handle) == 3
-    assert effects() == [1, 2, 3]
+    assert effects(platform) == [1, 2, 3]
     assert state_of(platform).failed_event_id == 4
 
 
@@ -237,13 +208,11 @@ def write_child_first(events: Sequence[Event], connection: Connection) -> None:
 
 @pytest.mark.usefixtures("_deferred")
 @pytest.mark.parametrize("way", ["batch", "each", "claim"])
-def test_a_rejected_commit_is_the_failure_of_its_event_alone(
-    platform: EventSQL, effects: Callable[[], list[int]], way: str
-) -> None:
+def test_a_rejected_commit_is_the_failure_of_its_event_alone(platform: EventSQL, way: str) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
 
     consume_all(platform, way, write_child_first, most={"claim": 6, "each": 1, "batch": 1_000}[way])
-    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     platform.transfer.run_once()
     (letter,) = platform.dead_letters.list("orders")
     assert letter.metadata["dlt_attempts"] == "3"
@@ -251,9 +220,7 @@ def test_a_rejected_commit_is_the_failure_of_its_event_alone(
 
 
 @pytest.mark.usefixtures("_deferred")
-def test_a_conflicting_commit_is_tried_again_and_no_event_is_blamed(
-    platform: EventSQL, effects: Callable[[], list[int]]
-) -> None:
+def test_a_conflicting_commit_is_tried_again_and_no_event_is_blamed(platform: EventSQL) -> None:
     with platform.database.connection() as connection:
         connection.execute(
             """
@@ -277,10 +244,10 @@ def test_a_conflicting_commit_is_tried_again_and_no_event_is_blamed(
 
     with pytest.raises(psycopg.errors.SerializationFailure):
         consume(platform, handle)
-    assert effects() == []
+    assert effects(platform) == []
     assert state_of(platform).failed_event_id is None
     assert consume(platform, handle) == 10
-    assert effects() == list(range(1, 11))
+    assert effects(platform) == list(range(1, 11))
 
 
 @pytest.fixture
@@ -312,14 +279,14 @@ def refusing(platform: EventSQL) -> Callable[[str, str], None]:
     [("batch", "23514"), ("batch", "40002"), ("batch", "55000"), ("batch", "P0001"), ("claim", "23514")],
 )
 def test_a_rejection_that_only_the_commit_shows_is_the_failure_of_its_event(
-    platform: EventSQL, effects: Callable[[], list[int]], refusing: Callable[[str, str], None], way: str, state: str
+    platform: EventSQL, refusing: Callable[[str, str], None], way: str, state: str
 ) -> None:
     """The trigger looks at the offset, which moves after all events were handled and checked one by one."""
     platform.registry.register_topic(Topic("orders_dlt"))
     refusing("NEW.event_id = 4", state)
 
     consume_all(platform, way, write, most=4)
-    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     platform.transfer.run_once()
     (letter,) = platform.dead_letters.list("orders")
     assert letter.metadata["dlt_attempts"] == "3"
@@ -328,7 +295,6 @@ def test_a_rejection_that_only_the_commit_shows_is_the_failure_of_its_event(
 @pytest.mark.parametrize("state", ["40001", "57014", "55P03"])
 def test_a_commit_that_never_stops_conflicting_ends_as_the_failure_of_its_event(
     platform: EventSQL,
-    effects: Callable[[], list[int]],
     refusing: Callable[[str, str], None],
     state: str,
 ) -> None:
@@ -345,12 +311,11 @@ def test_a_commit_that_never_stops_conflicting_ends_as_the_failure_of_its_event(
     # Nobody waits for what has not passed before.
     assert consume(platform, write) == 0
     assert state_of(platform).attempts == 2
-    assert effects() == []
+    assert effects(platform) == []
 
 
 def test_an_event_whose_commit_never_stops_conflicting_is_found_among_many_at_once(
     platform: EventSQL,
-    effects: Callable[[], list[int]],
     refusing: Callable[[str, str], None],
 ) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
@@ -364,19 +329,18 @@ def test_an_event_whose_commit_never_stops_conflicting_is_found_among_many_at_on
         except (psycopg.Error, DatabaseBusyError):
             refused += 1
     assert refused == 2, "once with the others, once alone"
-    assert effects() == [1, 2, 3, 4, 5]
+    assert effects(platform) == [1, 2, 3, 4, 5]
     assert state_of(platform).attempts == 1
     for _ in range(2):
         make_due(platform)
         consume(platform, write)
     while state_of(platform).last_event_id < 10:
         assert consume(platform, write)
-    assert effects() == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 4, 5, 7, 8, 9, 10]
 
 
 def test_an_event_is_given_its_own_time_whatever_became_of_those_before_it(
     platform: EventSQL,
-    effects: Callable[[], list[int]],
     refusing: Callable[[str, str], None],
 ) -> None:
     platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=2, seconds=0.0)
@@ -389,7 +353,7 @@ def test_an_event_is_given_its_own_time_whatever_became_of_those_before_it(
             blamed.append(state_of(platform).failed_event_id or 0)
         make_due(platform)
     assert [event for event in blamed if event] == [1, 1, 2, 2]
-    assert effects() == [3, 4, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [3, 4, 5, 6, 7, 8, 9, 10]
 
 
 def test_conflicts_that_come_fast_are_not_held_against_an_event(
@@ -415,9 +379,7 @@ def test_an_unrelated_error_of_the_commit_is_never_the_failure_of_an_event(
 
 
 @pytest.mark.parametrize("begin", ["BEGIN", "SAVEPOINT mine", "SAVEPOINT mine; RELEASE mine"])
-def test_a_handler_that_begins_something_and_fails_costs_its_event_alone(
-    platform: EventSQL, effects: Callable[[], list[int]], begin: str
-) -> None:
+def test_a_handler_that_begins_something_and_fails_costs_its_event_alone(platform: EventSQL, begin: str) -> None:
     def handle(events: Sequence[Event], connection: Connection) -> None:
         connection.execute(begin.encode())
         for event in events:
@@ -426,14 +388,14 @@ def test_a_handler_that_begins_something_and_fails_costs_its_event_alone(
                 raise ValueError
 
     assert consume(platform, handle) == 3
-    assert effects() == [1, 2, 3]
+    assert effects(platform) == [1, 2, 3]
     assert state_of(platform).failed_event_id == 4
 
 
 @pytest.mark.parametrize("failing", [ValueError, None])
 @pytest.mark.parametrize("ending", ["COMMIT", "COMMIT; BEGIN", "ROLLBACK; BEGIN"])
 def test_a_handler_that_commits_itself_may_repeat_effects_but_skips_no_event(
-    platform: EventSQL, effects: Callable[[], list[int]], ending: str, failing: type[Exception] | None
+    platform: EventSQL, ending: str, failing: type[Exception] | None
 ) -> None:
     def handle(events: Sequence[Event], connection: Connection) -> None:
         write(events, connection)
@@ -448,10 +410,10 @@ def test_a_handler_that_commits_itself_may_repeat_effects_but_skips_no_event(
     with platform.database.connection() as connection:
         connection.execute("TRUNCATE effects")
     assert consume(platform, write) == 10
-    assert effects() == list(range(1, 11))
+    assert effects(platform) == list(range(1, 11))
 
 
-def test_a_handler_may_set_up_the_connection_as_it_likes(platform: EventSQL, effects: Callable[[], list[int]]) -> None:
+def test_a_handler_may_set_up_the_connection_as_it_likes(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
@@ -464,7 +426,7 @@ def test_a_handler_may_set_up_the_connection_as_it_likes(platform: EventSQL, eff
 
     while consume(platform, handle):
         pass
-    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
 
 
 def test_a_handler_that_moves_the_offset_has_lost_its_partition_however_it_reads_rows(platform: EventSQL) -> None:
@@ -508,9 +470,7 @@ def test_an_error_is_freed_with_its_events(platform: EventSQL, max_events: int) 
     assert [failure() for failure in failures] == [None] * len(kept)
 
 
-def test_a_connection_that_is_lost_in_the_handler_is_not_the_events_failure(
-    platform: EventSQL, effects: Callable[[], list[int]], dsn: str
-) -> None:
+def test_a_connection_that_is_lost_in_the_handler_is_not_the_events_failure(platform: EventSQL, dsn: str) -> None:
     def handle(events: Sequence[Event], connection: Connection) -> None:
         write(events, connection)
         with psycopg.connect(dsn, autocommit=True) as killer:
@@ -522,7 +482,7 @@ def test_a_connection_that_is_lost_in_the_handler_is_not_the_events_failure(
     state = state_of(platform)
     assert (state.last_event_id, state.failed_event_id, state.attempts) == (0, None, 0)
     assert consume(platform, write) == 10
-    assert effects() == list(range(1, 11))
+    assert effects(platform) == list(range(1, 11))
 
 
 def test_a_handler_may_name_the_event_that_failed_and_why(platform: EventSQL) -> None:
@@ -588,14 +548,14 @@ def test_an_event_that_fails_after_another_has_its_own_attempts(platform: EventS
 
 
 def test_an_event_whose_attempts_are_spent_becomes_a_dead_letter_and_the_rest_goes_on(
-    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+    platform: EventSQL, caplog: pytest.LogCaptureFixture
 ) -> None:
     platform.registry.register_topic(Topic("orders_dlt", 2))
     handler = Broken(4)
     for consumed in (3, 0, 1, 6):
         assert consume(platform, handler) == consumed
         make_due(platform)
-    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     assert state_of(platform).last_event_id == 10
     assert state_of(platform).consumed_events == 10
     platform.transfer.run_once()
@@ -647,7 +607,7 @@ def test_metadata_of_other_publishers_does_not_keep_an_event_from_being_buried(p
 
 
 def test_without_a_dead_letter_topic_the_partition_stops_loudly_and_says_where(
-    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+    platform: EventSQL, caplog: pytest.LogCaptureFixture
 ) -> None:
     handler = Broken(4)
     block(platform, handler)
@@ -655,7 +615,7 @@ def test_without_a_dead_letter_topic_the_partition_stops_loudly_and_says_where(
     for _ in range(3):
         assert consume(platform, handler) == 0
     assert handler.calls == []
-    assert effects() == [1, 2, 3]
+    assert effects(platform) == [1, 2, 3]
     (lag,) = platform.lag("orders")
     assert lag.cause == LagCause.BLOCKED
     assert "event 4 failed 3 of 3 times: ValueError: no such customer" in lag.detail
@@ -664,34 +624,25 @@ def test_without_a_dead_letter_topic_the_partition_stops_loudly_and_says_where(
     assert "orders_dlt" in said.getMessage()
 
 
-def test_a_blocked_partition_goes_on_when_the_consumer_is_resumed(
-    platform: EventSQL, effects: Callable[[], list[int]]
-) -> None:
-    handler = Broken(4)
-    block(platform, handler)
-    handler.broken.clear()
-    platform.registry.resume("orders", "mailer")
-    assert consume(platform, handler) == 7
-    assert effects() == list(range(1, 11))
-
-
-def test_resuming_gives_the_event_all_of_its_attempts_again(platform: EventSQL) -> None:
+def test_a_blocked_partition_goes_on_when_the_consumer_is_resumed_with_all_attempts_again(platform: EventSQL) -> None:
     handler = Broken(4)
     block(platform, handler)
     platform.registry.resume("orders", "mailer")
-    consume(platform, handler)
+    assert consume(platform, handler) == 0
     assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
+    handler.broken.clear()
+    make_due(platform)
+    assert consume(platform, handler) == 7
+    assert effects(platform) == list(range(1, 11))
 
 
-def test_a_blocked_partition_goes_on_when_its_dead_letter_topic_is_made(
-    platform: EventSQL, effects: Callable[[], list[int]]
-) -> None:
+def test_a_blocked_partition_goes_on_when_its_dead_letter_topic_is_made(platform: EventSQL) -> None:
     handler = Broken(4)
     block(platform, handler)
     platform.registry.register_topic(Topic("orders_dlt"))
     assert consume(platform, handler) == 1
     assert consume(platform, handler) == 6
-    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     platform.transfer.run_once()
     assert [letter.metadata["dlt_offset"] for letter in platform.dead_letters.list("orders")] == ["4"]
 
@@ -717,9 +668,7 @@ def spent(platform: EventSQL) -> None:
         connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
 
 
-def test_a_factory_decides_what_becomes_of_an_event_that_is_given_up(
-    platform: EventSQL, effects: Callable[[], list[int]]
-) -> None:
+def test_a_factory_decides_what_becomes_of_an_event_that_is_given_up(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("graveyard"))
     seen: list[tuple[Event, DeadLetterCause]] = []
 
@@ -732,7 +681,7 @@ def test_a_factory_decides_what_becomes_of_an_event_that_is_given_up(
     for consumed in (3, 0, 1, 6):
         assert consume(platform, handler) == consumed
         make_due(platform)
-    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     ((event, cause),) = seen
     assert event.id == 4
     assert cause == DeadLetterCause("mailer", "ValueError", "no such customer", 3, handler.error)
@@ -750,7 +699,7 @@ def test_removing_the_factory_restores_the_default(platform: EventSQL) -> None:
 
 
 def test_if_the_factory_makes_no_dead_letter_the_partition_stops_until_it_is_resumed(
-    platform: EventSQL, effects: Callable[[], list[int]], caplog: pytest.LogCaptureFixture
+    platform: EventSQL, caplog: pytest.LogCaptureFixture
 ) -> None:
     spent(platform)
     # That there is a topic for dead letters makes no difference.
@@ -780,7 +729,7 @@ def test_if_the_factory_makes_no_dead_letter_the_partition_stops_until_it_is_res
     handler.broken.clear()
     platform.registry.resume("orders", "mailer")
     assert consume(platform, handler) == 7
-    assert effects() == list(range(1, 11))
+    assert effects(platform) == list(range(1, 11))
 
 
 def test_a_partition_that_a_factory_may_unblock_goes_on_without_a_dead_letter_topic(platform: EventSQL) -> None:
@@ -827,7 +776,6 @@ def a_factory_that_gives_anything(event: Event, cause: DeadLetterCause) -> Publi
 )
 def test_an_event_whose_dead_letter_cannot_be_made_is_kept_and_tried_again(
     platform: EventSQL,
-    effects: Callable[[], list[int]],
     caplog: pytest.LogCaptureFixture,
     factory: DeadLetterFactory,
     noted: str,
@@ -853,7 +801,7 @@ def test_an_event_whose_dead_letter_cannot_be_made_is_kept_and_tried_again(
     platform.dead_letters.configure(None)
     assert consume(platform, handler) == 1
     assert consume(platform, handler) == 6
-    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     assert platform.transfer.run_once() == {"orders_dlt": 1}
 
 
@@ -891,9 +839,7 @@ def test_a_connection_that_is_lost_while_a_dead_letter_is_made_costs_nothing(pla
     assert consume(platform, Broken(4)) == 4
 
 
-def test_a_consumption_outlives_a_factory_that_fails(
-    platform: EventSQL, effects: Callable[[], list[int]], until: Until
-) -> None:
+def test_a_consumption_outlives_a_factory_that_fails(platform: EventSQL, until: Until) -> None:
     spent(platform)
     platform.registry.register_topic(Topic("orders_dlt"))
     failures = iter((LookupError("no"),))
@@ -908,11 +854,11 @@ def test_a_consumption_outlives_a_factory_that_fails(
         until(lambda: "could not be made" in (state_of(platform).failure or ""))
         make_due(platform)
         until(lambda: state_of(platform).last_event_id == 10)
-    assert effects() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
 
 
 def test_a_consumption_goes_on_when_a_partition_that_its_factory_stopped_is_resumed(
-    platform: EventSQL, effects: Callable[[], list[int]], until: Until
+    platform: EventSQL, until: Until
 ) -> None:
     spent(platform)
     platform.dead_letters.configure(lambda _event, _cause: None)
@@ -922,4 +868,4 @@ def test_a_consumption_goes_on_when_a_partition_that_its_factory_stopped_is_resu
         handler.broken.clear()
         platform.registry.resume("orders", "mailer")
         until(lambda: state_of(platform).last_event_id == 10)
-    assert effects() == list(range(1, 11))
+    assert effects(platform) == list(range(1, 11))

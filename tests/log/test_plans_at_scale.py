@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, La
 from tests.plans import numbered
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said
+    from tests.fixtures import SaidBy
 
 SEGMENT: Final = segments.SEGMENT_EVENTS
 FILLED: Final = 4
@@ -550,9 +550,7 @@ def test_dead_letters_are_found_by_their_ids(platform: EventSQL, watch: Watch) -
 # Statements
 
 
-def test_a_batch_takes_the_same_few_statements_however_large_it_is(
-    platform: EventSQL, said_by: Callable[[Any], Said]
-) -> None:
+def test_a_batch_takes_the_same_few_statements_however_large_it_is(platform: EventSQL, said_by: SaidBy) -> None:
     for events in (10, 5_000):
         with undone(platform), EventSQL(platform.database.dsn, transfer=False) as process:
             said = said_by(process.database)

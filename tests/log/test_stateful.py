@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from eventsql_orchestration.database import Connection
 
 SETTINGS = settings(
-    max_examples=30,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
@@ -806,8 +805,9 @@ def _target(topic: TopicModel, partition: int, offset: int, position: Position) 
     raise AssertionError(position)
 
 
+@pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.nightly)])
 def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
-    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, examples: int
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
     monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
@@ -825,6 +825,6 @@ def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
             super().__init__(platform, dsn)
 
     try:
-        run_state_machine_as_test(Machine, settings=SETTINGS)
+        run_state_machine_as_test(Machine, settings=settings(SETTINGS, max_examples=examples))
     finally:
         transfer.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,10 +32,10 @@ from eventsql_orchestration.storage import legacy_writer_trigger, segments
 from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, ShiftBy
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.dying import repartition_and_die, repartition_until
+from tests.fixtures import Until
+from tests.plain import REPLACE_ORDERS
 
 KEYS = [f"rider {number}" for number in range(40)]
-
-Until = Callable[[Callable[[], object]], object]
 
 
 @pytest.fixture(autouse=True)
@@ -490,16 +490,7 @@ def test_segments_that_come_later_are_guarded_too(platform: EventSQL) -> None:
 
 def test_a_plain_log_keeps_its_guard_when_it_becomes_a_segment(platform: EventSQL) -> None:
     with platform.database.connection() as connection:
-        connection.execute(
-            """
-            DROP TABLE eventsql.orders_event;
-            CREATE TABLE eventsql.orders_event (
-                eql_id bigserial PRIMARY KEY, eql_partition smallint NOT NULL, eql_key text, eql_value bytea NOT NULL,
-                eql_buffered_at timestamptz NOT NULL, eql_created_at timestamptz NOT NULL DEFAULT now(),
-                eql_metadata json NOT NULL
-            );
-            """
-        )
+        connection.execute(REPLACE_ORDERS)
         platform.repartitioner.repartition("orders", 2)
         assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
         segments.adopt(connection, "eventsql", "orders")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.maintenance import retention
@@ -19,9 +18,10 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
+from tests.plain import REPLACE_ORDERS
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions
+    from tests.fixtures import Sessions, UntilBlocked
 
 SCHEMA = "eventsql"
 
@@ -38,7 +38,7 @@ def fill(platform: EventSQL, count: int, topic: str = "orders", **fields: Any) -
         platform.transfer.run_once()
 
 
-def age(session: psycopg.Connection[Any], seconds: float, upto: int) -> None:
+def age(session: Connection, seconds: float, upto: int) -> None:
     """Let events up to an offset be so much older."""
     session.execute(
         "UPDATE eventsql.orders_event SET eql_created_at = eql_created_at - make_interval(secs => %s) "
@@ -74,7 +74,7 @@ def test_segments_beyond_a_number_of_events_go(platform: EventSQL) -> None:
     assert platform.retention.run_once()[0].segments == 1
 
 
-def test_segments_beyond_an_age_go(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_segments_beyond_an_age_go(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
     fill(platform, 50)
     assert platform.retention.run_once()[0].segments == 0
@@ -96,7 +96,7 @@ def test_segments_beyond_a_size_go(platform: EventSQL) -> None:
 
 
 def test_a_topic_of_few_events_loses_them_too_because_its_segment_is_closed_in_time(
-    platform: EventSQL, session: psycopg.Connection[Any]
+    platform: EventSQL, session: Connection
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
     fill(platform, 5)
@@ -161,7 +161,7 @@ def test_an_unknown_topic_is_refused(platform: EventSQL) -> None:
 
 
 def test_readers_and_publishers_go_on_while_a_segment_waits_for_a_transaction_that_reads_it(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
     fill(platform, 50)
@@ -180,7 +180,7 @@ def test_readers_and_publishers_go_on_while_a_segment_waits_for_a_transaction_th
 
 
 def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
-    platform: EventSQL, sessions: Sessions, session: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
     fill(platform, 50)
@@ -198,7 +198,7 @@ def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
 
 
 def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_run(
-    platform: EventSQL, session: psycopg.Connection[Any]
+    platform: EventSQL, session: Connection
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
     fill(platform, 50)
@@ -214,7 +214,7 @@ def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_r
 
 
 def test_a_seek_back_waits_for_a_drop_and_a_drop_for_a_seek(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
     platform.registry.register_consumer(Consumer("orders", "all"))
@@ -232,18 +232,9 @@ def test_a_seek_back_waits_for_a_drop_and_a_drop_for_a_seek(
     assert consume(platform, "all") == 50
 
 
-def test_a_plain_table_gets_segments_with_its_retention(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_a_plain_table_gets_segments_with_its_retention(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
-    session.execute(
-        """
-        DROP TABLE eventsql.orders_event;
-        CREATE TABLE eventsql.orders_event (
-            eql_id bigserial PRIMARY KEY, eql_partition smallint NOT NULL, eql_key text, eql_value bytea NOT NULL,
-            eql_buffered_at timestamptz NOT NULL, eql_created_at timestamptz NOT NULL DEFAULT now(),
-            eql_metadata json NOT NULL
-        );
-        """
-    )
+    session.execute(REPLACE_ORDERS)
     fill(platform, 50)
     platform.registry.set_retention("orders", Retention(events=10))
     assert platform.retention.run_once()[0].segments == 0, "the plain table became one segment, and was closed"
@@ -273,7 +264,7 @@ def test_a_topic_that_cannot_lose_its_segments_now_does_not_keep_others_from_it(
 
 
 def test_two_that_retain_at_once_do_not_disturb_each_other(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None], dsn: str
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, dsn: str
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
     fill(platform, 50)
@@ -287,9 +278,7 @@ def test_two_that_retain_at_once_do_not_disturb_each_other(
         assert retaining.result()[0].segments == 2
 
 
-def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(
-    platform: EventSQL, session: psycopg.Connection[Any]
-) -> None:
+def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     fill(platform, 50)
     kept = segments.segment_name("orders", 0)
@@ -299,7 +288,7 @@ def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(
 
 
 def test_a_segment_whose_events_are_not_committed_yet_is_kept(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     """Ids of an open transaction are given out already; its events are there when it ends."""
     platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))

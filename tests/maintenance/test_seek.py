@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions, Until
+    from tests.fixtures import Sessions, Until, UntilBlocked
 
 EVENTS = 12
 
@@ -256,7 +256,7 @@ def test_after_a_seek_the_partition_can_be_claimed_from_there(platform: EventSQL
 
 
 def test_a_seek_waits_for_the_batch_under_way_and_moves_from_where_that_ends(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     platform.seeker.execute("orders", "whole", Earliest())
     batch = sessions()
@@ -300,7 +300,7 @@ def test_the_limit_holds_for_the_wait_alone(platform: EventSQL, monkeypatch: pyt
 
 
 def test_a_seek_and_a_change_of_the_registry_follow_one_another(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     changing = sessions()
     lock_registry(changing)
@@ -314,7 +314,7 @@ def test_a_seek_and_a_change_of_the_registry_follow_one_another(
 
 
 def test_a_seek_and_a_pause_wait_for_one_another(
-    platform: EventSQL, sessions: Sessions, until: Until, until_blocked: Callable[[], None]
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     batch = sessions()
     batch.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'fares' AND eql_partition = 1 FOR UPDATE")
@@ -322,25 +322,15 @@ def test_a_seek_and_a_pause_wait_for_one_another(
         seeking = executor.submit(platform.seeker.execute, "orders", "fares", Earliest())
         until_blocked()
         pausing = executor.submit(platform.registry.pause, "orders", "fares")
-        until(lambda: waiting(platform) == 2)
+        until_blocked(2)
         batch.rollback()
         seeking.result()
         pausing.result()
     assert [(state.last_event_id, state.paused) for state in states(platform, "fares")] == [(0, True), (0, True)]
 
 
-def waiting(platform: EventSQL) -> int:
-    """How many sessions wait for a lock."""
-    with platform.database.connection() as connection:
-        row = connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        ).fetchone()
-    assert row is not None
-    return int(row[0])
-
-
 def test_a_consumer_that_is_deleted_meanwhile_is_not_moved(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     deleting = sessions()
     deleting.execute("DELETE FROM eventsql.consumer WHERE eql_name = 'fares' AND eql_partition = 1")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
@@ -29,12 +29,12 @@ from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.topics.offsets import AtOffset
 from eventsql_orchestration.views import Logs, Rollups, Timelines
+from tests.fixtures import Until
+from tests.plain import REPLACE_ORDERS
 from tests.poolers.pgbouncer import running
 
 if TYPE_CHECKING:
     from tests.poolers.pgbouncer import PgBouncer
-
-Until: TypeAlias = Callable[[Callable[[], object]], None]
 
 
 def orders(count: int, start: int = 0) -> list[Publication]:
@@ -330,16 +330,7 @@ def test_old_segments_go_while_others_publish_and_read(pooled: EventSQL, monkeyp
 def test_a_plain_table_is_made_a_segment(pooled: EventSQL) -> None:
     register(pooled)
     with pooled.database.connection() as connection:
-        connection.execute(
-            """
-            DROP TABLE eventsql.orders_event;
-            CREATE TABLE eventsql.orders_event (
-                eql_id bigserial PRIMARY KEY, eql_partition smallint NOT NULL, eql_key text, eql_value bytea NOT NULL,
-                eql_buffered_at timestamptz NOT NULL, eql_created_at timestamptz NOT NULL DEFAULT now(),
-                eql_metadata json NOT NULL
-            );
-            """
-        )
+        connection.execute(REPLACE_ORDERS)
     pooled.publisher.publish_all(orders(10))
     pooled.transfer.run_once()
     pooled.registry.set_retention("orders", Retention(events=1_000))

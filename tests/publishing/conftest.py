@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
+from eventsql_orchestration import EventSQL
 from tests.fixtures import Sessions
 
 Hold: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -29,11 +30,7 @@ def hold(sessions: Sessions) -> Hold:
     return held
 
 
-@pytest.fixture
-def published(sessions: Sessions) -> Callable[[], list[bytes]]:
-    """The values that anybody else sees in the buffer."""
-    session = sessions()
-    session.autocommit = True
-    return lambda: [
-        value for (value,) in session.execute("SELECT eql_value FROM eventsql.event_buffer ORDER BY eql_id")
-    ]
+def published(platform: EventSQL) -> list[bytes]:
+    """The values that anybody sees in the buffer."""
+    with platform.database.connection() as connection:
+        return [value for (value,) in connection.execute("SELECT eql_value FROM eventsql.event_buffer ORDER BY eql_id")]

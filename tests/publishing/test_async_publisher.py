@@ -12,13 +12,13 @@ import pytest
 from eventsql_orchestration import AsyncPublisher, EventSQL, Publication, Topic
 from eventsql_orchestration.errors import (
     EventSQLError,
-    PartitionOutOfRangeError,
     PublisherClosedError,
 )
 from eventsql_orchestration.publishing import async_publisher
+from tests.publishing.conftest import published
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions
+    from tests.fixtures import Sessions, UntilBlocked
     from tests.publishing.conftest import Hold
 
 PATIENCE = 120.0
@@ -56,21 +56,19 @@ async def until_queued(publisher: AsyncPublisher, tasks: int) -> None:
 # Acknowledged after the commit
 
 
-def test_enqueue_returns_before_the_commit_with_a_future_for_it(
-    platform: EventSQL, hold: Hold, published: Callable[[], list[bytes]]
-) -> None:
+def test_enqueue_returns_before_the_commit_with_a_future_for_it(platform: EventSQL, hold: Hold) -> None:
     async def play() -> None:
         async with platform.async_publisher() as publisher:
             with hold():
                 futures = [await publisher.enqueue(order(b"%d" % number, key="k")) for number in range(10)]
                 assert not any(future.done() for future in futures)
             await asyncio.gather(*futures)
-            assert published() == [b"%d" % number for number in range(10)]
+            assert published(platform) == [b"%d" % number for number in range(10)]
 
     asyncio.run(play())
 
 
-def test_flush_waits_for_what_was_given_before(platform: EventSQL, published: Callable[[], list[bytes]]) -> None:
+def test_flush_waits_for_what_was_given_before(platform: EventSQL) -> None:
     async def play() -> None:
         async with platform.async_publisher(max_age=NEVER) as publisher:
             futures = [await publisher.enqueue(order(b"")) for _ in range(10)]
@@ -78,7 +76,7 @@ def test_flush_waits_for_what_was_given_before(platform: EventSQL, published: Ca
             assert not any(future.done() for future in futures)
             await publisher.flush()
             assert all(future.done() for future in futures)
-            assert len(published()) == 10
+            assert len(published(platform)) == 10
 
     asyncio.run(play())
 
@@ -150,25 +148,6 @@ def test_a_task_that_only_gives_events_lets_others_run(platform: EventSQL) -> No
 # Errors
 
 
-def test_events_given_before_and_after_a_redefinition_are_published(platform: EventSQL, dsn: str) -> None:
-    async def play() -> None:
-        async with platform.async_publisher(max_age=NEVER) as publisher:
-            old = await publisher.enqueue(order(b"old"))
-            gone = await publisher.enqueue(order(b"gone", partition=2))
-            with EventSQL(dsn, transfer=False) as elsewhere:
-                elsewhere.repartitioner.repartition("orders", 1)
-            await publisher.flush()
-            await old
-            with pytest.raises(PartitionOutOfRangeError):
-                await gone
-            new = await publisher.enqueue(order(b"new", partition=0))
-            await publisher.flush()
-            assert new.exception() is None
-
-    asyncio.run(play())
-    assert sorted(log(platform)) == [b"new", b"old"]
-
-
 # Backpressure
 
 
@@ -223,7 +202,7 @@ def test_a_task_that_gives_up_waiting_for_room_publishes_nothing_and_holds_up_no
 
 
 def test_an_event_whose_task_is_cancelled_is_published_all_the_same(
-    platform: EventSQL, hold: Hold, until_blocked: Callable[[], None]
+    platform: EventSQL, hold: Hold, until_blocked: UntilBlocked
 ) -> None:
     async def play() -> None:
         async with platform.async_publisher(max_age=0, flushes=1) as publisher:
@@ -265,7 +244,7 @@ def test_closing_commits_what_was_given_and_what_waits_for_room(platform: EventS
 
 
 def test_what_closing_does_not_wait_for_is_told_whether_its_outcome_is_known(
-    platform: EventSQL, hold: Hold, until_blocked: Callable[[], None]
+    platform: EventSQL, hold: Hold, until_blocked: UntilBlocked
 ) -> None:
     async def play() -> None:
         publisher = platform.async_publisher(max_age=0, flushes=1, max_pending_events=2)

@@ -23,9 +23,10 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing.lanes import BufferLimits, Lanes
 from eventsql_orchestration.topics.partitioner import partition_of_key
+from tests.publishing.conftest import published
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions, Until
+    from tests.fixtures import Sessions, Until, UntilBlocked
     from tests.publishing.conftest import Hold
 
 PATIENCE = 120.0
@@ -68,15 +69,6 @@ def log(platform: EventSQL, topic: str = "orders") -> list[tuple[int, bytes]]:
     return [(event.partition, event.value) for event in platform.reader.read(topic)]
 
 
-def waiting_for_locks(platform: EventSQL) -> int:
-    with platform.database.connection() as connection:
-        row = connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        ).fetchone()
-    assert row is not None
-    return int(row[0])
-
-
 def waits_for_room(publisher: BufferedPublisher) -> bool:
     """Whether a thread waits in `publish`."""
     return bool(publisher._collectors.all()[0]._lanes._settled._waiters)  # type: ignore[attr-defined]  # its condition's
@@ -86,7 +78,7 @@ def waits_for_room(publisher: BufferedPublisher) -> bool:
 
 
 def test_an_event_is_not_acknowledged_while_its_commit_is_under_way(
-    opened: Open, sessions: Sessions, until_blocked: Callable[[], None], published: Callable[[], list[bytes]]
+    platform: EventSQL, opened: Open, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     session = sessions()
     session.execute(
@@ -104,7 +96,7 @@ def test_an_event_is_not_acknowledged_while_its_commit_is_under_way(
     assert not future.done()
     session.commit()
     future.result(PATIENCE)
-    assert published() == [b"one"]
+    assert published(platform) == [b"one"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +122,7 @@ def test_a_lane_flushes_when_its_oldest_event_is_of_age(opened: Open) -> None:
 
 
 def test_events_that_come_during_a_flush_share_the_next_commit(
-    platform: EventSQL, opened: Open, hold: Hold, until_blocked: Callable[[], None], sessions: Sessions
+    platform: EventSQL, opened: Open, hold: Hold, until_blocked: UntilBlocked, sessions: Sessions
 ) -> None:
     publisher = opened(max_age=0, flushes=1)
     with hold():
@@ -145,14 +137,14 @@ def test_events_that_come_during_a_flush_share_the_next_commit(
 
 @pytest.mark.parametrize("flushes", [1, 3])
 def test_as_many_flushes_are_under_way_as_are_allowed(
-    platform: EventSQL, opened: Open, hold: Hold, until: Until, flushes: int
+    platform: EventSQL, opened: Open, hold: Hold, until_blocked: UntilBlocked, flushes: int
 ) -> None:
     platform.registry.register_topic(Topic("many", 12))
     publisher = opened(max_events=1, flushes=flushes)
     with hold():
         for number in range(24):
             publisher.publish(Publication("many", b"", partition=number % 12))
-        until(lambda: waiting_for_locks(platform) == flushes)
+        until_blocked(flushes)
         threads = [thread for thread in threading.enumerate() if thread.name == "eventsql-flush"]
         assert len(threads) == flushes
     publisher.flush(timeout=PATIENCE)
@@ -374,7 +366,7 @@ def test_memory_is_bounded_however_many_threads_publish(platform: EventSQL, open
 
 
 def test_an_event_that_is_larger_than_what_may_wait_is_let_in_alone(
-    opened: Open, hold: Hold, until_blocked: Callable[[], None]
+    opened: Open, hold: Hold, until_blocked: UntilBlocked
 ) -> None:
     publisher = opened(max_pending_bytes=100)
     with hold():
@@ -390,7 +382,7 @@ def test_an_event_that_is_larger_than_what_may_wait_is_let_in_alone(
 
 
 def test_flush_waits_for_what_was_given_and_says_when_it_takes_too_long(
-    opened: Open, hold: Hold, published: Callable[[], list[bytes]]
+    platform: EventSQL, opened: Open, hold: Hold
 ) -> None:
     publisher = opened(max_age=NEVER)
     publisher.flush()
@@ -401,25 +393,23 @@ def test_flush_waits_for_what_was_given_and_says_when_it_takes_too_long(
         assert not any(future.done() for future in futures)
     publisher.flush()
     assert all(future.done() for future in futures)
-    assert sorted(published()) == [b"0", b"1", b"2", b"3"]
+    assert sorted(published(platform)) == [b"0", b"1", b"2", b"3"]
 
 
-def test_closing_commits_what_was_given_and_takes_no_more(
-    platform: EventSQL, opened: Open, published: Callable[[], list[bytes]]
-) -> None:
+def test_closing_commits_what_was_given_and_takes_no_more(platform: EventSQL, opened: Open) -> None:
     with opened(max_age=NEVER) as publisher:
         futures = [publisher.publish(order(b"")) for _ in range(10)]
     assert all(future.done() for future in futures)
-    assert len(published()) == 10
+    assert len(published(platform)) == 10
     with pytest.raises(PublisherClosedError, match="open another"):
         publisher.publish(order(b""))
     publisher.flush()
     publisher.close()
-    assert len(published()) == 10
+    assert len(published(platform)) == 10
 
 
 def test_what_closing_does_not_wait_for_is_told_whether_its_outcome_is_known(
-    platform: EventSQL, opened: Open, hold: Hold, until: Until, until_blocked: Callable[[], None]
+    platform: EventSQL, opened: Open, hold: Hold, until: Until, until_blocked: UntilBlocked
 ) -> None:
     publisher = opened(max_age=0, flushes=1)
     with hold():
@@ -548,7 +538,7 @@ def test_a_callback_that_raises_keeps_nobody_else_from_hearing(
 
 
 def test_a_callback_may_publish_and_does_not_wait_for_what_its_own_thread_must_do(
-    opened: Open, hold: Hold, until_blocked: Callable[[], None], published: Callable[[], list[bytes]]
+    platform: EventSQL, opened: Open, hold: Hold, until_blocked: UntilBlocked
 ) -> None:
     publisher = opened(max_pending_events=2, flushes=1, max_age=0)
     outcomes: list[object] = []
@@ -570,7 +560,7 @@ def test_a_callback_may_publish_and_does_not_wait_for_what_its_own_thread_must_d
     publisher.flush()
     publisher.flush()
     assert isinstance(outcomes[3], Acknowledgement)
-    assert published()[2:] == [b"three", b"answer"]
+    assert published(platform)[2:] == [b"three", b"answer"]
 
 
 # BufferLimits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from eventsql_orchestration.publishing import publisher
 from tests.publishing.ways import WAYS, Way
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions
+    from tests.fixtures import Sessions, UntilBlocked
 
 TABLES = ("event_buffer", "orders_event")
 
@@ -58,7 +58,7 @@ def values(platform: EventSQL) -> list[bytes]:
 
 
 def test_events_are_acknowledged_after_their_commit_and_not_before(
-    platform: EventSQL, way: Way, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, way: Way, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     holding = sessions()
     for table in TABLES:
@@ -152,7 +152,7 @@ def test_a_publisher_that_remembers_a_deleted_topic_publishes_nothing(
 
 
 def test_a_server_that_goes_away_fails_the_events_under_way_and_no_later_ones(
-    platform: EventSQL, way: Way, server: EmbeddedPostgres, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, way: Way, server: EmbeddedPostgres, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     sessions().execute("LOCK TABLE eventsql.event_buffer, eventsql.orders_event IN SHARE MODE")
     with ThreadPoolExecutor(1) as executor:

@@ -35,13 +35,13 @@ def _topics(platform: EventSQL) -> None:
 
 
 @pytest.fixture
-def session(session: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
+def session(session: Connection) -> psycopg.Connection[Any]:
     session.execute("CREATE TABLE statements (id bigserial, rows bigint)")
     return session
 
 
 @pytest.fixture
-def refuse(session: psycopg.Connection[Any]) -> Callable[..., None]:
+def refuse(session: Connection) -> Callable[..., None]:
     """Has the server refuse each statement that inserts too many rows, or a certain one; notes the sizes of others."""
 
     def refusing(most: int, *, table: str = "orders_event", value: str = "", state: str = CANCELED) -> None:
@@ -74,7 +74,7 @@ def read(platform: EventSQL, topic: str = "orders") -> list[int]:
     return [int(event.value) for event in platform.reader.read(topic)]
 
 
-def sizes(session: psycopg.Connection[Any]) -> list[int]:
+def sizes(session: Connection) -> list[int]:
     return [rows for (rows,) in session.execute("SELECT rows FROM statements ORDER BY id")]
 
 
@@ -102,7 +102,7 @@ def test_a_fixed_batch_is_halved_as_well(platform: EventSQL, refuse: Callable[..
 
 def test_batches_grow_again_when_the_server_takes_them(
     platform: EventSQL,
-    session: psycopg.Connection[Any],
+    session: Connection,
     refuse: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,7 +121,7 @@ def test_batches_grow_again_when_the_server_takes_them(
 
 def test_a_slow_server_does_not_make_a_batch_larger_that_was_made_small(
     platform: EventSQL,
-    session: psycopg.Connection[Any],
+    session: Connection,
     refuse: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_slow_server_does_not_make_a_batch_larger_that_was_made_small(
 
 
 def test_an_event_that_cannot_be_moved_alone_is_named_and_those_before_it_are_moved(
-    platform: EventSQL, refuse: Callable[..., None], session: psycopg.Connection[Any]
+    platform: EventSQL, refuse: Callable[..., None], session: Connection
 ) -> None:
     publish(platform, *range(10))
     platform.publisher.publish(Publication("orders", b"7" * 1_000, key="key", metadata={"a": "b"}))
@@ -174,7 +174,7 @@ def test_the_batches_of_other_topics_stay_as_they_are(platform: EventSQL, refuse
 
 
 def test_an_error_that_has_nothing_to_do_with_events_leaves_batches_as_they_are(
-    platform: EventSQL, session: psycopg.Connection[Any], refuse: Callable[..., None]
+    platform: EventSQL, session: Connection, refuse: Callable[..., None]
 ) -> None:
     publish(platform, *range(20))
     refuse(0, state="42501")
@@ -187,7 +187,7 @@ def test_an_error_that_has_nothing_to_do_with_events_leaves_batches_as_they_are(
     assert sizes(session) == [20]
 
 
-def test_a_lost_connection_makes_the_next_batch_smaller(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_a_lost_connection_makes_the_next_batch_smaller(platform: EventSQL, session: Connection) -> None:
     """As of a server that ran out of memory."""
     publish(platform, *range(20))
     session.execute(
@@ -246,7 +246,7 @@ def test_a_batch_that_is_cancelled_in_the_log_goes_to_the_buffer(
 
 def test_the_buffer_is_emptied_in_parts_of_some_size(
     platform: EventSQL,
-    session: psycopg.Connection[Any],
+    session: Connection,
     refuse: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -344,7 +344,7 @@ def test_a_single_event_that_cannot_be_read_is_an_error(platform: EventSQL, monk
 
 
 def test_letters_are_redriven_in_smaller_batches(
-    platform: EventSQL, session: psycopg.Connection[Any], refuse: Callable[..., None]
+    platform: EventSQL, session: Connection, refuse: Callable[..., None]
 ) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
     publish(platform, *range(20), topic="orders_dlt")

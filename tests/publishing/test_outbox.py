@@ -9,16 +9,14 @@ import psycopg
 import pytest
 import sqlalchemy
 from psycopg import conninfo
-from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ValidationError
 from tests.conftest import TEMPLATE, copy_database
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said
+    from tests.fixtures import SaidBy
 
 ONE = Publication("orders", b"one")
 
@@ -59,7 +57,7 @@ def test_an_outbox_in_another_database_is_refused_and_names_both(platform: Event
 
 
 def test_the_server_is_asked_once_whether_another_name_is_the_same_database(
-    platform: EventSQL, direct_dsn: str, said_by: Callable[[Connection], Said]
+    platform: EventSQL, direct_dsn: str, said_by: SaidBy
 ) -> None:
     named = conninfo.conninfo_to_dict(direct_dsn)
     alias = conninfo.make_conninfo(direct_dsn, host="an-alias.invalid", hostaddr=str(named["host"]))
@@ -80,20 +78,6 @@ def test_an_outbox_of_sqlalchemy_in_autocommit_is_refused(platform: EventSQL, ds
             publish(mine)
     engine.dispose()
     assert platform.transfer.run_once() == {}
-
-
-def test_a_connection_in_autocommit_publishes_at_once_or_with_the_transaction_that_it_opened(
-    platform: EventSQL, dsn: str
-) -> None:
-    with psycopg.connect(dsn, autocommit=True) as mine:
-        for publish in both_ways(platform):
-            with pytest.raises(ZeroDivisionError), mine.transaction():
-                publish(mine)
-                raise ZeroDivisionError
-            assert platform.transfer.run_once() == {}
-            publish(mine)
-            assert mine.info.transaction_status is TransactionStatus.IDLE
-            assert platform.transfer.run_once() == {"orders": 1}
 
 
 # What is no publication

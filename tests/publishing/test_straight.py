@@ -21,7 +21,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.publishing import log_writer, publisher
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said, Sessions
+    from tests.fixtures import Said, SaidBy, Sessions, UntilBlocked
 
 MANY = publisher.STRAIGHT_LEAST
 
@@ -151,7 +151,7 @@ def test_while_another_holds_the_topic_a_batch_goes_to_the_buffer_and_order_is_k
 def test_a_publisher_waits_a_little_for_the_topic(
     platform: EventSQL,
     hold: Callable[[], Connection],
-    until_blocked: Callable[[], None],
+    until_blocked: UntilBlocked,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 100.0)
@@ -168,7 +168,7 @@ def test_a_publisher_waits_a_little_for_the_topic(
 def test_what_commits_while_a_publisher_waits_for_the_topic_is_not_overtaken(
     platform: EventSQL,
     hold: Callable[[], Connection],
-    until_blocked: Callable[[], None],
+    until_blocked: UntilBlocked,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 100.0)
@@ -195,7 +195,7 @@ def test_an_open_transaction_neither_holds_the_straight_path_up_nor_loses_its_ev
 
 
 def test_a_reader_sees_a_smaller_id_no_later_than_a_larger_one(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A straight batch is stopped after its ids are drawn and before its commit, and others publish meanwhile."""
     monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 0.01)
@@ -280,7 +280,7 @@ def test_a_log_whose_times_have_no_zone_gets_its_batches_through_the_buffer(
 
 
 def test_a_connection_that_is_lost_in_the_append_publishes_none(
-    platform: EventSQL, hold: Callable[[], Connection], until_blocked: Callable[[], None], sessions: Sessions,
+    platform: EventSQL, hold: Callable[[], Connection], until_blocked: UntilBlocked, sessions: Sessions,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 100.0)
@@ -377,7 +377,7 @@ def test_an_interrupted_append_leaves_nothing(platform: EventSQL, monkeypatch: p
 
 
 @pytest.fixture
-def said(platform: EventSQL, said_by: Callable[[Connection], Said]) -> Said:
+def said(platform: EventSQL, said_by: SaidBy) -> Said:
     platform.publisher.publish_all(batch("first"))
     straight = platform.shards[0].publisher._writer
     assert straight is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, TopicNotFoundError
@@ -23,7 +23,7 @@ from eventsql_orchestration.publishing import low_water
 from eventsql_orchestration.publishing.transfer import Transfer
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said, Sessions, Until
+    from tests.fixtures import Said, SaidBy, Sessions, Until, UntilBlocked
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_a_topic_that_another_transfer_holds_is_left_to_it_and_others_are_not(
 
 
 def test_a_transfer_that_ends_without_a_commit_leaves_its_events_to_the_next(
-    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     platform.publisher.publish_all(order(number) for number in range(5))
     # The transfer stops between the deletion and the insertion.
@@ -671,9 +671,7 @@ def verbs_of(platform: EventSQL, said: Said, publications: Iterable[Publication]
     return said.verbs()
 
 
-def test_an_idle_look_is_one_statement_and_a_batch_takes_seven(
-    platform: EventSQL, said_by: Callable[[Connection], Said]
-) -> None:
+def test_an_idle_look_is_one_statement_and_a_batch_takes_seven(platform: EventSQL, said_by: SaidBy) -> None:
     platform.publisher.publish(order("the first one looks whether there are segments ahead"))
     platform.transfer.run_once()
     assert platform.shards[0].transfer._writer._connection is not None
@@ -682,12 +680,3 @@ def test_an_idle_look_is_one_statement_and_a_batch_takes_seven(
     assert verbs_of(platform, said) == ["SELECT"]
     assert verbs_of(platform, said, [order("one")]) == [*batch, "SELECT"]
     assert verbs_of(platform, said, [order(number) for number in range(900)]) == [*batch, "SELECT"]
-
-
-def test_events_are_frozen_once_they_are_in_the_log(platform: EventSQL) -> None:
-    platform.publisher.publish_all(order(number) for number in range(3))
-    platform.transfer.run_once()
-    before: list[Event] = platform.reader.read("orders")
-    platform.publisher.publish_all(order(number) for number in range(3))
-    platform.transfer.run_once()
-    assert platform.reader.read("orders", upto=before[-1].id) == before

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import psycopg
 import pytest
@@ -23,6 +23,9 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.queue import Message, Queue, QueueDepth
+from tests.fixtures import Until
+
+Again: TypeAlias = Callable[[], Message]
 
 SHORT = 0.5
 """Seconds: a visibility timeout to be outlived, yet longer than one statement."""
@@ -34,19 +37,20 @@ def queue(database: Database) -> Queue:
 
 
 @pytest.fixture
-def nowhere() -> Iterator[Database]:
-    """A database that cannot be reached: what is refused with it was refused before anything was asked of it."""
-    with Database("postgresql://someone:secret@127.0.0.1:1/nowhere") as unreachable:
-        yield unreachable
+def received_again(queue: Queue, until: Until) -> Again:
+    """Waits until a message is visible, and receives it."""
 
+    def receive() -> Message:
+        found: list[Message] = []
 
-def received_again(queue: Queue, *, deadline: float = 10.0) -> Message:
-    end = time.monotonic() + deadline
-    while time.monotonic() < end:
-        for message in queue.receive():
-            return message
-        time.sleep(0.01)
-    raise AssertionError(f"no message became visible within {deadline} s")
+        def look() -> bool:
+            found.extend(queue.receive())
+            return bool(found)
+
+        until(look)
+        return found[0]
+
+    return receive
 
 
 def receive_within(connection: Connection, queue: Queue, max_messages: int) -> set[int]:
@@ -127,23 +131,25 @@ def test_many_receivers_at_once_get_every_message_once(queue: Queue) -> None:
     assert queue.depth() == QueueDepth(0, 0)
 
 
-def test_a_message_that_is_not_acknowledged_comes_back_when_its_timeout_ended(queue: Queue) -> None:
+def test_a_message_that_is_not_acknowledged_comes_back_when_its_timeout_ended(
+    queue: Queue, received_again: Again
+) -> None:
     queue.send(b"x")
     started = time.monotonic()
     (first,) = queue.receive(visibility_timeout=SHORT)
     assert queue.receive() == []
-    second = received_again(queue)
+    second = received_again()
     assert time.monotonic() - started >= SHORT
     assert (second.id, second.receives) == (first.id, 2)
     assert second.receipt != first.receipt
 
 
-def test_durations_are_seconds_or_timedeltas(queue: Queue) -> None:
+def test_durations_are_seconds_or_timedeltas(queue: Queue, received_again: Again) -> None:
     queue.send(b"x", delay=timedelta(milliseconds=1))
-    first = received_again(queue)
+    first = received_again()
     queue.release(first)
     (second,) = queue.receive(visibility_timeout=timedelta(seconds=SHORT))
-    assert received_again(queue).id == second.id
+    assert received_again().id == second.id
 
 
 def test_an_acknowledged_message_is_gone(queue: Queue) -> None:
@@ -155,10 +161,10 @@ def test_an_acknowledged_message_is_gone(queue: Queue) -> None:
         queue.acknowledge(message)
 
 
-def test_a_receipt_is_stale_once_another_receiver_has_the_message(queue: Queue) -> None:
+def test_a_receipt_is_stale_once_another_receiver_has_the_message(queue: Queue, received_again: Again) -> None:
     queue.send(b"x")
     (stale,) = queue.receive(visibility_timeout=SHORT)
-    current = received_again(queue)
+    current = received_again()
     with pytest.raises(MessageNotFoundError):
         queue.acknowledge(stale)
     with pytest.raises(MessageNotFoundError):
@@ -168,13 +174,10 @@ def test_a_receipt_is_stale_once_another_receiver_has_the_message(queue: Queue) 
     assert queue.depth() == QueueDepth(0, 0)
 
 
-def test_a_late_acknowledgement_counts_while_nobody_else_has_the_message(queue: Queue) -> None:
+def test_a_late_acknowledgement_counts_while_nobody_else_has_the_message(queue: Queue, until: Until) -> None:
     queue.send(b"x")
     (message,) = queue.receive(visibility_timeout=SHORT)
-    end = time.monotonic() + 10
-    while queue.depth() != QueueDepth(visible=1, invisible=0):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: queue.depth() == QueueDepth(visible=1, invisible=0))
     queue.acknowledge(message)
     assert queue.depth() == QueueDepth(0, 0)
 
@@ -207,12 +210,12 @@ def test_a_released_message_cannot_be_settled_by_its_former_receiver(queue: Queu
     assert queue.depth() == QueueDepth(visible=1, invisible=0)
 
 
-def test_a_delayed_message_is_not_visible_before_its_delay_has_passed(queue: Queue) -> None:
+def test_a_delayed_message_is_not_visible_before_its_delay_has_passed(queue: Queue, received_again: Again) -> None:
     started = time.monotonic()
     sent = queue.send(b"x", delay=SHORT)
     assert queue.depth() == QueueDepth(visible=0, invisible=1)
     assert queue.receive() == []
-    assert received_again(queue).id == sent
+    assert received_again().id == sent
     assert time.monotonic() - started >= SHORT
 
 
@@ -257,15 +260,14 @@ def test_an_acknowledgement_commits_with_the_effects_of_the_message(database: Da
         assert connection.execute("SELECT body FROM effect").fetchall() == [(b"x",)]
 
 
-def test_a_message_whose_acknowledgement_is_about_to_commit_goes_to_nobody(database: Database, queue: Queue) -> None:
+def test_a_message_whose_acknowledgement_is_about_to_commit_goes_to_nobody(
+    database: Database, queue: Queue, until: Until
+) -> None:
     queue.send(b"x")
     (message,) = queue.receive(visibility_timeout=SHORT)
     with database.transaction() as connection:
         queue.acknowledge(message, connection=connection)
-        end = time.monotonic() + 10
-        while queue.depth() != QueueDepth(visible=1, invisible=0):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: queue.depth() == QueueDepth(visible=1, invisible=0))
         assert queue.receive() == []
     assert queue.depth() == QueueDepth(0, 0)
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
 from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.segments import Segment, ensure_ahead, segment_name
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions
+    from tests.fixtures import Sessions, UntilBlocked
 
 SCHEMA = "eventsql"
 
@@ -36,18 +36,18 @@ def orders(platform: EventSQL, count: int) -> None:
         platform.transfer.run_once()
 
 
-def ranges(session: psycopg.Connection[Any], topic: str = "orders") -> list[tuple[int, int]]:
+def ranges(session: Connection, topic: str = "orders") -> list[tuple[int, int]]:
     return [(segment.start, segment.end) for segment in segments.segments(session, SCHEMA, topic) or ()]
 
 
-def test_a_new_topic_has_a_segment_and_some_ahead(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_a_new_topic_has_a_segment_and_some_ahead(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     size = segments.SEGMENT_EVENTS
     assert ranges(session) == [(0, size), (size, 2 * size), (2 * size, 3 * size)]
 
 
 @pytest.mark.usefixtures("small")
-def test_segments_are_made_before_their_ids_come(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_segments_are_made_before_their_ids_come(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     orders(platform, 45)
     assert ranges(session) == [(start, start + 10) for start in range(0, 70, 10)]
@@ -60,7 +60,7 @@ def test_segments_are_made_before_their_ids_come(platform: EventSQL, session: ps
 
 @pytest.mark.usefixtures("small")
 def test_a_batch_longer_than_all_segments_goes_through_the_buffer_and_is_moved_in_pieces_that_fit(
-    platform: EventSQL, session: psycopg.Connection[Any]
+    platform: EventSQL, session: Connection
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(200))
@@ -78,7 +78,7 @@ def test_names_of_segments_fit_and_differ_for_any_topic() -> None:
     assert max(map(len, names)) <= 63
 
 
-def test_a_topic_with_the_longest_name_has_segments(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_a_topic_with_the_longest_name_has_segments(platform: EventSQL, session: Connection) -> None:
     name = "t" * 57
     platform.registry.register_topic(Topic(name, 2))
     platform.publisher.publish_all(Publication(name, b"") for _ in range(100))
@@ -100,7 +100,7 @@ def test_segments_are_attached_while_others_read_and_hold_the_log(platform: Even
 
 
 @pytest.mark.usefixtures("small")
-def test_a_rolled_log_goes_on_in_its_next_segment(platform: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_a_rolled_log_goes_on_in_its_next_segment(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     orders(platform, 3)
     with session.transaction():
@@ -126,7 +126,7 @@ CREATE TABLE eventsql.plain_event (
 
 
 @pytest.fixture
-def plain(platform: EventSQL, session: psycopg.Connection[Any]) -> EventSQL:
+def plain(platform: EventSQL, session: Connection) -> EventSQL:
     session.execute(PLAIN)
     platform.publisher.publish_all(Publication("plain", b"%d" % number, key=str(number)) for number in range(100))
     platform.transfer.run_once()
@@ -134,9 +134,7 @@ def plain(platform: EventSQL, session: psycopg.Connection[Any]) -> EventSQL:
     return platform
 
 
-def test_a_plain_table_becomes_the_first_segment_without_a_rewrite(
-    plain: EventSQL, session: psycopg.Connection[Any]
-) -> None:
+def test_a_plain_table_becomes_the_first_segment_without_a_rewrite(plain: EventSQL, session: Connection) -> None:
     before, end = plain.reader.read("plain"), plain.reader.end("plain")
     file = session.execute("SELECT pg_relation_filenode('eventsql.plain_event')").fetchone()
     segments.adopt(session, SCHEMA, "plain")
@@ -156,14 +154,14 @@ def test_a_plain_table_becomes_the_first_segment_without_a_rewrite(
     assert len(segments.segments(session, SCHEMA, "plain") or ()) == 1 + segments.SEGMENTS_AHEAD
 
 
-def test_an_adopted_log_is_deleted_whole(plain: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_an_adopted_log_is_deleted_whole(plain: EventSQL, session: Connection) -> None:
     segments.adopt(session, SCHEMA, "plain")
     plain.registry.unregister_topic("plain", force=True)
     assert session.execute("SELECT relname FROM pg_class WHERE relname LIKE 'plain%'").fetchall() == []
 
 
 def test_adoption_waits_for_the_transfer_that_holds_the_topic(
-    plain: EventSQL, sessions: Sessions, session: psycopg.Connection[Any], until_blocked: Callable[[], None]
+    plain: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
 ) -> None:
     holder = sessions()
     holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'plain' FOR UPDATE")
@@ -180,7 +178,7 @@ def test_adoption_waits_for_the_transfer_that_holds_the_topic(
 
 
 def test_an_adoption_that_fails_leaves_the_table_as_it_was(
-    plain: EventSQL, session: psycopg.Connection[Any], sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+    plain: EventSQL, session: Connection, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = sessions()
     holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'plain' FOR UPDATE")
@@ -200,7 +198,7 @@ def test_an_adoption_that_fails_leaves_the_table_as_it_was(
 
 
 def test_who_could_read_a_plain_table_can_read_the_log(
-    plain: EventSQL, session: psycopg.Connection[Any], request: pytest.FixtureRequest
+    plain: EventSQL, session: Connection, request: pytest.FixtureRequest
 ) -> None:
     role = "reader_of_plain"
     session.execute(f"CREATE ROLE {role}")
@@ -235,7 +233,7 @@ def test_who_could_read_a_plain_table_can_read_the_log(
     ],
 )
 def test_a_table_that_something_hangs_on_is_not_adopted(
-    plain: EventSQL, session: psycopg.Connection[Any], what: str, made: str
+    plain: EventSQL, session: Connection, what: str, made: str
 ) -> None:
     """It would stay with the first segment: a policy would not guard the log any more, a publication not see it."""
     session.execute(made.encode())
@@ -248,7 +246,7 @@ def test_a_table_that_something_hangs_on_is_not_adopted(
 
 @pytest.mark.usefixtures("small")
 def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
-    platform: EventSQL, session: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     orders(platform, 1)
@@ -266,16 +264,14 @@ def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
 
 
 @pytest.mark.usefixtures("small")
-def test_retention_makes_room_for_topics_that_other_programs_write(
-    platform: EventSQL, session: psycopg.Connection[Any]
-) -> None:
+def test_retention_makes_room_for_topics_that_other_programs_write(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 25)")
     platform.retention.run_once()
     assert ranges(session)[-1] == (40, 50)
 
 
-def test_an_adoption_that_was_killed_does_not_stop_the_log(plain: EventSQL, session: psycopg.Connection[Any]) -> None:
+def test_an_adoption_that_was_killed_does_not_stop_the_log(plain: EventSQL, session: Connection) -> None:
     end = plain.reader.end("plain")
     session.execute(
         f"ALTER TABLE eventsql.plain_event ADD CONSTRAINT {segments.ADOPTION_CHECK} "

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
@@ -45,7 +44,7 @@ def read(platform: EventSQL) -> list[int]:
 
 @settings
 def test_a_log_whose_sequence_is_set_otherwise_gets_no_event_until_that_is_mended(
-    platform: EventSQL, session: psycopg.Connection[Any], setting: str
+    platform: EventSQL, session: Connection, setting: str
 ) -> None:
     session.execute(f"ALTER SEQUENCE {LOG} {setting}")
     publish(platform, 1, 2)
@@ -64,7 +63,7 @@ def test_a_log_whose_sequence_is_set_otherwise_gets_no_event_until_that_is_mende
 
 @settings
 def test_a_buffer_whose_sequence_is_set_otherwise_is_not_moved_until_that_is_mended(
-    platform: EventSQL, session: psycopg.Connection[Any], setting: str
+    platform: EventSQL, session: Connection, setting: str
 ) -> None:
     session.execute(f"ALTER SEQUENCE {BUFFER} {setting} START 1")
     publish(platform, 1)
@@ -77,7 +76,7 @@ def test_a_buffer_whose_sequence_is_set_otherwise_is_not_moved_until_that_is_men
 
 @pytest.mark.parametrize("sequence", [LOG, BUFFER])
 def test_a_setting_that_changes_while_the_sequence_is_used_is_found_by_the_next_batch(
-    platform: EventSQL, session: psycopg.Connection[Any], sequence: str
+    platform: EventSQL, session: Connection, sequence: str
 ) -> None:
     batch = [Publication("orders", b"1") for _ in range(100)]
     platform.publisher.publish_all(batch)
@@ -93,7 +92,7 @@ def test_a_setting_that_changes_while_the_sequence_is_used_is_found_by_the_next_
 
 
 def test_the_remedy_makes_other_sessions_drop_the_ids_that_they_hold(
-    platform: EventSQL, session: psycopg.Connection[Any], sessions: Sessions
+    platform: EventSQL, session: Connection, sessions: Sessions
 ) -> None:
     session.execute(f"ALTER SEQUENCE {LOG} CACHE 50")
     other = sessions()
@@ -111,18 +110,14 @@ def test_the_remedy_makes_other_sessions_drop_the_ids_that_they_hold(
     assert later[0] > event.id
 
 
-def test_registering_a_topic_again_mends_the_sequence_of_its_log(
-    platform: EventSQL, session: psycopg.Connection[Any]
-) -> None:
+def test_registering_a_topic_again_mends_the_sequence_of_its_log(platform: EventSQL, session: Connection) -> None:
     session.execute(f"ALTER SEQUENCE {LOG} CACHE 50 CYCLE")
     publish(platform, 1)
     platform.registry.register_topic(Topic("orders"))
     assert platform.transfer.run_once() == {"orders": 1}
 
 
-def test_a_log_that_gets_a_retention_has_its_sequence_mended(
-    platform: EventSQL, session: psycopg.Connection[Any]
-) -> None:
+def test_a_log_that_gets_a_retention_has_its_sequence_mended(platform: EventSQL, session: Connection) -> None:
     session.execute(
         """
         INSERT INTO eventsql.topic (eql_name, eql_partitions) VALUES ('plain', -1);
@@ -138,9 +133,7 @@ def test_a_log_that_gets_a_retention_has_its_sequence_mended(
     assert platform.transfer.run_once() == {"plain": 1}
 
 
-def test_a_migration_mends_every_sequence_of_the_platform(
-    dsn: str, platform: EventSQL, session: psycopg.Connection[Any]
-) -> None:
+def test_a_migration_mends_every_sequence_of_the_platform(dsn: str, platform: EventSQL, session: Connection) -> None:
     session.execute("CREATE SEQUENCE eventsql.of_somebody CACHE 7")
     names = [*tables.NAMES, "orders_event", "payments_event"]
     before = sequences.states(session, "eventsql", names)
@@ -178,7 +171,7 @@ def consume(platform: EventSQL) -> list[int]:
 @pytest.mark.parametrize("reset", ["SELECT setval('{}', 3)", "ALTER SEQUENCE {} RESTART WITH 1"])
 @pytest.mark.parametrize("straight", [False, True])
 def test_a_log_whose_sequence_was_set_back_loses_no_event(
-    platform: EventSQL, session: psycopg.Connection[Any], *, reset: str, straight: bool
+    platform: EventSQL, session: Connection, *, reset: str, straight: bool
 ) -> None:
     platform.registry.register_consumer(Consumer("orders", "mailer"))
     publish(platform, *range(10))
@@ -197,7 +190,7 @@ def test_a_log_whose_sequence_was_set_back_loses_no_event(
 
 
 def test_a_log_whose_sequence_was_set_back_while_it_is_written_loses_no_event(
-    platform: EventSQL, session: psycopg.Connection[Any]
+    platform: EventSQL, session: Connection
 ) -> None:
     platform.registry.register_consumer(Consumer("orders", "mailer"))
     publish(platform, *range(10))
@@ -208,9 +201,7 @@ def test_a_log_whose_sequence_was_set_back_while_it_is_written_loses_no_event(
     assert consume(platform) == list(range(20))
 
 
-def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(
-    platform: EventSQL, session: psycopg.Connection[Any]
-) -> None:
+def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(platform: EventSQL, session: Connection) -> None:
     """As after the restore of a dump without sequences."""
     publish(platform, *range(10))
     session.execute(f"SELECT setval('{BUFFER}', 1, false)")
@@ -221,7 +212,7 @@ def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(
 
 
 def test_a_buffer_whose_sequence_is_behind_and_in_use_is_refused_with_the_remedy(
-    platform: EventSQL, session: psycopg.Connection[Any], sessions: Sessions
+    platform: EventSQL, session: Connection, sessions: Sessions
 ) -> None:
     publish(platform, *range(10))
     session.execute(f"SELECT setval('{BUFFER}', 100)")
@@ -238,7 +229,7 @@ def test_a_buffer_whose_sequence_is_behind_and_in_use_is_refused_with_the_remedy
 
 
 def test_events_after_a_restart_of_the_buffers_sequence_are_found_however_many_came(
-    platform: EventSQL, session: psycopg.Connection[Any]
+    platform: EventSQL, session: Connection
 ) -> None:
     publish(platform, *range(10))
     platform.transfer.run_once()
@@ -251,9 +242,7 @@ def test_events_after_a_restart_of_the_buffers_sequence_are_found_however_many_c
 # Looking for them
 
 
-def test_each_fault_of_a_sequence_is_found_and_mended_by_its_remedy(
-    platform: EventSQL, session: psycopg.Connection[Any]
-) -> None:
+def test_each_fault_of_a_sequence_is_found_and_mended_by_its_remedy(platform: EventSQL, session: Connection) -> None:
     publish(platform, *range(10))
     platform.transfer.run_once()
     with platform.database.connection() as connection:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,19 +20,13 @@ from psycopg.rows import dict_row
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.errors import ConcurrentAppendError, InvalidNameError, ValidationError
 from eventsql_orchestration.store import Change, Store
+from tests.fixtures import UntilBlocked
 from tests.plans import custom_plan
 
 
 @pytest.fixture
 def store(database: Database) -> Store:
     return Store(database)
-
-
-@pytest.fixture
-def nowhere() -> Iterator[Database]:
-    """A database that cannot be reached: what is refused with it was refused before anything was asked of it."""
-    with Database("postgresql://someone:secret@127.0.0.1:1/nowhere") as unreachable:
-        yield unreachable
 
 
 def prices(*amounts: int) -> list[Change]:
@@ -78,17 +71,6 @@ def test_what_takes_part_in_a_transaction_is_not_written_without_one(store: Stor
 def other_writer() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as executor:
         yield executor
-
-
-def wait_until_blocked(database: Database, appended: Future[int]) -> None:
-    end = time.monotonic() + 10
-    with database.connection() as connection:
-        while not connection.execute(
-            "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        ).fetchone():
-            assert not appended.done(), "the second writer did not wait for the first"
-            assert time.monotonic() < end
-            time.sleep(0.01)
 
 
 def test_changes_come_back_in_their_order_with_versions_from_one(store: Store) -> None:
@@ -154,14 +136,14 @@ def test_a_conflict_leaves_the_callers_transaction_usable(store: Store) -> None:
 
 @pytest.mark.parametrize("stored", [0, 2])
 def test_the_second_of_two_writers_waits_and_then_conflicts(
-    store: Store, other_writer: ThreadPoolExecutor, stored: int
+    store: Store, other_writer: ThreadPoolExecutor, until_blocked: UntilBlocked, stored: int
 ) -> None:
     if stored:
         append(store, "1", *range(stored), expected_version=0)
     with store.database.transaction() as connection:
         store.append(connection, "order", "1", prices(100), expected_version=stored)
         second = other_writer.submit(append, store, "1", 200, expected_version=stored)
-        wait_until_blocked(store.database, second)
+        until_blocked()
     with pytest.raises(ConcurrentAppendError):
         second.result(10)
     assert amounts_of(store, "1") == [*range(stored), 100]
@@ -169,14 +151,14 @@ def test_the_second_of_two_writers_waits_and_then_conflicts(
 
 @pytest.mark.parametrize("stored", [0, 2])
 def test_the_second_of_two_writers_succeeds_when_the_first_rolls_back(
-    store: Store, other_writer: ThreadPoolExecutor, stored: int
+    store: Store, other_writer: ThreadPoolExecutor, until_blocked: UntilBlocked, stored: int
 ) -> None:
     if stored:
         append(store, "1", *range(stored), expected_version=0)
     with store.database.connection() as connection, connection.transaction(force_rollback=True):
         store.append(connection, "order", "1", prices(100), expected_version=stored)
         second = other_writer.submit(append, store, "1", 200, expected_version=stored)
-        wait_until_blocked(store.database, second)
+        until_blocked()
     assert second.result(10) == stored + 1
     assert amounts_of(store, "1") == [*range(stored), 200]
 

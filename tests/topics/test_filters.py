@@ -12,6 +12,7 @@ from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
+from tests.effects import effects, make_table, write
 
 EVEN = EventFilter(metadata={"parity": "even"})
 
@@ -21,8 +22,7 @@ Way = Callable[..., int]
 @pytest.fixture(autouse=True)
 def _topic(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
-    with platform.database.connection() as connection:
-        connection.execute("CREATE TABLE effects (id bigserial PRIMARY KEY, event_id bigint)")
+    make_table(platform)
 
 
 @pytest.fixture(params=["in process", "claims"])
@@ -57,11 +57,6 @@ def fill(platform: EventSQL, parities: str) -> None:
     platform.transfer.run_once()
 
 
-def write(events: Sequence[Event], connection: Connection) -> None:
-    with connection.cursor() as cursor:
-        cursor.executemany("INSERT INTO effects (event_id) VALUES (%s)", [(event.id,) for event in events])
-
-
 def failing_at(*ids: int) -> Handler:
     def handle(events: Sequence[Event], connection: Connection) -> None:
         write(events, connection)
@@ -69,11 +64,6 @@ def failing_at(*ids: int) -> Handler:
             raise ValueError("no")
 
     return handle
-
-
-def effects(platform: EventSQL) -> list[int]:
-    with platform.database.connection() as connection:
-        return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
 
 
 def state(platform: EventSQL) -> ConsumerState:
@@ -162,7 +152,8 @@ def test_a_claim_whose_last_matching_event_is_buried_is_committed_to_its_end(pla
     claimed = platform.claims.claim("orders", "mailer", owner="me")
     assert isinstance(claimed, Claim)
     processed = platform.claims.process(claimed, failing_at(2))
-    assert processed.consumed == 1
+    assert (processed.consumed, processed.offset, processed.failure) == (1, 5, None)
+    assert [(letter.event_id, letter.outcome) for letter in processed.dead_letters] == [(2, Failure.DEAD_LETTER)]
     assert platform.claims.get(claimed.id)[1] == "committed"
     assert state(platform).last_event_id == 5
 

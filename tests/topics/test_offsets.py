@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from psycopg.rows import dict_row
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.offsets import (
@@ -30,7 +30,7 @@ from eventsql_orchestration.topics.offsets import (
 from tests.plans import custom_plan
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said
+    from tests.fixtures import SaidBy
 
 NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 SECOND = timedelta(seconds=1)
@@ -180,7 +180,7 @@ def test_the_search_by_time_finds_what_looking_at_every_event_finds(
 )
 def test_a_position_costs_few_statements_for_all_partitions(
     database: Database,
-    said_by: Callable[[Database | Connection], Said],
+    said_by: SaidBy,
     position: Position,
     statements: int,
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.topics.offsets import Place, Start
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions, Spawn
+    from tests.fixtures import Sessions, Spawn, UntilBlocked
 
 
 def fill(platform: EventSQL, topic: str, count: int = 3) -> None:
@@ -213,7 +213,7 @@ def test_a_deleted_topic_leaves_nothing_to_one_of_its_name(platform: EventSQL) -
 
 
 def test_deleting_a_topic_waits_for_its_transfer_and_its_consumption(
-    platform: EventSQL, sessions: Sessions, until_blocked: Callable[[], None]
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     platform.registry.register_topic(Topic("orders"))
     platform.registry.register_consumer(Consumer("orders", "mailer"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,13 +20,6 @@ SECOND = timedelta(seconds=1)
 @pytest.fixture
 def logs(database: Database) -> Logs:
     return Logs(database)
-
-
-@pytest.fixture
-def nowhere() -> Iterator[Database]:
-    """A database that cannot be reached: what is refused with it was refused before anything was asked of it."""
-    with Database("postgresql://someone:secret@127.0.0.1:1/nowhere") as unreachable:
-        yield unreachable
 
 
 def write(database: Database, log: str, *rows: tuple[str, str, datetime]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -28,13 +27,6 @@ Row = tuple[datetime, str, int, int]
 @pytest.fixture
 def rollups(database: Database) -> Rollups:
     return Rollups(database)
-
-
-@pytest.fixture
-def nowhere() -> Iterator[Database]:
-    """A database that cannot be reached: what is refused with it was refused before anything was asked of it."""
-    with Database("postgresql://someone:secret@127.0.0.1:1/nowhere") as unreachable:
-        yield unreachable
 
 
 def add(database: Database, rollup: str, *batches: list[Row]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -23,13 +22,6 @@ MINUTE = timedelta(minutes=1)
 @pytest.fixture
 def timelines(database: Database) -> Timelines:
     return Timelines(database)
-
-
-@pytest.fixture
-def nowhere() -> Iterator[Database]:
-    """A database that cannot be reached: what is refused with it was refused before anything was asked of it."""
-    with Database("postgresql://someone:secret@127.0.0.1:1/nowhere") as unreachable:
-        yield unreachable
 
 
 def test_a_resource_is_read_in_the_order_of_its_entries(database: Database, timelines: Timelines) -> None:

@@ -1,0 +1,28 @@
+"""The effects of consumers in these tests: a table, with a row for each event that was handled and committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eventsql_orchestration import Event, EventSQL
+from eventsql_orchestration.database import Connection
+
+
+def make_table(platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(
+            "CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, partition int, key text, event_id bigint, "
+            "value bytea)"
+        )
+
+
+def write(events: Sequence[Event], connection: Connection) -> None:
+    """A handler: one row for each event."""
+    with connection.cursor() as cursor:
+        cursor.executemany("INSERT INTO effects (event_id) VALUES (%s)", [(event.id,) for event in events])
+
+
+def effects(platform: EventSQL) -> list[int]:
+    """The ids of the events whose effects were committed, in the order in which they were."""
+    with platform.database.connection() as connection:
+        return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
