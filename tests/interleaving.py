@@ -19,6 +19,8 @@ import psycopg
 import pytest
 from psycopg.pq import TransactionStatus
 
+from eventsql_orchestration.database.single_statement import SingleStatement
+
 PATIENCE: Final = 60.0
 """Seconds after which an actor that neither comes to its next step nor waits for a lock is taken to hang."""
 
@@ -141,11 +143,26 @@ class Stepper(Protocol):
 
 
 @contextmanager
+def _single_statements() -> Iterator[None]:
+    """Single statements, which run below the driver's cursors, are steps too."""
+    execute = SingleStatement.execute
+
+    def stop_and_execute(self: SingleStatement, connection: psycopg.Connection[Any], *arguments: Any) -> int:
+        _stop(connection, self._text.decode())
+        return execute(self, connection, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SingleStatement, "execute", stop_and_execute)
+        yield
+
+
+@contextmanager
 def playing(stepper: Stepper) -> Iterator[None]:
     """What this thread says in the block, on connections of `stepping`, are steps of its."""
     _here.actor = stepper
     try:
-        yield
+        with _single_statements():
+            yield
     finally:
         _here.actor = None
 
@@ -174,17 +191,18 @@ class Schedule:
         self.steps = steps
         self.choices: list[tuple[int, int]] = []
         self._observer = observer
-        actors = [Actor(name, play) for name, play in plays.items()]
-        try:
-            self._run(actors, choose, check)
-        except BaseException as error:
-            error.add_note("after the steps\n  " + "\n  ".join(self.steps))
-            raise
-        finally:
-            for actor in actors:
-                actor.let_go()
-            for actor in actors:
-                actor.join()
+        with _single_statements():
+            actors = [Actor(name, play) for name, play in plays.items()]
+            try:
+                self._run(actors, choose, check)
+            except BaseException as error:
+                error.add_note("after the steps\n  " + "\n  ".join(self.steps))
+                raise
+            finally:
+                for actor in actors:
+                    actor.let_go()
+                for actor in actors:
+                    actor.join()
 
     def _run(self, actors: list[Actor], choose: Choose, check: Callable[[], object]) -> None:
         for actor in actors:

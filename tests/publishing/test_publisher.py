@@ -289,7 +289,7 @@ def test_one_event_is_one_statement(platform: EventSQL, said_by: SaidBy) -> None
     assert said.verbs() == ["INSERT"]
 
 
-def test_one_event_is_one_round_trip(platform: EventSQL, said_by: Callable[[Database], Said]) -> None:
+def test_one_event_is_one_round_trip(platform: EventSQL, said_by: SaidBy) -> None:
     remember(platform)
     platform.publisher.publish(order(b""))
     said = said_by(platform.database)
