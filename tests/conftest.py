@@ -23,11 +23,10 @@ from eventsql_orchestration.database.embedded.programs import PROGRAMS_VARIABLE
 from tests.fixtures import memory_disk, said_by, session, sessions, spawn, until, until_blocked
 from tests.poolers import through
 from tests.poolers.pgbouncer import PgBouncer, left_behind, running
-from tests.poolers.through import pytest_addoption, pytest_collection_modifyitems
+from tests.poolers.through import pytest_addoption
 
 __all__ = [
     "pytest_addoption",
-    "pytest_collection_modifyitems",
     "said_by",
     "session",
     "sessions",
@@ -37,6 +36,9 @@ __all__ = [
 ]
 
 TEMPLATE = "eventsql_template"
+
+LONGEST = ("system", "spark", "assets", "dagster", "cli", "shards")
+"""The rooms whose files take longest."""
 
 
 def is_setting(name: str) -> bool:
@@ -56,6 +58,18 @@ def pytest_configure() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no process of tests is alone with one of them at the end."""
+    through.pytest_collection_modifyitems(config, items)
+    here = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        room = item.path.relative_to(here).parts[0]
+        return LONGEST.index(room) if room in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
 
 
 @contextmanager
