@@ -82,12 +82,13 @@ def test_both_places_have_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_drivers_are_told_of_the_cluster_and_nobody_else_reaches_it() -> None:
-    code = COMPOSE["services"]["code"]
-    (volume,) = code["volumes"]
-    source, target, mode = volume.split(":")
-    assert (DEPLOY / source).is_file()
-    assert mode == "ro"
-    assert code["environment"] == {SPARK_CONFIG_VARIABLE: target}
+    for place in ("daemon", "code"):
+        driver = COMPOSE["services"][place]
+        (volume,) = driver["volumes"]
+        source, target, mode = volume.split(":")
+        assert (DEPLOY / source).is_file()
+        assert mode == "ro"
+        assert driver["environment"] == {SPARK_CONFIG_VARIABLE: target}
     for name in ("spark-master", "spark-worker"):
         service = COMPOSE["services"][name]
         assert "ports" not in service

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
-from typing import cast
+from typing import Final, cast
 
 import dagster as dg
 from dagster._cli.api import _execute_run_command_body, _resume_run_command_body
@@ -60,6 +61,18 @@ __all__ = [
 ]
 
 
+_IMPORTED_BY_RUNS: Final = (
+    "dagster._core.execution.plan.active",
+    "dagster._core.executor.in_process",
+    "dagster._core.instance.factory",
+    "dagster._core.storage.migration.utils",
+    "dagster._core.system_config.composite_descent",
+    "fsspec.implementations.local",
+    "upath.implementations.local",
+)
+"""Modules that Dagster imports only in a run, found by comparing `sys.modules` of a run and its server."""
+
+
 def execute_run(instance: dg.DagsterInstance, run_id: str, *, resume: bool) -> None:
     """Execute a run in this process, as `dagster api execute_run` and `dagster api resume_run` do."""
     body = _resume_run_command_body if resume else _execute_run_command_body
@@ -81,10 +94,14 @@ def load_location(origin: RepositoryPythonOrigin) -> None:
 
 
 def import_storage(ref: InstanceRef) -> None:
-    """Import the modules of an instance's storage, without a connection."""
+    """Import the modules that an instance and a run need, without a connection."""
     for data in ref:
         if isinstance(data, ConfigurableClassData) and data is not ref.run_launcher_data:
             importlib.import_module(data.module_name)
+    for name in _IMPORTED_BY_RUNS:
+        # A run imports those that a version of Dagster has elsewhere.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def add_location_environment(ref: InstanceRef, location: str) -> None:

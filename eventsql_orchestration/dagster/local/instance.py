@@ -71,6 +71,8 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
                 "user_code_failure_retry_delay": 5,
             },
         },
+        # Fork runs from a process that has imported the location: a third of a second instead of some 4 s.
+        "run_launcher": {"module": "eventsql_orchestration.dagster", "class": "PreforkRunLauncher"},
         "concurrency": {
             "runs": {
                 "max_concurrent_runs": max_concurrent_runs,
@@ -86,6 +88,8 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
             "start_timeout_seconds": 180,
             "cancel_timeout_seconds": 60,
             "poll_interval_seconds": 10,
+            # The next tick claims anew, and run_retries retries: a resumed run would compete with both.
+            "max_resume_run_attempts": 0,
         },
         # Only runs with the tag dagster/max_retries are retried.
         "run_retries": {"enabled": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from pathlib import Path
@@ -30,6 +31,11 @@ def test_the_bodies_of_the_commands_that_execute_and_resume_runs_take_a_run_an_i
         assert list(inspect.signature(body).parameters) == [
             "run_id", "instance", "write_stream_fn", "set_exit_code_on_failure"
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", internals._IMPORTED_BY_RUNS)
+def test_a_module_that_runs_import_is_imported_before_the_fork(name: str) -> None:
+    assert importlib.import_module(name).__name__ == name
 
 
 def test_a_file_of_definitions_is_executed_once_in_a_process(
