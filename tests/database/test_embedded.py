@@ -13,8 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer, programs, server
 from eventsql_orchestration.database.embedded.configuration import server_settings
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError, MissingExtraError
-from tests.fixtures import memory_disk
+from tests.fixtures import Until, memory_disk
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the server to another account")
 
@@ -83,14 +82,6 @@ def postgres(shared: EmbeddedPostgres, base: Path) -> EmbeddedPostgres:
     """A stopped server of the test's own, initialised before (start: 0.1 s)."""
     subprocess.run(["cp", "-a", shared.directory.with_name("stopped"), base / "postgres"], check=True)
     return EmbeddedPostgres(base / "postgres")
-
-
-def eventually(condition: Callable[[], Any], *, seconds: float = 20.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (outcome := condition()):
-        assert time.monotonic() < deadline, "the awaited condition did not come true"
-        time.sleep(0.005)
-    return outcome
 
 
 def query(dsn: str, statement: str) -> list[tuple[Any, ...]]:
@@ -267,14 +258,14 @@ def test_the_server_outlives_the_process_that_started_it(postgres: EmbeddedPostg
     assert server.pid == pid
 
 
-def test_a_process_killed_amid_initdb_leaves_nothing_in_the_way(fresh: EmbeddedPostgres) -> None:
+def test_a_process_killed_amid_initdb_leaves_nothing_in_the_way(fresh: EmbeddedPostgres, until: Until) -> None:
     starter = start_in_another_process(fresh)
-    eventually(lambda: list(fresh.directory.glob(".eventsql-initdb-*/data/base")))
+    until(lambda: list(fresh.directory.glob(".eventsql-initdb-*/data/base")))
     kill(starter)
     server = fresh.start()
     assert query(server.dsn, "SELECT 1") == [(1,)]
     fresh.stop()
-    eventually(lambda: not processes_of("initdb", fresh.directory))
+    until(lambda: not processes_of("initdb", fresh.directory))
     fresh.start()
     assert not list(fresh.directory.glob(".eventsql-initdb-*"))
 
@@ -326,7 +317,9 @@ def test_a_start_while_the_server_stops_waits_for_its_end(postgres: EmbeddedPost
 
 
 @pytest.mark.parametrize("with_session", [False, True])
-def test_a_killed_postmaster_is_replaced_and_the_data_recovered(postgres: EmbeddedPostgres, with_session: bool) -> None:
+def test_a_killed_postmaster_is_replaced_and_the_data_recovered(
+    postgres: EmbeddedPostgres, with_session: bool, until: Until
+) -> None:
     server = postgres.start()
     remember(server, 1)
     with contextlib.ExitStack() as stack:
@@ -335,7 +328,7 @@ def test_a_killed_postmaster_is_replaced_and_the_data_recovered(postgres: Embedd
             session = stack.enter_context(contextlib.closing(psycopg.connect(server.dsn, autocommit=True)))
             session.pgconn.send_query(b"SELECT sum(sqrt(i)) FROM generate_series(1, 3000000) i")
         os.kill(server.pid, signal.SIGKILL)
-        eventually(lambda: postgres.status() is None)
+        until(lambda: postgres.status() is None)
         assert (server.data_directory / "postmaster.pid").exists()
         after = postgres.start()
     assert after.pid != server.pid

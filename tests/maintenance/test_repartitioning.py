@@ -623,14 +623,15 @@ def check_all_or_nothing(platform: EventSQL, orders: Orders, before: int, after:
     assert platform.reader.count("orders") + sum(platform.buffered().values()) == sum(orders.published.values())
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_process_that_is_killed_at_any_step_leaves_the_change_to_be_made(
-    dsn: str, platform: EventSQL, orders: Orders
+    dsn: str, platform: EventSQL, orders: Orders, every: int
 ) -> None:
     orders.publish(40)
     orders.consume(partition=0)
     number = 0
     while True:
-        number += 1
+        number += every
         orders.publish(2, transfer=False)
         died = repartition_and_die(dsn, "orders", 2, number)
         check_all_or_nothing(platform, orders, 3, 2)
