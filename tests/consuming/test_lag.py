@@ -138,11 +138,3 @@ def test_the_cause_is_a_lease_and_names_its_owner_until_it_expires(platform: Eve
     assert (lag_of(platform, "mailer", 0).cause, lag_of(platform, "mailer", 0).detail) == (LagCause.LEASED, "by run 7")
     age(platform, "consumer", "eql_lease_expires_at", 10)
     assert lag_of(platform, "mailer", 0).cause == LagCause.WAITING
-
-
-def test_an_event_that_is_consumed_does_not_lag(platform: EventSQL) -> None:
-    publish(platform, 2, 2, 2)
-    platform.transfer.run_once()
-    platform.consumers.consume_once("orders", "mailer", nothing)
-    platform.consumers.consume_once("orders", "auditor", nothing)
-    assert [(lag.events, lag.cause) for lag in platform.lag()] == [(0, LagCause.NONE)] * 4

@@ -144,12 +144,6 @@ def test_the_urls_encoding_is_not_that_of_events(direct_dsn: str, option: str) -
         fill(platform)
 
 
-def test_the_databases_own_setting_is_not_the_encoding_of_events(dsn: str, direct_dsn: str) -> None:
-    setting(direct_dsn, client_encoding="LATIN1")
-    with EventSQL(dsn, transfer=False) as platform:
-        fill(platform)
-
-
 def test_each_connection_reads_and_writes_utf8(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
     with Database(dsn) as database, database.dedicated() as alone, database.core() as core:

@@ -227,13 +227,6 @@ def test_the_delay_counts_from_the_sending_in_a_long_transaction(database: Datab
         assert due.fetchall()[0][0] >= 10.1
 
 
-def test_a_message_sent_in_a_transaction_is_there_when_it_commits(database: Database, queue: Queue) -> None:
-    with database.transaction() as connection:
-        queue.send(b"x", connection=connection)
-        assert queue.receive() == []
-    assert [message.body for message in queue.receive()] == [b"x"]
-
-
 def test_a_message_sent_in_a_transaction_is_not_there_when_it_rolls_back(database: Database, queue: Queue) -> None:
     with database.connection() as connection, connection.transaction(force_rollback=True):
         queue.send(b"x", connection=connection)

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import psycopg
 import pytest
 import sqlalchemy
 from hypothesis import HealthCheck, given, settings
@@ -206,23 +205,6 @@ def test_a_failed_save_takes_back_its_own_part_of_the_callers_transaction_alone(
             orders.save(second, publications=[event_of(second, topic="unknown")], connection=connection)
     assert orders.load("1").version == 1
     assert orders.load("2").version == 0
-
-
-def test_a_transaction_that_begins_with_a_save_is_the_callers_to_commit(
-    platform: EventSQL, orders: Repository[Order]
-) -> None:
-    with psycopg.connect(platform.database.dsn) as mine:
-        for price, ending in ((100, mine.rollback), (120, mine.commit)):
-            order = placed(price=price)
-            orders.save(order, publications=[event_of(order)], connection=mine)
-            assert orders.load("1").version == 0
-            ending()
-        failing = placed("2")
-        with pytest.raises(TopicNotFoundError):
-            orders.save(failing, publications=[event_of(failing, topic="unknown")], connection=mine)
-        mine.commit()
-    assert [orders.load(aggregate_id).version for aggregate_id in ("1", "2")] == [1, 0]
-    assert published_prices(platform) == [120]
 
 
 def test_a_transaction_of_sqlalchemy_saves_and_publishes_or_neither(

@@ -176,16 +176,6 @@ def test_a_conflict_under_a_stricter_isolation_is_the_same_error(store: Store, s
     assert amounts_of(store, "1") == [*([0] * stored), 100]
 
 
-def test_a_transaction_reads_what_it_appended_itself(store: Store) -> None:
-    with store.database.transaction() as connection:
-        store.append(connection, "order", "1", prices(1), expected_version=0)
-        store.save_snapshot(connection, "order", "1", 1, {"price": 1})
-        assert amounts_of(store, "1", connection=connection) == [1]
-        assert store.snapshot("order", "1", connection=connection) is not None
-        assert store.load("order", "1") == []
-        assert store.snapshot("order", "1") is None
-
-
 def test_a_callers_connection_may_have_a_row_factory_of_its_own(store: Store) -> None:
     store.database.ensure_schema()
     connection: Any

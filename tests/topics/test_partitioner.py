@@ -52,13 +52,6 @@ def test_events_are_stored_in_the_partition_of_their_key(platform: EventSQL) -> 
     assert stored == {(key, known[10]) for key, known in VECTORS}
 
 
-def test_a_publication_may_name_its_partition(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 10))
-    platform.publisher.publish(Publication("orders", b"", key="42", partition=7))
-    platform.transfer.run_once()
-    assert [event.partition for event in platform.reader.read("orders")] == [7]
-
-
 def test_a_partitioner_of_ones_own_is_asked_for_every_event(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 10))
     platform.publisher.configure_partitioner(lambda publication, partitions: len(publication.value) % partitions)

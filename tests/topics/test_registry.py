@@ -48,6 +48,16 @@ def fill(platform: EventSQL, topic: str, count: int = 3) -> None:
     platform.transfer.run_once()
 
 
+def use(platform: EventSQL, what: str) -> None:
+    """Have topic `orders` used by a consumer, or by an event in the log or in the buffer."""
+    if what == "consumer":
+        platform.registry.register_consumer(Consumer("orders", "mailer"))
+        return
+    platform.publisher.publish(Publication("orders", b""))
+    if what == "log":
+        platform.transfer.run_once()
+
+
 def nothing(_events: Sequence[Event], _connection: Connection) -> None:
     pass
 
@@ -91,34 +101,18 @@ def test_a_topic_without_events_and_consumers_may_change_its_partitions(platform
     assert platform.reader.count("orders") == 3
 
 
-@pytest.mark.parametrize("where", ["log", "buffer"])
-def test_a_topic_with_events_keeps_its_partitions(platform: EventSQL, where: str) -> None:
+@pytest.mark.parametrize("what", ["log", "buffer", "consumer"])
+def test_a_topic_with_events_or_a_consumer_keeps_its_partitions(platform: EventSQL, what: str) -> None:
     platform.registry.register_topic(Topic("orders", 3))
-    platform.publisher.publish(Publication("orders", b""))
-    if where == "log":
-        platform.transfer.run_once()
+    use(platform, what)
     with pytest.raises(RedefinitionError):
         platform.registry.register_topic(Topic("orders"))
     assert platform.registry.topic("orders") == Topic("orders", 3)
 
 
-def test_a_topic_with_a_consumer_keeps_its_partitions(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 3))
-    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
-    with pytest.raises(RedefinitionError):
-        platform.registry.register_topic(Topic("orders", 4))
-
-
 def test_a_name_that_a_table_of_the_platform_has_taken_is_refused(platform: EventSQL) -> None:
     with pytest.raises(InvalidNameError, match="spark_staged"):
         platform.registry.register_topic(Topic("spark_staged"))
-
-
-def test_the_longest_names_make_topics_of_their_own(platform: EventSQL) -> None:
-    one, two = "a" * 56 + "1", "a" * 56 + "2"
-    platform.registry.register_topic(Topic(one, 2)).register_topic(Topic(two, 2))
-    fill(platform, one)
-    assert (platform.reader.count(one), platform.reader.count(two)) == (3, 0)
 
 
 def test_an_event_table_that_is_missing_is_made_when_its_topic_is_registered(platform: EventSQL) -> None:
@@ -181,12 +175,7 @@ def test_a_topic_without_anything_is_deleted(platform: EventSQL) -> None:
 @pytest.mark.parametrize("what", ["log", "buffer", "consumer"])
 def test_a_topic_that_is_used_is_kept_unless_forced(platform: EventSQL, what: str) -> None:
     platform.registry.register_topic(Topic("orders"))
-    if what == "consumer":
-        platform.registry.register_consumer(Consumer("orders", "mailer"))
-    else:
-        platform.publisher.publish(Publication("orders", b""))
-    if what == "log":
-        platform.transfer.run_once()
+    use(platform, what)
     with pytest.raises(RegistryError, match="mailer" if what == "consumer" else "it has events") as kept:
         platform.registry.unregister_topic("orders")
     assert "eventsql topic delete orders --force" in kept.value.message
