@@ -127,12 +127,11 @@ def driver(home: Path, settings: Mapping[str, str] | None = None, *, config: Pat
 
 
 class Cluster:
-    """A standalone master and its workers, each on a loopback address of its own."""
+    """A standalone master and a worker, which has an executor for each of its cores."""
 
-    def __init__(self, home: Path, *, workers: int) -> None:
+    def __init__(self, home: Path) -> None:
         self._home = home
         self._processes: list[psutil.Popen] = []
-        self._workers: list[psutil.Popen] = []
         self._port, self._web_port = free_port(), free_port()
         runtime = ensure_java(home)
         self._environment = {
@@ -145,9 +144,11 @@ class Cluster:
         }
         try:
             self._run("master.Master", "--host", "127.0.0.1", "--port", self._port, "--webui-port", self._web_port)
-            for number in range(workers):
-                self._workers.append(self._run_worker(number))
-            wait_until(lambda: self._alive() == workers, "the workers are registered")
+            self._worker = self._run(
+                "worker.Worker", "--host", "127.0.0.2", "--cores", 2, "--memory", "1g",
+                "--webui-port", free_port(), "--work-dir", home / "work", self.url,
+            )  # fmt: skip
+            wait_until(lambda: self._alive() == 1, "the worker is registered")
         except BaseException:
             self.close()
             raise
@@ -155,12 +156,6 @@ class Cluster:
     @property
     def url(self) -> str:
         return f"spark://127.0.0.1:{self._port}"
-
-    def _run_worker(self, number: int) -> psutil.Popen:
-        return self._run(
-            "worker.Worker", "--host", f"127.0.0.{2 + number}", "--cores", 1, "--memory", "1g",
-            "--webui-port", free_port(), "--work-dir", self._home / f"work-{number}", self.url,
-        )  # fmt: skip
 
     def _run(self, name: str, *arguments: object) -> psutil.Popen:
         program = Path(self._environment["SPARK_HOME"]) / "bin" / "spark-class"
@@ -182,13 +177,12 @@ class Cluster:
         return 0
 
     def executors(self) -> list[psutil.Process]:
-        """The executors that run, of all workers."""
+        """The executors that run."""
         found = []
-        for worker in self._workers:
-            for child in worker.children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    if any("CoarseGrainedExecutorBackend" in word for word in child.cmdline()):
-                        found.append(child)
+        for child in self._worker.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if any("CoarseGrainedExecutorBackend" in word for word in child.cmdline()):
+                    found.append(child)
         return found
 
     def close(self) -> None:

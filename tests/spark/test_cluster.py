@@ -26,7 +26,7 @@ SPECULATION = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    running = Cluster(tmp_path_factory.mktemp("cluster"), workers=2)
+    running = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
         yield running
     finally:
@@ -35,7 +35,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def on_cluster(cluster: Cluster, **settings: str) -> dict[str, str]:
     address = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-    return {"spark.master": cluster.url, "spark.executor.memory": "512m", **address, **settings}
+    executors = {"spark.executor.memory": "512m", "spark.executor.cores": "1"}
+    return {"spark.master": cluster.url, **executors, **address, **settings}
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def application(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 class TestAnApplicationOfADeployment:
-    """One application for all of these, because each takes its time to start; it has both workers until it ends."""
+    """One application for all of these, because each takes its time to start; it has both cores until it ends."""
 
     def test_a_deployment_s_configuration_is_all_that_a_cluster_takes(
         self, cluster: Cluster, application: Driver, platform: EventSQL, dsn: str

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -23,8 +22,7 @@ KEYS = ["", "a", "ké", "键", "a" * 300, *(f"key-{number}" for number in range(
 
 @pytest.fixture(autouse=True)
 def topics(platform: EventSQL) -> None:
-    for name in ("orders", "keys"):
-        platform.registry.register_topic(Topic(name, partitions=PARTITIONS))
+    platform.registry.register_topic(Topic("orders", partitions=PARTITIONS))
 
 
 def publications() -> list[Publication]:
@@ -35,35 +33,35 @@ def rows(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame([(key, b"value") for key in KEYS], "key string, value binary")
 
 
-def one_by_one(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> None:
+def one_by_one(platform: EventSQL, spark: SparkSession) -> None:
     for publication in publications():
         platform.publisher.publish(publication)
 
 
-def straight(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> None:
+def straight(platform: EventSQL, spark: SparkSession) -> None:
     platform.publisher.publish_all(publications())
     assert platform.buffered() == {}, "the batch was to go straight into the log"
 
 
-def through_the_buffer(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> None:
+def through_the_buffer(platform: EventSQL, spark: SparkSession) -> None:
     with EventSQL(platform.database.dsn, transfer=False, straight=False) as another:
         another.publisher.publish_all(publications())
         assert another.buffered() == {"orders": len(KEYS)}
 
 
-def in_a_transaction(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> None:
+def in_a_transaction(platform: EventSQL, spark: SparkSession) -> None:
     with platform.database.transaction() as connection:
         platform.publisher.publish_all(publications(), connection=connection)
 
 
-def buffered(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> None:
+def buffered(platform: EventSQL, spark: SparkSession) -> None:
     publisher = platform.buffered_publisher()
     for publication in publications():
         publisher.publish(publication)
     publisher.flush(timeout=60)
 
 
-def asynchronous(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> None:
+def asynchronous(platform: EventSQL, spark: SparkSession) -> None:
     async def publish() -> None:
         async with platform.async_publisher() as publisher:
             await asyncio.gather(*(publisher.publish(publication) for publication in publications()))
@@ -71,41 +69,18 @@ def asynchronous(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> N
     asyncio.run(publish())
 
 
-def spark_batch(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> None:
+def spark_batch(platform: EventSQL, spark: SparkSession) -> None:
     rows(spark).write.format(FORMAT).options(dsn=platform.database.dsn, topic="orders").mode("append").save()
 
 
-def spark_stream(platform: EventSQL, spark: SparkSession, checkpoint: Path) -> None:
-    # From another topic, in which no key has the partition that it belongs to.
-    platform.publisher.publish_all(Publication("keys", b"value", key=key, partition=0) for key in KEYS)
-    platform.transfer.run_once()
-    dsn = platform.database.dsn
-    query = (
-        spark.readStream.format(FORMAT)
-        .options(dsn=dsn, subscribe="keys", startingOffsets="earliest")
-        .load()
-        .selectExpr("key", "value")
-        .writeStream.format(FORMAT)
-        .options(dsn=dsn, topic="orders", checkpointLocation=str(checkpoint))
-        .trigger(availableNow=True)
-        .start()
-    )
-    try:
-        assert query.awaitTermination(200)
-    finally:
-        query.stop()
-
-
-PUBLISHERS = [
-    one_by_one, straight, through_the_buffer, in_a_transaction, buffered, asynchronous, spark_batch, spark_stream,
-]  # fmt: skip
+PUBLISHERS = [one_by_one, straight, through_the_buffer, in_a_transaction, buffered, asynchronous, spark_batch]
 
 
 @pytest.mark.parametrize("publish", PUBLISHERS, ids=lambda publish: publish.__name__)
 def test_a_key_has_one_partition_whoever_publishes_it(
-    spark: SparkSession, platform: EventSQL, tmp_path: Path, publish: Callable[[EventSQL, SparkSession, Path], None]
+    spark: SparkSession, platform: EventSQL, publish: Callable[[EventSQL, SparkSession], None]
 ) -> None:
-    publish(platform, spark, tmp_path / "checkpoint")
+    publish(platform, spark)
     platform.transfer.run_once()
     found = {event.key: event.partition for event in platform.reader.read("orders")}
     # The rule of EventSQL, written down once more: it must never change.
