@@ -144,7 +144,7 @@ def test_an_event_that_cannot_be_moved_alone_is_named_and_those_before_it_are_mo
     with pytest.raises(StuckEventError) as caught:
         platform.transfer.run_once()
     assert (caught.value.topic, (caught.value.buffer_id,)) == ("orders", row)
-    assert caught.value.size == 1_000 + len("key") + len('{"a": "b"}')
+    assert caught.value.size == 1_000 + len("key") + len('{"a":"b"}')
     assert isinstance(caught.value.__cause__, psycopg.errors.QueryCanceled)
     assert read(platform) == list(range(10))
     assert read(platform, "payments") == list(range(5))
