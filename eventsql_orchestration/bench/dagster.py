@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from eventsql_orchestration.bench.benchmark import Benchmark, duration, option
@@ -36,6 +37,7 @@ class Dagster(Benchmark):
     sensors: tuple[int, ...] = option((10, 100, 300), quick=(3,))
     seconds: float = duration(30.0, "Duration of each number of sensors", quick=6.0)
     runs: int = option(20, "Runs at once", quick=2)
+    launcher: str = option("prefork", "The launcher of the runs", choices=("prefork", "default"))
     only: tuple[str, ...] = option((), "Measure this part; repeat it  [default: all]", choices=PARTS)
 
     def measure(self, session: Session) -> list[Figure]:
@@ -44,17 +46,18 @@ class Dagster(Benchmark):
         from eventsql_orchestration.bench import dagster_daemon as dagster  # noqa: PLC0415
 
         figures: list[Figure] = []
+        daemon = partial(dagster.daemon, session, launcher=self.launcher)
         parts = self.only or PARTS
         if "cold" in parts:
-            with dagster.daemon(session, "cold") as running:
+            with daemon("cold") as running:
                 figures.append(_delays("dagster_cold_start", dagster.cold_starts(running, self.cold)))
 
         if "draining" in parts:
-            with dagster.daemon(session, "drain", drain=self.drained * PUBLISH_EVERY * 1.5 + 10) as running:
+            with daemon("drain", drain=self.drained * PUBLISH_EVERY * 1.5 + 10) as running:
                 figures.append(_delays("dagster_draining", dagster.drained(running, self.drained, PUBLISH_EVERY)))
 
         if "handover" in parts:
-            with dagster.daemon(session, "steady", drain=self.window, idle=1.0) as running:
+            with daemon("steady", drain=self.window, idle=1.0) as running:
                 traffic = dagster.steady_traffic(running, self.steady, PUBLISH_EVERY)
             figures.append(_delays("dagster_steady", traffic.delays, runs=traffic.runs))
             if traffic.hand_overs:
@@ -63,17 +66,24 @@ class Dagster(Benchmark):
                 figures.append(_delays("dagster_gap_at_handover", traffic.gaps, most_within_a_run=within))
 
         for sensors in self.sensors if "ticks" in parts else ():
-            with dagster.daemon(session, "ticks", partitions=sensors) as running:
+            with daemon("ticks", partitions=sensors) as running:
                 rate = dagster.ticks_per_minute(running, self.seconds) / sensors
             figures.append(Figure(f"dagster_ticks_{sensors}_sensors", rate, "looks/min per partition"))
 
         if "runs" in parts:
             most = max(*self.sensors, self.runs)
-            with dagster.daemon(session, "consumer", partitions=most, sensor="consumer") as running:
+            with daemon("consumer", partitions=most, sensor="consumer") as running:
+                dagster.runs_at_once(running, 1)
                 rate = dagster.ticks_per_minute(running, self.seconds)
-                runs = dagster.runs_per_second(running, self.runs)
+                runs = dagster.runs_at_once(running, self.runs)
             name = f"dagster_ticks_1_sensor_{most}_partitions"
-            figures += [Figure(name, rate, "looks/min per partition"), Figure("dagster_runs", runs, "runs/s")]
+            figures += [
+                Figure(name, rate, "looks/min per partition"),
+                Figure(
+                    "dagster_runs", runs.per_second, "runs/s",
+                    details={"processor_seconds_per_run": runs.processor_seconds},
+                ),
+            ]  # fmt: skip
         return figures
 
 

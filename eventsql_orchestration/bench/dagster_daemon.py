@@ -23,6 +23,7 @@ import yaml  # type: ignore[import-untyped]  # it comes with dagster, without ty
 from psycopg import sql
 
 from eventsql_orchestration.bench.dagster_location import VARIABLE, recording_consumer
+from eventsql_orchestration.bench.processor import Meter
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.dagster.local.instance import (
     CONFIG_FILE,
@@ -40,6 +41,9 @@ RUN_LIMIT: Final = 240.0
 
 SENSOR_LOOP: Final = 5.0
 """Seconds between two evaluations of all sensors by Dagster's daemon. Events are published at random moments in it."""
+
+PREFORK: Final = "prefork"
+"""The launcher of this package. With any other name, the daemon has Dagster's default launcher."""
 
 AROUND: Final = 1.0
 """Events this many seconds before and after a hand-over count as events around it."""
@@ -68,6 +72,7 @@ class Daemon:
     storage: str
     topic: str
     record: Path
+    process: int
 
     def publish(self, partition: int) -> float:
         """Publish an event and transfer it. Gives the time of the publication."""
@@ -124,6 +129,7 @@ def daemon(
     sensor: str = "partition",
     drain: float = 0.0,
     idle: float | None = None,
+    launcher: str = PREFORK,
 ) -> Iterator[Daemon]:
     """A daemon with one consumer on a topic of its own for the block.
 
@@ -149,7 +155,10 @@ def daemon(
         execute("CREATE SCHEMA {}")
         cleaning.callback(execute, "DROP SCHEMA {} CASCADE")
 
-        (home / CONFIG_FILE).write_text(yaml.safe_dump(instance_config()), encoding="utf-8")
+        config = instance_config()
+        if launcher != PREFORK:
+            del config["run_launcher"]
+        (home / CONFIG_FILE).write_text(yaml.safe_dump(config), encoding="utf-8")
         url = storage_url(database.dsn).replace(f"search_path%3D{STORAGE_SCHEMA}", f"search_path%3D{storage}")
         cleaning.enter_context(_variable(STORAGE_VARIABLE, url))
         instance = cleaning.enter_context(dg.DagsterInstance.from_config(str(home)))
@@ -170,7 +179,7 @@ def daemon(
             )  # fmt: skip
         cleaning.callback(_end, process)
 
-        running = Daemon(session, instance, storage, topic, record)
+        running = Daemon(session, instance, storage, topic, record, process.pid)
         running.await_(lambda: running.ticks() > 0, "the first tick of a sensor", limit=STARTING)
         yield running
 
@@ -302,9 +311,20 @@ def ticks_per_minute(running: Daemon, seconds: float) -> float:
     return (running.ticks() - before) / (time.monotonic() - started) * 60
 
 
-def runs_per_second(running: Daemon, runs: int) -> float:
-    """Runs that a daemon finishes per second, when every partition gets an event at once."""
-    seen = len(running.runs())
+@dataclass(frozen=True, slots=True)
+class RunRate:
+    """Runs that a daemon finishes per second, and processor seconds per run, ticks included."""
+
+    per_second: float
+    processor_seconds: float | None
+
+
+def runs_at_once(running: Daemon, runs: int) -> RunRate:
+    """Give each of `runs` partitions an event at once.
+
+    Call it once before with one run: the first run of a fork server waits for the import of the location.
+    """
+    seen, meter = len(running.runs()), Meter({"daemon": [running.process]})
     for partition in range(runs):
         running.publish(partition)
     running.await_(lambda: len(running.runs()) >= seen + runs, "runs")
@@ -313,4 +333,5 @@ def runs_per_second(running: Daemon, runs: int) -> float:
     records = running.runs()[:runs]
     began = min(run.create_timestamp.timestamp() for run in records)
     ended = max(run.end_time or 0.0 for run in records)
-    return runs / (ended - began)
+    seconds = meter.taken().get("daemon")
+    return RunRate(runs / (ended - began), None if seconds is None else seconds / runs)

@@ -14,7 +14,7 @@ from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench import dagster_daemon
-from eventsql_orchestration.bench.dagster_daemon import Handled, Traffic, steady_traffic
+from eventsql_orchestration.bench.dagster_daemon import Handled, RunRate, Traffic, steady_traffic
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import BenchmarkError
 
@@ -38,7 +38,9 @@ def test_a_daemon_is_measured_and_leaves_nothing(platform: EventSQL) -> None:
         looks = dagster_daemon.ticks_per_minute(running, 1.0)
         # The run that drains would take one of these.
         running.await_quiet()
-        assert dagster_daemon.runs_per_second(running, 2) > 0
+        rate = dagster_daemon.runs_at_once(running, 2)
+    assert rate.per_second > 0
+    assert rate.processor_seconds is None or rate.processor_seconds > 0
     assert 0 < min(first, second) < cold
     assert looks >= 0
     assert reported == [("draining", 1, 2), ("draining", 2, 2), ("cold starts", 1, 1)]
@@ -107,7 +109,7 @@ def test_every_part_is_measured_or_the_chosen_one(
     """The figures and their order; only a daemon tells real values."""
     for name, value in (("cold_starts", [1.0, 3.0]), ("drained", [0.02]), ("ticks_per_minute", 60.0)):
         monkeypatch.setattr(dagster_daemon, name, lambda *_, value=value: value)
-    monkeypatch.setattr(dagster_daemon, "runs_per_second", lambda *_: 0.5)
+    monkeypatch.setattr(dagster_daemon, "runs_at_once", lambda *_: RunRate(0.5, 1.0))
     monkeypatch.setattr(dagster_daemon, "daemon", lambda *_, **__: contextlib.nullcontext())
     runs = Traffic([Handled(float(n), n + 0.05, process=n // 2) for n in range(4)])
     monkeypatch.setattr(dagster_daemon, "steady_traffic", lambda *_: runs)
