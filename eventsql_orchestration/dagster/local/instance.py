@@ -71,7 +71,7 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
                 "user_code_failure_retry_delay": 5,
             },
         },
-        # Fork runs from a process that has imported the location: a third of a second instead of some 4 s.
+        # Fork runs from a process that has imported the location: importing takes most of a short run's time.
         "run_launcher": {"module": "eventsql_orchestration.dagster", "class": "PreforkRunLauncher"},
         "concurrency": {
             "runs": {
