@@ -171,6 +171,7 @@ class Registry:
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """See `ClusterRegistry.unregister_topic`."""
+        # Refuse an unknown topic before anything is locked.
         self.topic(name)
         with self._database.core() as connection:
             lock_registry(connection)
