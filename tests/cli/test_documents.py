@@ -104,7 +104,7 @@ def test_the_example_of_a_table_goes_on_where_it_was(dsn: str) -> None:
 
 def lines(document: Path) -> list[list[str]]:
     """The words of each `eventsql …` that a document shows, without remarks."""
-    shown = re.findall(r"(?:^|`|\$ |\.venv/bin/)eventsql ([a-z-][^`|\n]*)", document.read_text("utf-8"), re.MULTILINE)
+    shown = re.findall(r"(?:^|`|\$ |\.venv/bin/)eventsql ([a-z-][^`|)\n]*)", document.read_text("utf-8"), re.MULTILINE)
     return [line.partition("  #")[0].split() for line in shown]
 
 
