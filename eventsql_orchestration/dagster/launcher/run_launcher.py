@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
+from weakref import WeakKeyDictionary
 
 import dagster as dg
 
@@ -47,6 +48,21 @@ class _Slot:
     unforkable_until: float = 0.0
 
 
+@dataclass(slots=True)
+class _Servers:
+    """The servers of an instance, and the thread that looks for runs to be terminated."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    slots: dict[str, _Slot] = field(default_factory=dict)
+    ending: list[ServerProcess] = field(default_factory=list)
+    closed: threading.Event = field(default_factory=threading.Event)
+    watch: threading.Thread | None = None
+
+
+_SHARED: Final[WeakKeyDictionary[dg.DagsterInstance, _Servers]] = WeakKeyDictionary()
+_SHARING: Final = threading.Lock()
+
+
 class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.ConfigurableClass):
     """Launches each run as a fork of a process that has imported Dagster and the code location.
 
@@ -63,11 +79,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         self._import_timeout = import_timeout_seconds
         self._inst_data = inst_data
         self._default = internals.default_launcher()
-        self._lock = threading.Lock()
-        self._slots: dict[str, _Slot] = {}
-        self._ending: list[ServerProcess] = []
-        self._closed = threading.Event()
-        self._watch: threading.Thread | None = None
+        self._servers = _Servers()
         super().__init__()  # type: ignore[no-untyped-call]  # Dagster gives it no types
 
     @property
@@ -96,6 +108,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         """Take the instance that owns this launcher."""
         super().register_instance(instance)
         self._default.register_instance(instance)
+        with _SHARING:
+            # Threads that ask an instance for its launcher at the same time make several: they have the same servers.
+            self._servers = _SHARED.setdefault(instance, self._servers)
 
     def launch_run(self, context: internals.LaunchRunContext) -> None:
         """Fork a process for a run. The first run of a location waits for its import.
@@ -122,8 +137,8 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             return False
         origin, location = run.job_code_origin.repository_origin, run.remote_job_origin.location_name
         code_server = internals.server_id(context.workspace, location)
-        with self._lock:
-            slot = self._slots.setdefault(f"{location} {origin.get_id()}", _Slot(threading.Lock()))
+        with self._servers.lock:
+            slot = self._servers.slots.setdefault(f"{location} {origin.get_id()}", _Slot(threading.Lock()))
         for _ in range(_ATTEMPTS):
             server = None
             try:
@@ -168,9 +183,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     def _end(self, slot: _Slot) -> None:
         if slot.server is not None:
             slot.server.close()
-            self._ending.append(slot.server)
+            self._servers.ending.append(slot.server)
             slot.server = None
-        self._ending = [server for server in self._ending if not server.has_ended()]
+        self._servers.ending = [server for server in self._servers.ending if not server.has_ended()]
 
     def _launch_as_dagster_does(self, slot: _Slot, run: dg.DagsterRun, location: str, reason: str) -> None:
         slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR
@@ -221,8 +236,8 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
 
     def dispose(self) -> None:
         """Let the servers end; runs under way go on."""
-        self._closed.set()
-        for slot in self._slots.values():
+        self._servers.closed.set()
+        for slot in self._servers.slots.values():
             with slot.lock:
                 self._end(slot)
 
@@ -230,20 +245,20 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         """Wait until the launched runs have ended and their servers, too. Raises `TimeoutError`."""
         self.dispose()
         deadline = time.monotonic() + timeout
-        while any(not server.has_ended() for server in self._ending):
+        while any(not server.has_ended() for server in self._servers.ending):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"runs are still under way after {timeout} s")
             time.sleep(0.01)
 
     def _watch_for_terminations(self) -> None:
-        with self._lock:
-            if self._watch is None:
-                self._watch = start_thread("terminations", self._end_terminated_runs)
+        with self._servers.lock:
+            if self._servers.watch is None:
+                self._servers.watch = start_thread("terminations", self._end_terminated_runs)
 
     def _end_terminated_runs(self) -> None:
         ended: set[str] = set()
         canceling = dg.RunsFilter(statuses=[dg.DagsterRunStatus.CANCELING])
-        while not self._closed.wait(_WATCH_EVERY):
+        while not self._servers.closed.wait(_WATCH_EVERY):
             if not self.has_instance:
                 return
             try:

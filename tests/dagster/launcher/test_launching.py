@@ -9,7 +9,8 @@ import dagster as dg
 import psutil
 import pytest
 
-from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG
+from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext
+from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, PreforkRunLauncher
 from tests.dagster.conftest import await_
 from tests.dagster.launcher.conftest import Deployment, descriptors, write_location
 
@@ -116,6 +117,19 @@ def test_a_reload_of_the_location_replaces_the_server(deployment: Deployment) ->
     run = deployment.launch()
     assert deployment.ended(run) is SUCCESS
     assert deployment.seen(run)[1] != before
+
+
+def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployment) -> None:
+    """Threads of the daemon that ask an instance for its launcher at the same time make several."""
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    server = deployment.servers()[-1]
+    other = PreforkRunLauncher()
+    other.register_instance(deployment.instance)
+    run = deployment.create()
+    workspace = deployment.workspace.create_request_context()
+    other.launch_run(LaunchRunContext(deployment.run(run), workspace))
+    assert deployment.ended(run) is SUCCESS
+    assert deployment.seen(run)[1] == server == deployment.servers()[-1]
 
 
 def test_runs_of_two_locations_see_their_own_modules_and_environment(deployment: Deployment) -> None:
