@@ -24,7 +24,7 @@ from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import Columns, counted, same, say, show_items
 from eventsql_orchestration.cli.parameters import FILE, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster, free_port, only_one
+from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster, only_one
 from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
 from eventsql_orchestration.dagster.local.round_report import Counts, RunCounts, TopicRound, account
 from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
@@ -128,7 +128,7 @@ def _dagster(platform: EventSQL, definitions: Path, home: Path, port: int) -> Lo
         SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(_spark_settings(home)),
     }  # fmt: skip
     instance_home = write_instance(home, database.dsn)
-    return LocalDagster(definitions, instance_home=instance_home, port=free_port(port), environment=environment)
+    return LocalDagster(definitions, instance_home=instance_home, port=port, environment=environment)
 
 
 def _interrupt(*_: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import weakref
@@ -14,6 +13,7 @@ from typing import Final
 import psycopg
 import sqlalchemy
 from psycopg.rows import tuple_row
+from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import migrations
@@ -27,7 +27,6 @@ from eventsql_orchestration.database.connections import (
     joinable_connection,
 )
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, permission_error
-from eventsql_orchestration.database.idle import IdleConnections
 from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.database.sessions import ISOLATION, open_session, watch
 from eventsql_orchestration.database.single_statement import SingleStatement
@@ -110,9 +109,7 @@ class Database:
             use_native_hstore=False,
             connect_args={**connect_arguments(self.url), **self._connect_args},
         )
-        most = math.inf if max_overflow < 0 else pool_size + max_overflow
-        # SQLAlchemy's pool keeps every connection with a size of 0.
-        self._idle = IdleConnections(self.engine, kept=pool_size or most, most=most)
+        self._most = pool_size + max_overflow
         self._home = Home()
         watch(self.engine, self.dsn, self._home.note)
         _USED.add(self)
@@ -131,7 +128,8 @@ class Database:
     @property
     def exhausted(self) -> bool:
         """Whether every pooled connection that this process may have is in use."""
-        return self._idle.exhausted
+        pool = self.engine.pool
+        return isinstance(pool, QueuePool) and pool.checkedout() >= self._most
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -192,8 +190,9 @@ class Database:
     @contextmanager
     def _pooled(self) -> Iterator[Connection]:
         with self.errors():
-            taken = self._idle.take()
-        connection = taken.connection
+            proxied = self.engine.raw_connection()
+        connection = proxied.driver_connection
+        assert isinstance(connection, psycopg.Connection)
         try:
             with self.errors(connection):
                 # SQLAlchemy's own transactions leave it as they need it.
@@ -205,9 +204,9 @@ class Database:
         finally:
             # A handler may have set another; SQLAlchemy and the next user read tuples.
             connection.row_factory = tuple_row
-            if not connection.closed and connection.info.encoding != UTF8:
-                connection.close()
-            self._idle.give_back(taken)
+            if connection.closed or connection.info.encoding != UTF8:
+                proxied.invalidate()
+            proxied.close()
 
     @checks_itself
     def execute(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> int:
@@ -217,11 +216,16 @@ class Database:
         """
         self.ensure_schema()
         with self.errors():
-            taken = self._idle.take()
-            try:
-                return statement.execute(taken.connection, taken.prepared, values)
-            finally:
-                self._idle.give_back(taken)
+            proxied = self.engine.raw_connection()
+        connection = proxied.driver_connection
+        assert isinstance(connection, psycopg.Connection)
+        try:
+            with self.errors(connection):
+                return statement.execute(connection, proxied.info, values)
+        finally:
+            if connection.closed:
+                proxied.invalidate()
+            proxied.close()
 
     def dedicated(self) -> Connection:
         """A connection outside the pool, in autocommit mode; the caller closes it.
@@ -360,13 +364,11 @@ class Database:
 
     def close(self) -> None:
         """Close every pooled connection; the database can be used again afterwards."""
-        self._idle.release()
         self.engine.dispose()
 
     def leave_to_parent(self) -> None:
         """Begin with an empty pool in a forked process. The parent keeps its connections open."""
         self._ready_lock = threading.Lock()
-        self._idle.forget()
         self.engine.dispose(close=False)
 
     def __enter__(self) -> Database:

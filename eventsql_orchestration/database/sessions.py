@@ -100,19 +100,12 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
     @sqlalchemy.event.listens_for(engine, "checkout")
     def checked_out(connection: Any, record: sqlalchemy.pool.ConnectionPoolEntry, _proxied: object) -> None:
         unused_since = record.info.get("unused_since")
-        if unused_since is not None and not is_alive(connection, unused_since):
-            raise sqlalchemy.exc.InvalidatePoolError
-
-
-def is_alive(connection: Connection, unused_since: float) -> bool:
-    """Whether a connection that is unused since a time of `time.monotonic` leads to its server still."""
-    if time.monotonic() - unused_since < ASKED_AFTER and _is_quiet(connection):
-        return True
-    try:
-        connection.execute(";")
-    except psycopg.Error:
-        return False
-    return True
+        if unused_since is None or (time.monotonic() - unused_since < ASKED_AFTER and _is_quiet(connection)):
+            return
+        try:
+            engine.dialect.do_ping(connection)
+        except psycopg.Error as error:
+            raise sqlalchemy.exc.InvalidatePoolError from error
 
 
 def _is_quiet(connection: Connection) -> bool:

@@ -8,11 +8,13 @@ preparing at each execution. Measured for publishing one event, whose wait for t
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from typing import Any, Final
 
+import psycopg
 from psycopg import errors, generators, sql
-from psycopg.pq import DiagnosticField, ExecStatus, Format
+from psycopg.pq import DiagnosticField, ExecStatus, Format, TransactionStatus
 from psycopg.pq.abc import PGresult
 
 from eventsql_orchestration.database.connections import UTF8, Connection
@@ -36,14 +38,17 @@ class SingleStatement:
         numbers = {placeholder: f"${number}" for number, placeholder in enumerate(self._placeholders, 1)}
         self._text = _PLACEHOLDER.sub(lambda match: numbers[match[1]], text).replace("%%", "%").encode()
         self._formats = [Format.BINARY] * len(numbers)
-        self._name = f"eventsql_{name}".encode()
+        # Another schema or version has another text, and may share the session through a pooler.
+        self._name = f"eventsql_{name}_{zlib.crc32(self._text):08x}".encode()
 
     def execute(self, connection: Connection, prepared: dict[Any, Any], values: Mapping[str, bytes | None]) -> int:
         """Execute the statement on an idle connection, and commit. Gives the number of rows that it wrote.
 
         `values` are in PostgreSQL's binary format. `prepared` notes the statements of this connection, and lasts as
-        long as the connection. Raises `psycopg.Error`.
+        long as the connection. Raises `psycopg.Error`, with nothing written for a connection inside a transaction.
         """
+        if connection.pgconn.transaction_status != TransactionStatus.IDLE:
+            raise psycopg.ProgrammingError("the connection is in a transaction, which would not be committed")
         pgconn, row = connection.pgconn, [values[placeholder] for placeholder in self._placeholders]
         if is_pooled(connection):
             pgconn.send_query_params(self._text, row, param_formats=self._formats)
@@ -69,10 +74,12 @@ class SingleStatement:
 def _result(connection: Connection) -> PGresult:
     """Wait for the result of the statement that was sent. Ctrl-C cancels the statement."""
     results: list[PGresult] = connection.wait(generators.execute(connection.pgconn))
-    return results[-1]
+    if not results:
+        raise psycopg.InternalError("the server gave no result")
+    return next((result for result in results if result.status != ExecStatus.COMMAND_OK), results[-1])
 
 
 def _written(result: PGresult) -> int:
-    if result.status == ExecStatus.FATAL_ERROR:
+    if result.status != ExecStatus.COMMAND_OK:
         raise errors.error_from_result(result, encoding=UTF8)
     return result.command_tuples or 0

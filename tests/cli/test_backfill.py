@@ -25,7 +25,7 @@ from eventsql_orchestration.dagster.backfills.local_launcher import CodeLocation
 from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.backfills.windows import Backfill, Plan, ReplayRange
-from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, free_port, running_url
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, running_url
 from eventsql_orchestration.dagster.local.instance import write_instance
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
 from eventsql_orchestration.topics.offsets import Earliest
@@ -491,7 +491,7 @@ def dagster(dsn: str, tmp_path: Path, ledger: Ledger, monkeypatch: pytest.Monkey
     running = LocalDagster(
         definitions,
         instance_home=write_instance(tmp_path / ".eventsql", dsn),
-        port=free_port(3456),
+        port=0,
         environment={"EVENTSQL_DSN": dsn, "PYSPARK_PYTHON": sys.executable},
     )
     with running:

@@ -16,6 +16,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from eventsql_orchestration.dagster.local import dagster_process
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of, free_port, only_one
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
 from tests.conftest import is_setting
@@ -55,6 +56,28 @@ def test_a_taken_port_is_not_chosen() -> None:
         port = taken.getsockname()[1]
         assert free_port(port) != port
     assert free_port(port) == port
+
+
+RESERVING = """
+import sys
+from eventsql_orchestration.dagster.local.dagster_process import _reserved_port
+with _reserved_port(int(sys.argv[1])) as port:
+    print(port, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_that_start_at_once_do_not_choose_the_same_port() -> None:
+    port = free_port(0)
+    command = [sys.executable, "-c", RESERVING, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert int(other.stdout.readline()) == port
+        with dagster_process._reserved_port(port) as chosen:
+            assert chosen != port
+        other.communicate()
+    with dagster_process._reserved_port(port) as chosen:
+        assert chosen == port
 
 
 class Webserver(BaseHTTPRequestHandler):

@@ -47,7 +47,6 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/consuming/test_consumers.py::test_an_idle_consumer_of_many_partitions": _NOTIFIED,
     "tests/publishing/test_transfer.py::test_the_mark_": _MARKED,
     "tests/database/test_single_statement.py::test_a_connection_prepares": _SESSION,
-    "tests/database/test_idle.py": _ENDED,
     "tests/publishing/test_transfer.py::test_an_idle_look_is_one_statement": _COUNTED,
     "tests/publishing/test_straight.py::test_a_batch_takes_five_statements": _COUNTED,
     "tests/publishing/test_straight.py::test_what_lies_in_the_buffer_takes_one_more": _COUNTED,

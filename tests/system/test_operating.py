@@ -22,7 +22,7 @@ from selenium.webdriver.common.by import By
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import write_instance
-from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, free_port, only_one
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, only_one
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_directory
 from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
@@ -157,7 +157,7 @@ def system(server: EmbeddedPostgres) -> Iterator[System]:
         dagster = LocalDagster(
             Path(__file__).with_name("forking_location.py"),
             instance_home=write_instance(root, dsn),
-            port=free_port(0),
+            port=0,
             environment={
                 "EVENTSQL_DSN": dsn,
                 location.GATE_FILE: str(gate),

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,27 @@ def free_port(preferred: int) -> int:
                 probe.bind((HOST, port))
                 return int(probe.getsockname()[1])
     raise LocalDagsterError("no TCP port is free on 127.0.0.1")
+
+
+@contextlib.contextmanager
+def _reserved_port(preferred: int) -> Iterator[int]:
+    """The port of `free_port`, which no other process of this user takes here inside the block."""
+    with _lock_file(Path(tempfile.gettempdir()) / f"eventsql-ports-{os.getuid()}.lock") as lock:
+        for wanted in (preferred, *[0] * 20):
+            port = free_port(wanted)
+            # The last owner of the lock may listen there by now.
+            if _port_locked(lock, port) and free_port(port) == port:
+                yield port
+                return
+    raise LocalDagsterError("no TCP port is free on 127.0.0.1")
+
+
+def _port_locked(lock: int, port: int) -> bool:
+    # Each port is a byte of the file. POSIX locks are a process's own, and end with it.
+    with contextlib.suppress(BlockingIOError, PermissionError):
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        return True
+    return False
 
 
 def running_url(instance_home: Path) -> str | None:
@@ -130,7 +152,8 @@ class LocalDagster:
     """`dagster dev` on one file of definitions, listening on loopback only.
 
     `instance_home` is a directory with a dagster.yaml, held by `only_one`; `environment` is added to the environment of
-    the processes. Leaving the context ends the unfinished runs and the processes.
+    the processes. `start` takes another port if `port` is not free, and any for 0. Leaving the context ends the
+    unfinished runs and the processes.
     """
 
     def __init__(
@@ -153,15 +176,19 @@ class LocalDagster:
         `on_wait` gets the name of the part that is not ready yet. Raises `LocalDagsterError`.
         """
         self._give_up_leftovers()
-        self._start_process()
-        deadline = time.monotonic() + timeout
+        # Until it listens, another `eventsql dev` would find the port free, and each would ask the other's webserver.
+        with _reserved_port(self.port) as self.port:
+            self._start_process()
+            self._await_location(time.monotonic() + timeout, on_wait)
+        (self.instance_home / _URL_FILE).write_text(self.url, encoding="utf-8")
+
+    def _await_location(self, deadline: float, on_wait: Callable[[str], None]) -> None:
         while (waiting_for := self._not_ready()) is not None:
             self.require_running()
             if time.monotonic() > deadline:
-                raise LocalDagsterError(f"Dagster did not start in {timeout:.0f} s ({waiting_for}); see {self.log}")
+                raise LocalDagsterError(f"Dagster did not start in time ({waiting_for}); see {self.log}")
             on_wait(waiting_for)
             time.sleep(0.25)
-        (self.instance_home / _URL_FILE).write_text(self.url, encoding="utf-8")
 
     def _start_process(self) -> None:
         # fmt: off
