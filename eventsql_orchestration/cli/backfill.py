@@ -141,7 +141,7 @@ def run(
         work: Plan | Backfill
         if wanted is None:
             resumed = str(options["resume"])
-            if backfills.find(topic, resumed, consumer) is None and backfills.finished(topic, resumed, consumer):
+            if backfills.is_finished(topic, resumed, consumer):
                 show_finished(topic, consumer, resumed, as_json=as_json)
                 return
             work = backfills.get(topic, resumed, consumer)

@@ -79,8 +79,10 @@ def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome) ->
         say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}{given_up}")
         return
     if not outcome.failures and not outcome.stopped:
-        into = "" if found.into is None else f", but consumer {found.into!r} does not exist"
-        raise RunFailedError(f"backfill {found.id} was deleted at its end: its events are replayed{into}")
+        raise RunFailedError(
+            f"the runs of backfill {found.id} have ended, but it is not done: it was deleted, or an offset was set "
+            f"back meanwhile; `eventsql backfill list {found.topic}` shows if something is left"
+        )
     example = "".join(f", {key} for example: {why}" for key, why in list(outcome.failures.items())[:1])
     resume = f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
     if outcome.stopped:

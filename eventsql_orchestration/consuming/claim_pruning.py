@@ -65,7 +65,7 @@ class ClaimPruning:
         }  # fmt: skip
         with self._database.transaction() as connection:
             connection.execute("SET LOCAL statement_timeout TO '5s'")
-            looked_at, upto, deleted = fetch_one(connection, self._queries("prune"), values)
+            looked_at, upto, deleted = fetch_one(connection, self._queries("prune"), values, prepare=False)
         if deleted or looked_at < BATCH:
             self._looked_upto.pop(key, None)
         else:

@@ -142,7 +142,7 @@ class DeadLetters:
         wanted = letters or LetterFilter()
         target, source = self._registry.topic(topic), self._source(topic)
         with self._database.connection() as connection:
-            connection.execute(self._letters("prune_former", topic=source), {"letters": source})
+            connection.execute(self._letters("prune_former", topic=source), {"letters": source}, prepare=False)
         total, most = 0, BATCH
         for window in self._windows(source, wanted):
             after: int | None = window.after
@@ -191,7 +191,8 @@ class DeadLetters:
             removed = connection.execute(self._queries("prune_deleted")).rowcount
             for source in sources:
                 for name in ("prune_former", "prune"):
-                    removed += connection.execute(self._letters(name, topic=source), {"letters": source}).rowcount
+                    query = self._letters(name, topic=source)
+                    removed += connection.execute(query, {"letters": source}, prepare=False).rowcount
         return removed
 
     # Looking
@@ -223,7 +224,9 @@ class DeadLetters:
     def of_backfills(self, topic: str) -> dict[str, int]:
         """See `ClusterDeadLetters.of_backfills`."""
         source = self._source(topic)
-        rows = query_all(self._database, self._letters("of_backfills", topic=source), {"letters": source})
+        rows = query_all(
+            self._database, self._letters("of_backfills", topic=source), {"letters": source}, prepare=False
+        )
         return {str(backfill): int(letters) for backfill, letters in rows}
 
     def _source(self, topic: str) -> str:
@@ -246,7 +249,7 @@ class DeadLetters:
         windows = [_Window(wanted.after, upto, ids[start : start + BATCH]) for start in range(0, len(ids), BATCH)]
         for window in windows:
             values = {"ids": window.ids, "limit": _UNKNOWN_SHOWN}
-            if unknown := query_all(self._database, self._letters("unknown", topic=source), values):
+            if unknown := query_all(self._database, self._letters("unknown", topic=source), values, prepare=False):
                 raise _unknown(source, [letter for (letter,) in unknown])
         return windows
 

@@ -57,8 +57,8 @@ class SegmentDrops:
         row = fetch_first(connection, self._queries("first", table=segment.table), prepare=False)
         if row is None:
             return None
-        last = fetch_one(connection, self._queries("last", table=segment.table), prepare=False)
-        return Span(row[0], last[0], row[1])
+        last = fetch_first(connection, self._queries("last", table=segment.table), prepare=False)
+        return None if last is None else Span(row[0], last[0], row[1])
 
     def newest(self, connection: Connection, segment: Segment) -> Newest | None:
         """The newest event of a segment, and the planner's estimate of its events; None if it is empty."""

@@ -12,6 +12,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.queue import Queue
@@ -24,7 +25,7 @@ ROUNDS = 12
 
 GROWS = re.compile(
     r'(?:FROM|JOIN|UPDATE) "?eventsql"?\."?'
-    r"(?:\w+_event|event_buffer|consumer_claim|queue_message|aggregate\w*|timeline_entry|rollup_bucket|log_line|notes)\b"
+    r"(?:\w+_event|event_buffer|consumer_claim|queue_message|aggregate\w*|timeline_entry|rollup_bucket|log_line|notes|redriven_dead_letter)\b"
 )
 
 
@@ -80,6 +81,23 @@ def test_claims(platform: EventSQL) -> None:
             with platform.database.transaction() as connection:
                 platform.claims.commit(connection, adopted)
         platform.claims.last("orders", "reports", -1)
+    assert not reading(settled(platform.database))
+
+
+def test_dead_letters(platform: EventSQL) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("refused")
+
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    for number in range(ROUNDS):
+        platform.publisher.publish(Publication("orders", b"1", key=str(number)))
+        platform.transfer.run_once()
+        platform.consumers.consume_once("orders", "mailer", refuse)
+        platform.transfer.run_once()
+        (letter,) = platform.dead_letters.list("orders", redriven=False)
+        assert platform.dead_letters.redrive("orders", LetterFilter(ids=[letter.id])) == 1
+        platform.dead_letters.of_backfills("orders")
+        platform.dead_letters.prune("orders")
     assert not reading(settled(platform.database))
 
 

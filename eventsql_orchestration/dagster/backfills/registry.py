@@ -135,6 +135,11 @@ class Backfills:
         """The shards on which a backfill was replayed to its end, in the last 30 days."""
         return {name for name, log in self._logs.items() if log.finished(topic, consumer, backfill_id)}
 
+    def is_finished(self, topic: str, backfill_id: str, consumer: str) -> bool:
+        """Whether a backfill was replayed to its end on all shards, in the last 30 days."""
+        ended = self.finished(topic, backfill_id, consumer) == self._logs.keys()
+        return ended and self.find(topic, backfill_id, consumer) is None
+
     def left(self, topic: str, part: Replayed, limit: int) -> int:
         """How many events a window has left in a partition, counted up to `limit`."""
         return self._logs[part.window.shard].count(topic, part.partition, part.offset, part.window.upto, limit=limit)

@@ -57,7 +57,7 @@ WHERE n.nspname = %(schema)s;
 
 -- creators -- The roles that may create objects in the platform's schema, beside its owner, the owner of the platform's
 -- tables and superusers. NULL stands for PUBLIC.
-SELECT r.rolname
+SELECT DISTINCT r.rolname
 FROM pg_namespace n
 CROSS JOIN LATERAL aclexplode(n.nspacl) acl
 JOIN pg_class buffer ON buffer.relnamespace = n.oid AND buffer.relname = 'event_buffer'
