@@ -229,9 +229,6 @@ class EmbeddedPostgres:
     def _initialise(self, programs: Path, account: Account | None, deadline: float) -> None:
         """Run initdb beside the data directory and rename its result, so that a half-made one is never started."""
         version, home = version_of(programs), self._data.parent
-        for leftover in home.glob(".eventsql-initdb-*"):
-            # A process was killed. Its initdb may still be at work there, and then stays for the next time.
-            shutil.rmtree(leftover, ignore_errors=True)
         if not (self.directory / "password").exists():
             _write(self.directory / "password", secrets.token_urlsafe(24))
 
@@ -266,6 +263,9 @@ class EmbeddedPostgres:
 
     def _launch(self, programs: Path, account: Account | None, deadline: float) -> None:
         data = self._data
+        for leftover in data.parent.glob(".eventsql-initdb-*"):
+            # A process was killed. Its initdb may still be at work there; the next start removes the rest then.
+            shutil.rmtree(leftover, ignore_errors=True)
         if account is not None and data.stat().st_uid != account.uid:
             account.take(data)
         if self._log.exists() and self._log.stat().st_size > _LOG_BYTES:
