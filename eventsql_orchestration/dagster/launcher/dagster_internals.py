@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
+from dataclasses import dataclass
 from typing import Final, cast
 
 import dagster as dg
@@ -22,6 +23,7 @@ from dagster._core.launcher.base import (
     WorkerStatus,
 )
 from dagster._core.origin import RepositoryPythonOrigin
+from dagster._core.remote_origin import GrpcServerCodeLocationOrigin
 from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
 from dagster._core.run_coordinator import QueuedRunCoordinator
 from dagster._core.secrets.env_file import get_env_var_dict
@@ -35,6 +37,7 @@ from dagster._utils.interrupts import capture_interrupts
 __all__ = [
     "GRPC_INFO_TAG",
     "CheckRunHealthResult",
+    "CodeServer",
     "ConfigurableClass",
     "ConfigurableClassData",
     "DagsterUserCodeUnreachableError",
@@ -46,6 +49,7 @@ __all__ = [
     "WorkerStatus",
     "add_location_environment",
     "capture_interrupts",
+    "code_server",
     "default_launcher",
     "deserialize_value",
     "execute_run",
@@ -56,7 +60,6 @@ __all__ = [
     "load_location",
     "resumes_runs",
     "serialize_value",
-    "server_id",
     "working_directory",
 ]
 
@@ -116,12 +119,30 @@ def working_directory(origin: RepositoryPythonOrigin) -> str:
     return cast("str | None", getattr(origin.code_pointer, "working_directory", None)) or os.getcwd()  # noqa: PTH109
 
 
-def server_id(workspace: BaseWorkspaceRequestContext | None, location: str) -> str:
-    """The identity of a location's code server, which a reload changes; empty without a server."""
-    if workspace is None:
-        return ""
-    found = workspace.get_code_location(location)
-    return found.server_id if isinstance(found, GrpcServerCodeLocation) else ""
+@dataclass(frozen=True, slots=True)
+class CodeServer:
+    """The code server of a location.
+
+    A reload changes `id`, which is empty if no server is known. `remote` tells that Dagster did not start the server,
+    and that it may be on another machine.
+    """
+
+    id: str = ""
+    remote: bool = False
+
+
+def code_server(workspace: BaseWorkspaceRequestContext | None, location: str) -> CodeServer:
+    """The code server of a location."""
+    found = None if workspace is None else workspace.get_code_location(location)
+    if not isinstance(found, GrpcServerCodeLocation):
+        return CodeServer()
+    origin = found.origin
+    remote = (
+        isinstance(origin, GrpcServerCodeLocationOrigin)
+        and origin.socket is None
+        and origin.host not in {"localhost", "127.0.0.1", "::1"}
+    )
+    return CodeServer(found.server_id, remote)
 
 
 def launched_by_queue(instance: dg.DagsterInstance) -> bool:

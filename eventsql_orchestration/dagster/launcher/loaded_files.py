@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import sysconfig
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -18,7 +21,8 @@ class LoadedFiles:
     """The files and directories that this process has read to load a location.
 
     Modules, files that the location opened, and directories outside of the environment's packages. A file that changed
-    while it was loaded counts as changed: `since` is the time before the process started, in ns since the epoch.
+    while it was loaded counts as changed: `since` is the time before the process started, in ns since the epoch. A file
+    that was changed in the future is taken for unchanged: it comes from a machine whose clock is fast.
     """
 
     def __init__(self, since: int) -> None:
@@ -26,11 +30,14 @@ class LoadedFiles:
         self._stamps: dict[str, _Stamp] = {}
         self._recording = False
         self._changed: str | None = None
-        self._packages = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix, "/proc", "/dev", "/sys"})
+        packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+        self._packages = tuple(path.rstrip("/") + os.sep for path in {*packages, "/proc", "/dev", "/sys"})
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record in the block. Python cannot remove an audit hook, so a process may do this once."""
+        # A directory that Python has listed before would not be listed again.
+        importlib.invalidate_caches()
         sys.addaudithook(self._audit)
         self._recording = True
         try:
@@ -42,7 +49,7 @@ class LoadedFiles:
             if isinstance(path, str):
                 stamp = self._stamps.setdefault(path, _file_stamp(path))
                 # Python may have read the module before this change.
-                if isinstance(stamp, tuple) and max(stamp[:2]) >= self._since:
+                if isinstance(stamp, tuple) and self._since <= stamp[1] <= time.time_ns():
                     self._changed = path
 
     def watch(self, path: str) -> None:
@@ -69,7 +76,7 @@ class LoadedFiles:
         if path in self._stamps:
             return
         if event != "open":
-            if not path.startswith(self._packages):
+            if not f"{path}{os.sep}".startswith(self._packages):
                 # The look at the directory is an event itself.
                 self._stamps[path] = frozenset()
                 self._stamps[path] = _directory_stamp(path)

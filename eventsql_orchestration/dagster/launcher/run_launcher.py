@@ -18,7 +18,7 @@ from eventsql_orchestration.dagster.launcher.server_process import (
     ServerGoneError,
     ServerProcess,
     Unforkable,
-    runs_here,
+    obstacle_here,
 )
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from eventsql_orchestration.threads import start_thread
@@ -38,6 +38,13 @@ _WATCH_EVERY: Final = 2.0
 """Seconds between two looks for runs that a process of another machine wants to end."""
 
 
+class LauncherClosedError(internals.DagsterUserCodeUnreachableError):
+    """The instance of the launcher has been closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the instance of this run launcher is closed: launch the run with an open one")
+
+
 @dataclass(slots=True)
 class _Slot:
     """The present server of a location, or the reason why it has none."""
@@ -45,6 +52,7 @@ class _Slot:
     lock: threading.Lock
     server: ServerProcess | None = None
     code_server: str = ""
+    replaced_code_server: str = ""
     unforkable_until: float = 0.0
 
 
@@ -67,16 +75,17 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     """Launches each run as a fork of a process that has imported Dagster and the code location.
 
     `max_runs` bounds the runs of one location at once. `import_timeout_seconds` is the time that the import of a
-    location may take. A location that cannot be forked runs as with Dagster's `DefaultRunLauncher`; the log of its next
-    run says why.
+    location may take. `same_code` tells that this machine always has the code of code servers on other machines. A
+    location that cannot be forked runs as with Dagster's `DefaultRunLauncher`; the log of its next run says why.
     """
 
     def __init__(
-        self, max_runs: int = 100, import_timeout_seconds: int = 120,
+        self, max_runs: int = 100, import_timeout_seconds: int = 120, same_code: bool = False,
         inst_data: internals.ConfigurableClassData | None = None,
     ) -> None:  # fmt: skip
         self._max_runs = max_runs
         self._import_timeout = import_timeout_seconds
+        self._same_code = same_code
         self._inst_data = inst_data
         self._default = internals.default_launcher()
         self._servers = _Servers()
@@ -94,6 +103,11 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             "max_runs": dg.Field(int, default_value=100, description="Runs of one location at once."),
             "import_timeout_seconds": dg.Field(
                 int, default_value=120, description="Seconds that the import of a location may take."
+            ),
+            "same_code": dg.Field(
+                bool,
+                default_value=False,
+                description="Whether this machine always has the code of code servers on other machines.",
             ),
         }
 
@@ -115,7 +129,8 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     def launch_run(self, context: internals.LaunchRunContext) -> None:
         """Fork a process for a run. The first run of a location waits for its import.
 
-        Raises `TooManyRunsError`, and the errors of `DefaultRunLauncher` where that has to launch.
+        Raises `TooManyRunsError`, `MachineBusyError`, `LauncherClosedError`, and the errors of `DefaultRunLauncher`
+        where that has to launch.
         """
         if not self._fork(context, resume=False):
             self._default.launch_run(context)
@@ -136,7 +151,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         if run.job_code_origin is None or run.remote_job_origin is None:
             return False
         origin, location = run.job_code_origin.repository_origin, run.remote_job_origin.location_name
-        code_server = internals.server_id(context.workspace, location)
+        code_server = internals.code_server(context.workspace, location)
         with self._servers.lock:
             slot = self._servers.slots.setdefault(f"{location} {origin.get_id()}", _Slot(threading.Lock()))
         for _ in range(_ATTEMPTS):
@@ -145,34 +160,56 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 server = self._server(slot, location, origin, code_server)
                 if server is None:
                     return False
-                server.launch(run.run_id, resume=resume)
+                pid = server.launch(run.run_id, resume=resume)
+                if resume:
+                    # Until the process writes its tag, run monitoring would see the one that died.
+                    self._instance.add_run_tags(run.run_id, Worker.of_process(run.run_id, pid).tags())
                 return True
             except (ServerGoneError, LocationChangedError) as error:
                 logger.info("the fork server of location %s is replaced: %r", location, error)
                 self._retire(slot, server)
             except Unforkable as error:
-                self._launch_as_dagster_does(slot, run, location, error.reason)
+                self._say_unforkable(run, location, error.reason, resume=resume)
                 return False
-        self._launch_as_dagster_does(slot, run, location, "its files go on changing, or its processes go on dying")
+        with slot.lock:
+            slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR
+        reason = "its files go on changing, or its processes go on dying"
+        self._say_unforkable(run, location, reason, resume=resume)
         return False
 
     def _server(
-        self, slot: _Slot, location: str, origin: internals.RepositoryPythonOrigin, code_server: str
+        self, slot: _Slot, location: str, origin: internals.RepositoryPythonOrigin, code_server: internals.CodeServer
     ) -> ServerProcess | None:
-        """The server of a location, started if there is none; None while the location cannot be forked."""
+        """The server of a location, started if there is none; None while the location cannot be forked.
+
+        Raises `Unforkable` in the launch that finds this out, and `LauncherClosedError`.
+        """
         with slot.lock:
-            if slot.code_server != code_server:
+            if self._servers.closed.is_set():
+                raise LauncherClosedError
+
+            # A launch with an older view of the workspace may come after a reload.
+            if code_server.id not in {slot.code_server, slot.replaced_code_server}:
                 # The location was reloaded. What it read when it was imported, from a database for example, may differ.
                 self._end(slot)
-                slot.code_server, slot.unforkable_until = code_server, 0.0
+                slot.replaced_code_server, slot.code_server = slot.code_server, code_server.id
+                slot.unforkable_until = 0.0
+
             if slot.server is None and time.monotonic() >= slot.unforkable_until:
-                if (why := runs_here(origin)) is not None:
-                    raise Unforkable(why)
-                slot.server = ServerProcess(
-                    location, origin, self._instance.get_ref(), max_runs=self._max_runs, timeout=self._import_timeout
-                )
+                try:
+                    slot.server = self._start(location, origin, remote=code_server.remote)
+                except Unforkable:
+                    slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR
+                    raise
                 self._watch_for_terminations()
             return slot.server
+
+    def _start(self, location: str, origin: internals.RepositoryPythonOrigin, *, remote: bool) -> ServerProcess:
+        if (why := obstacle_here(origin, remote=remote, same_code=self._same_code)) is not None:
+            raise Unforkable(why)
+        return ServerProcess(
+            location, origin, self._instance.get_ref(), max_runs=self._max_runs, timeout=self._import_timeout
+        )
 
     def _retire(self, slot: _Slot, server: ServerProcess | None) -> None:
         with slot.lock:
@@ -187,9 +224,10 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             slot.server = None
         self._servers.ending = [server for server in self._servers.ending if not server.has_ended()]
 
-    def _launch_as_dagster_does(self, slot: _Slot, run: dg.DagsterRun, location: str, reason: str) -> None:
-        slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR
-        message = f"Location {location} is launched by Dagster's default launcher, because {reason}"
+    def _say_unforkable(self, run: dg.DagsterRun, location: str, reason: str, *, resume: bool) -> None:
+        message = f"Location {location} cannot be forked, because {reason}"
+        if not resume:
+            message = f"{message}. Dagster's default launcher launches its runs"
         logger.warning(message)
         self._instance.report_engine_event(message, run, cls=self.__class__)
 
@@ -215,6 +253,8 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
 
     def check_run_worker_health(self, run: dg.DagsterRun) -> internals.CheckRunHealthResult:
         """Whether the process of a run is alive."""
+        # Runs may be left from before a restart of this process.
+        self._watch_for_terminations()
         status = internals.WorkerStatus
         worker = Worker.of(run.run_id, run.tags)
         if worker is None:
@@ -227,7 +267,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         if not internals.launched_by_queue(self._instance):
             return internals.CheckRunHealthResult(status.RUNNING)
         # The queue's daemon forked it, and this daemon has taken over from that one.
-        return internals.CheckRunHealthResult(status.NOT_FOUND, f"its process ran on {worker.host.split()[0]}")
+        return internals.CheckRunHealthResult(status.NOT_FOUND, f"its process ran on {worker.host}")
 
     @property
     def supports_resume_run(self) -> bool:
@@ -237,7 +277,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     def dispose(self) -> None:
         """Let the servers end; runs under way go on."""
         self._servers.closed.set()
-        for slot in self._servers.slots.values():
+        with self._servers.lock:
+            slots = list(self._servers.slots.values())
+        for slot in slots:
             with slot.lock:
                 self._end(slot)
 
@@ -270,6 +312,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 worker = Worker.of(run.run_id, run.tags)
                 requested = run.tags.get(TERMINATE_TAG) == run.run_id and run.run_id not in ended
                 if requested and worker is not None and worker.is_here:
-                    worker.interrupt()
                     ended.add(run.run_id)
+                    try:
+                        worker.interrupt()
+                    except PermissionError as error:
+                        logger.warning("process %s of run %s cannot be ended: %s", worker.pid, run.run_id, error)
             ended &= {run.run_id for run in runs}

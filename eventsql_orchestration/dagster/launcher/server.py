@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,18 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.launcher import dagster_internals as internals
 from eventsql_orchestration.dagster.launcher.channel import Channel, ChannelClosedError
+from eventsql_orchestration.dagster.launcher.exit_handlers import ExitHandlers
 from eventsql_orchestration.dagster.launcher.fork_safety import obstacle, open_sockets
 from eventsql_orchestration.dagster.launcher.loaded_files import LoadedFiles
 from eventsql_orchestration.dagster.launcher.worker import Worker
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+_DONE: Final = 100
+"""Exit code of a child that has seen the end of its run. 0 is no proof: code of the run may call `os._exit(0)`."""
+
+_RETRY_AFTER: Final = 1.0
+"""Seconds until a report is tried again for which no process could be forked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +46,29 @@ class Location:
     instance: internals.InstanceRef
 
 
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """A child that ended before its run was seen to end."""
+
+    run: str
+    pid: int
+    code: int
+
+
 class ForkServer:
     """Answers requests for runs, forks, and waits for the children."""
 
-    def __init__(self, channel: Channel, location: Location, files: LoadedFiles, *, max_runs: int) -> None:
+    def __init__(
+        self, channel: Channel, location: Location, files: LoadedFiles, exits: ExitHandlers, *, max_runs: int
+    ) -> None:
         self._channel = channel
         self._location = location
         self._files = files
+        self._exits = exits
         self._max_runs = max_runs
         # The run of each child; None for a child that reports the end of another.
         self._children: dict[int, str | None] = {}
+        self._unreported: deque[_Death] = deque()
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
@@ -57,12 +78,16 @@ class ForkServer:
         # Ctrl-C in a terminal reaches every process: the runs heed it, and the launcher closes the channel.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def serve(self) -> Callable[[], None] | None:
-        """Serve until the launcher is gone and the runs have ended. In a child, gives the work of the child."""
+    def serve(self) -> Callable[[], int] | None:
+        """Serve until the launcher is gone and the runs have ended.
+
+        In a child, gives the work of the child, a function that returns the exit code.
+        """
         listening = True
-        while listening or self._children:
+        while listening or self._children or self._unreported:
             channel = self._channel.socket.fileno()
-            ready, _, _ = select.select([self._woken, channel] if listening else [self._woken], [], [])
+            heard = [self._woken, channel] if listening else [self._woken]
+            ready, _, _ = select.select(heard, [], [], _RETRY_AFTER if self._unreported else None)
             if self._woken in ready:
                 os.read(self._woken, 4096)
             if (work := self._reap()) is not None:
@@ -80,14 +105,17 @@ class ForkServer:
                 return work
         return None
 
-    def _launch(self, run: str, *, resume: bool) -> Callable[[], None] | None:
+    def _launch(self, run: str, *, resume: bool) -> Callable[[], int] | None:
         if (path := self._files.changed()) is not None:
             self._channel.send(changed=path)
         elif sum(child is not None for child in self._children.values()) >= self._max_runs:
             self._channel.send(full=self._max_runs)
         else:
-            start, starting = os.pipe()
-            pid = self._fork(run)
+            try:
+                pid, start, starting = self._fork_with_pipe(run)
+            except OSError as error:
+                self._channel.send(busy=str(error))
+                return None
             if pid == 0:
                 os.close(starting)
                 return lambda: _execute(self._location.instance, run, resume=resume, start=start)
@@ -100,16 +128,31 @@ class ForkServer:
                 os.close(starting)
         return None
 
+    def _fork_with_pipe(self, run: str) -> tuple[int, int, int]:
+        """Fork; gives the child's number and the ends of a pipe to it. Raises `OSError`, without a child or pipe."""
+        start, starting = os.pipe()
+        try:
+            return self._fork(run), start, starting
+        except OSError:
+            os.close(start)
+            os.close(starting)
+            raise
+
     def _fork(self, run: str | None) -> int:
         """Fork. A signal that comes before the child can heed it stays pending until `_execute` unblocks it."""
         sys.stdout.flush()
         sys.stderr.flush()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        pid = os.fork()
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if pid:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             self._children[pid] = run
         else:
+            self._exits.drop()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -119,7 +162,7 @@ class ForkServer:
             _draw_new_seeds()
         return pid
 
-    def _reap(self) -> Callable[[], None] | None:
+    def _reap(self) -> Callable[[], int] | None:
         """Wait for the children that have ended. In the child that reports a crash, gives the report."""
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -127,33 +170,77 @@ class ForkServer:
                 break
             run = self._children.pop(pid, None)
             code = os.waitstatus_to_exitcode(status)
-            # A report is made by a child, because it needs connections.
-            if run is not None and code != 0 and self._fork(None) == 0:
-                return lambda run=run, code=code: _report_crash(self._location.instance, run, code)  # type: ignore[misc]
+            if run is not None and code != _DONE:
+                self._unreported.append(_Death(run, pid, code))
+
+        while self._unreported:
+            death = self._unreported[0]
+            try:
+                # A report is made by a child, because it needs connections.
+                child = self._fork(None)
+            except OSError:
+                break
+            if child == 0:
+                return lambda: _report(self._location.instance, death)
+            self._unreported.popleft()
         return None
 
 
-def _execute(ref: internals.InstanceRef, run: str, *, resume: bool, start: int) -> None:
+def _execute(ref: internals.InstanceRef, run_id: str, *, resume: bool, start: int) -> int:
     # A server that dies before its answer leaves a run that the launcher launches again.
     if not os.read(start, 1):
-        return
+        return 0
     os.close(start)
     with internals.capture_interrupts():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         with internals.get_instance_for_cli(instance_ref=ref) as instance:
+            worker = Worker.of_process(run_id, os.getpid())
+            run = instance.get_run_by_id(run_id)
+            if run is None or _has_other_process(run, worker):
+                return _DONE
+            if run.status is dg.DagsterRunStatus.CANCELING:
+                # Dagster would take it for a run that was begun before.
+                instance.report_run_canceled(run)
+                return _DONE
+
             # The tag comes before the run's start, so that the worker of each started run is known.
-            instance.add_run_tags(run, Worker.this_process(run).tags())
-            internals.execute_run(instance, run, resume=resume)
+            instance.add_run_tags(run_id, worker.tags())
+            internals.execute_run(instance, run_id, resume=resume)
+
+            run = instance.get_run_by_id(run_id)
+            return _DONE if run is None or run.is_finished else 1
 
 
-def _report_crash(ref: internals.InstanceRef, run_id: str, code: int) -> None:
+def _has_other_process(run: dg.DagsterRun, worker: Worker) -> bool:
+    """Whether a living process other than `worker` executes a run."""
+    other = Worker.of(run.run_id, run.tags)
+    return other is not None and other != worker and other.is_here and other.is_alive()
+
+
+def _report(ref: internals.InstanceRef, death: _Death) -> int:
+    """Report a crash, and leave at once: this child has nothing of a run to end."""
+    try:
+        _report_crash(ref, death)
+    except Exception:  # noqa: BLE001 - it is in the log, and run monitoring is left
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _report_crash(ref: internals.InstanceRef, death: _Death) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with internals.get_instance_for_cli(instance_ref=ref) as instance:
-        run = instance.get_run_by_id(run_id)
+        run = instance.get_run_by_id(death.run)
         if run is None or run.is_finished:
             return
-        prefix = f"Run execution process for {run_id}"
-        instance.report_engine_event(internals.get_run_crash_explanation(prefix=prefix, exit_code=code), run)
+        worker = Worker.of(death.run, run.tags)
+        if worker is not None and not (worker.is_here and worker.pid == death.pid):
+            # Another process executes the run.
+            return
+
+        prefix = f"Run execution process for {death.run}"
+        instance.report_engine_event(internals.get_run_crash_explanation(prefix=prefix, exit_code=death.code), run)
         if run.status is dg.DagsterRunStatus.CANCELING:
             instance.report_run_canceled(run)
         elif run.status is not dg.DagsterRunStatus.STARTED or not internals.resumes_runs(instance):
@@ -166,16 +253,17 @@ def _draw_new_seeds() -> None:
         numpy.random.seed()
 
 
-def _load(location: Location, files: LoadedFiles, given: set[int]) -> dict[str, Any]:
+def _load(location: Location, files: LoadedFiles, exits: ExitHandlers, given: set[int]) -> dict[str, Any]:
     """Load the location; gives the message about it."""
+    # The file may come while the location is loaded.
+    files.watch(str(Path.cwd() / ".env"))
     try:
-        with files.recorded():
+        with files.recorded(), exits.recorded():
             internals.add_location_environment(location.instance, location.name)
             internals.import_storage(location.instance)
             internals.load_location(location.origin)
     except Exception:  # noqa: BLE001 - whatever a location raises, the launcher has to know
         return {"failed": traceback.format_exc(limit=-3)}
-    files.watch(str(Path.cwd() / ".env"))
     if (why := obstacle(given)) is not None:
         return {"unsafe": why}
     # Children share these objects with the server: a collection would copy their pages.
@@ -187,6 +275,7 @@ def _load(location: Location, files: LoadedFiles, given: set[int]) -> dict[str, 
 def main() -> None:
     """Load, then serve. A child does its work from here, and then ends as any Python program."""
     channel = Channel(socket(fileno=int(sys.argv[1])))
+    channel.socket.set_inheritable(False)
     given = open_sockets()
     try:
         hello = channel.receive()
@@ -196,15 +285,16 @@ def main() -> None:
             internals.deserialize_value(hello["instance"], internals.InstanceRef),
         )
         files = LoadedFiles(int(hello["since"]))
-        message = _load(location, files, given)
+        exits = ExitHandlers()
+        message = _load(location, files, exits, given)
         channel.send(**message)
     except ChannelClosedError:
         return
     if "ready" not in message:
         return
-    work = ForkServer(channel, location, files, max_runs=int(hello["max_runs"])).serve()
+    work = ForkServer(channel, location, files, exits, max_runs=int(hello["max_runs"])).serve()
     if work is not None:
-        work()
+        sys.exit(work())
 
 
 if __name__ == "__main__":

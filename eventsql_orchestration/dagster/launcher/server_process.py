@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eventsql_orchestration.dagster.launcher import dagster_internals as internals
@@ -43,6 +45,17 @@ class TooManyRunsError(internals.DagsterUserCodeUnreachableError):
         self.limit = limit
 
 
+class MachineBusyError(internals.DagsterUserCodeUnreachableError):
+    """The system refused a process for a run; Dagster's queue tries again. `reason` is the system's own."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the system refused a process for the run ({reason}): bound the queue "
+            "(concurrency.runs.max_concurrent_runs in dagster.yaml), or raise the limits of processes and memory"
+        )
+        self.reason = reason
+
+
 class ServerProcess:
     """A fork server that has loaded a location."""
 
@@ -58,8 +71,9 @@ class ServerProcess:
         command = [origin.executable_path, "-m", "eventsql_orchestration.dagster.launcher.server", str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(
-                command, cwd=internals.working_directory(origin), stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
-            )
+                command, cwd=internals.working_directory(origin), env=_environment(origin.executable_path),
+                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
+            )  # fmt: skip
         except OSError as error:
             self._channel.close()
             raise Unforkable(f"its Python program or directory is not on this machine ({error})") from error
@@ -92,13 +106,16 @@ class ServerProcess:
     def launch(self, run_id: str, *, resume: bool) -> int:
         """Fork a process for a run; gives its number.
 
-        Raises `ServerGoneError`, `LocationChangedError`, and `TooManyRunsError`, in each case without a process.
+        Raises `ServerGoneError`, `LocationChangedError`, `TooManyRunsError`, and `MachineBusyError`, in each case
+        without a process.
         """
         answer = self._ask(run=run_id, resume=resume)
         if "changed" in answer:
             raise LocationChangedError(answer["changed"])
         if "full" in answer:
             raise TooManyRunsError(int(answer["full"]))
+        if "busy" in answer:
+            raise MachineBusyError(str(answer["busy"]))
         return int(answer["pid"])
 
     def _ask(self, **request: Any) -> dict[str, Any]:
@@ -110,13 +127,14 @@ class ServerProcess:
                 except TimeoutError:
                     # Once it is dead, its answer is there or never comes: a run is not launched twice.
                     self._process.kill()
-                    return self._channel.receive()
-            except ChannelClosedError as error:
+                    return self._channel.receive(timeout=_ANSWER_TIMEOUT)
+            except (ChannelClosedError, TimeoutError) as error:
                 raise ServerGoneError from error
 
     def close(self) -> None:
-        """Tell the server to end once its runs have ended."""
-        self._channel.close()
+        """Tell the server to end once its runs have ended, after the answer to a launch under way."""
+        with self._lock:
+            self._channel.close()
 
     def has_ended(self) -> bool:
         """Whether the process has ended; its entry in the process table is gone then."""
@@ -128,9 +146,28 @@ class ServerProcess:
         self._process.wait()
 
 
-def runs_here(origin: internals.RepositoryPythonOrigin) -> str | None:
-    """Why a location cannot run on this machine, from its image's name; None if it can."""
-    own = os.environ.get("DAGSTER_CURRENT_IMAGE")
-    if origin.container_image and own and origin.container_image != own:
-        return f"its image is {origin.container_image}, and this process is of {own}"
+def _environment(executable: str) -> dict[str, str]:
+    """The environment of this process. Programs of a virtual environment come first, as in Dagster's code servers."""
+    programs = Path(executable).parent
+    if executable == sys.executable or not (programs.parent / "pyvenv.cfg").exists():
+        return dict(os.environ)
+    path = os.environ.get("PATH")
+    return {**os.environ, "PATH": f"{programs}{os.pathsep}{path}" if path else str(programs)}
+
+
+def obstacle_here(origin: internals.RepositoryPythonOrigin, *, remote: bool, same_code: bool) -> str | None:
+    """Why runs of a location must not be forked on this machine; None if they may be.
+
+    `remote` tells that the code server may be on another machine, `same_code` that this machine has its code.
+    """
+    if not Path("/proc/self/task").exists():
+        return "this system does not tell how many threads a process has: runs are forked on Linux"
+    own, image = os.environ.get("DAGSTER_CURRENT_IMAGE"), origin.container_image
+    if own and image and own != image:
+        return f"its image is {image}, and this process is of {own}"
+    if remote and not same_code and not (own and image):
+        return (
+            "its code server may have other code than this machine: set DAGSTER_CURRENT_IMAGE for both, or `same_code` "
+            "of the run launcher in dagster.yaml"
+        )
     return None

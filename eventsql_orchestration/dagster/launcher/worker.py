@@ -1,4 +1,4 @@
-"""The process of a run, as a tag of the run names it: machine, process number and start time."""
+"""The process of a run, as a tag of the run names it: machine, process number and start time. For Linux."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
 
 WORKER_TAG: Final = "eventsql/worker"
 """The tag of a run with its process. A re-execution copies the tag, so the tag names its run, too."""
 
-_PROC: Final = Path("/proc")
-
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that executes a run. `started` tells it from a later process with the same number."""
+    """A process that executes a run.
+
+    `host` is the machine's name, for messages: it may change. `processes` names the set of process numbers that `pid`
+    belongs to. `started` tells the process from a later one with the same number.
+    """
 
     run: str
     host: str
+    processes: str
     pid: int
     started: str
 
     @classmethod
-    def this_process(cls, run: str) -> Self:
-        """The worker that this process is for a run."""
-        pid = os.getpid()
-        return cls(run, this_host(), pid, _started(pid) or "")
+    def of_process(cls, run: str, pid: int) -> Self:
+        """The worker of a run that a process of this machine is."""
+        return cls(run, socket.gethostname(), visible_processes(), pid, _started(pid) or "")
 
     @classmethod
     def of(cls, run: str, tags: Mapping[str, str]) -> Self | None:
@@ -44,20 +45,19 @@ class Worker:
 
     def tags(self) -> dict[str, str]:
         """The tags for the run."""
-        values = {"run": self.run, "host": self.host, "pid": self.pid, "started": self.started}
-        return {WORKER_TAG: json.dumps(values)}
+        return {WORKER_TAG: json.dumps(asdict(self))}
 
     @property
     def is_here(self) -> bool:
-        """Whether this process sees the worker's process numbers."""
-        return self.host == this_host()
+        """Whether this process sees the worker's process number."""
+        return self.processes == visible_processes()
 
     def is_alive(self) -> bool:
         """Whether the process runs. The worker has to be here."""
         return _started(self.pid) == self.started
 
     def interrupt(self) -> bool:
-        """Ask the process to end its run. Gives False if the process has ended."""
+        """Ask the process to end its run. Gives False if the process has ended. Raises `PermissionError`."""
         if not self.is_alive():
             return False
         try:
@@ -67,25 +67,20 @@ class Worker:
         return True
 
 
-def this_host() -> str:
-    """The name of this machine and, on Linux, the set of process numbers that this process sees."""
-    name = socket.gethostname()
+def visible_processes() -> str:
+    """The set of process numbers that this process sees; empty on a system without such names, which forks no runs."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
-        return f"{name} {Path('/proc/self/ns/pid').readlink()} {boot}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return name
+        return ""
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in the system's own words; None for a process that has ended."""
-    if _PROC.exists():
-        try:
-            # The name of the program, in parentheses, may hold spaces.
-            fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            return None
-        return None if fields[0] in "ZX" else fields[19]
-    listed = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    state, _, started = listed.stdout.strip().partition(" ")
-    return None if not state or state.startswith("Z") else started.strip()
+    """When a process started, in clock ticks since the machine did; None for a process that has ended."""
+    try:
+        # The name of the program, in parentheses, may hold spaces.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -72,7 +72,12 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
             },
         },
         # Fork runs from a process that has imported the location: importing takes most of a short run's time.
-        "run_launcher": {"module": "eventsql_orchestration.dagster", "class": "PreforkRunLauncher"},
+        "run_launcher": {
+            "module": "eventsql_orchestration.dagster",
+            "class": "PreforkRunLauncher",
+            # Here the code servers are on one machine; deploy/ replaces daemon and code server at once.
+            "config": {"same_code": True},
+        },
         "concurrency": {
             "runs": {
                 "max_concurrent_runs": max_concurrent_runs,

@@ -20,7 +20,7 @@ from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.dagster.conftest import await_
 
 LOCATION: Final = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 from pathlib import Path
 import dagster as dg
 
@@ -44,6 +44,11 @@ def work(context: dg.OpExecutionContext, config: Work) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             os._exit(3)
+        case "leave":
+            os._exit(0)
+        case "use":
+            assert Path(KEPT.name).is_dir()
+            atexit.register((HERE / f"{context.run_id}.ended").touch)
         case "wait":
             while not (HERE / "go").exists():
                 time.sleep(0.01)

@@ -6,12 +6,17 @@ import importlib
 import inspect
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import dagster as dg
 import pytest
 from dagster._cli.api import _execute_run_command_body, _resume_run_command_body
 from dagster._core import code_pointer
 from dagster._core.code_pointer import FileCodePointer, ModuleCodePointer
+from dagster._core.remote_origin import GrpcServerCodeLocationOrigin
+from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
+from dagster._core.workspace.context import BaseWorkspaceRequestContext
 
 from eventsql_orchestration.dagster.launcher import dagster_internals as internals
 
@@ -93,4 +98,19 @@ def test_the_settings_of_run_monitoring_and_of_the_queue_are_known() -> None:
 
 
 def test_without_a_workspace_no_code_server_is_known() -> None:
-    assert internals.server_id(None, "location") == ""
+    assert internals.code_server(None, "location") == internals.CodeServer("", remote=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "remote"),
+    [({"host": "code", "port": 4000}, True), ({"host": "localhost", "port": 4000}, False), ({"socket": "/s"}, False)],
+    ids=["another host", "this host", "a socket"],
+)
+def test_a_code_server_that_dagster_did_not_start_is_remote_unless_its_address_is_of_this_machine(
+    address: dict[str, Any], remote: bool
+) -> None:
+    found = mock.create_autospec(GrpcServerCodeLocation, instance=True, server_id="one")
+    found.origin = GrpcServerCodeLocationOrigin(location_name="location", **{"host": "localhost", **address})
+    workspace = mock.create_autospec(BaseWorkspaceRequestContext, instance=True)
+    workspace.get_code_location.return_value = found
+    assert internals.code_server(workspace, "location") == internals.CodeServer("one", remote=remote)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext
-from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, PreforkRunLauncher
+from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, LauncherClosedError, PreforkRunLauncher
 from tests.dagster.conftest import await_
 from tests.dagster.launcher.conftest import Deployment, descriptors, write_location
 
@@ -39,7 +39,7 @@ def test_a_failing_step_fails_the_run_and_not_its_process(deployment: Deployment
     assert not any("Run execution process" in message for message in deployment.said(run))
 
 
-@pytest.mark.parametrize(("then", "named"), [("die", "SIGKILL"), ("exit", "code 3")])
+@pytest.mark.parametrize(("then", "named"), [("die", "SIGKILL"), ("exit", "code 3"), ("leave", "code 0")])
 def test_the_log_of_a_run_whose_process_dies_names_the_signal_or_exit_code(
     deployment: Deployment, then: str, named: str
 ) -> None:
@@ -57,6 +57,27 @@ def test_a_terminated_run_is_canceled_and_its_process_ends(deployment: Deploymen
         assert deployment.ended(run) is CANCELED
         await_(lambda: not deployment.worker(run).is_alive(), "the end of the process")
         assert not launcher.terminate(run)
+
+
+def test_a_run_that_is_canceled_before_its_process_begins_is_reported_as_canceled(deployment: Deployment) -> None:
+    run = deployment.create()
+    deployment.instance.report_run_canceling(deployment.run(run))
+    workspace = deployment.workspace.create_request_context()
+    deployment.launcher.launch_run(LaunchRunContext(deployment.run(run), workspace))
+    assert deployment.ended(run) is CANCELED
+    assert not (deployment.root / "first" / run).exists()
+
+
+def test_a_launcher_whose_instance_is_closed_refuses_a_launch(deployment: Deployment) -> None:
+    run = deployment.create()
+    workspace = deployment.workspace.create_request_context()
+    servers = deployment.servers()
+    with dg.DagsterInstance.from_ref(deployment.instance.get_ref()) as instance:
+        launcher = instance.run_launcher
+        launcher.dispose()
+        with pytest.raises(LauncherClosedError):
+            launcher.launch_run(LaunchRunContext(deployment.run(run), workspace))
+    assert deployment.servers() == servers
 
 
 def test_a_process_of_another_machine_ends_a_run_through_the_launcher_that_forked_it(deployment: Deployment) -> None:
@@ -96,8 +117,9 @@ def test_a_run_is_resumed_in_a_new_process(deployment: Deployment) -> None:
     os.kill(worker.pid, signal.SIGKILL)
     deployment.go()
     deployment.instance.resume_run(run, deployment.workspace.create_request_context(), 1)
+    # Run monitoring may look before the process has begun.
+    assert deployment.worker(run) != worker
     assert deployment.ended(run) is SUCCESS
-    assert deployment.worker(run).pid != worker.pid
 
 
 def test_a_run_after_a_change_of_a_file_executes_the_new_code(deployment: Deployment) -> None:
@@ -112,11 +134,17 @@ def test_a_run_after_a_change_of_a_file_executes_the_new_code(deployment: Deploy
 
 def test_a_reload_of_the_location_replaces_the_server(deployment: Deployment) -> None:
     assert deployment.ended(deployment.launch()) is SUCCESS
-    before = deployment.servers()[-1]
+    before, older = deployment.servers()[-1], deployment.workspace.create_request_context()
     deployment.workspace.reload_code_location("first")
     run = deployment.launch()
     assert deployment.ended(run) is SUCCESS
-    assert deployment.seen(run)[1] != before
+    replaced = deployment.seen(run)[1]
+    assert replaced != before
+    # A thread of the daemon may still have the view from before the reload.
+    late = deployment.create()
+    deployment.launcher.launch_run(LaunchRunContext(deployment.run(late), older))
+    assert deployment.ended(late) is SUCCESS
+    assert deployment.seen(late)[1] == replaced
 
 
 def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployment) -> None:

@@ -13,7 +13,8 @@ import pytest
 from eventsql_orchestration.dagster.launcher import loaded_files
 
 LOAD = """
-import runpy, sys
+import os, runpy, sys
+sys.prefix = os.environ.get("EVENTSQL_TEST_PREFIX", sys.prefix)
 files = runpy.run_path(sys.argv[2])["LoadedFiles"](int(sys.argv[1]))
 with files.recorded():
     import location_module
@@ -54,18 +55,20 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "imported_module.py").write_text("VALUE = 1")
     (tmp_path / "read.yaml").write_text("changed: false")
     (tmp_path / "location_module.py").write_text(
-        "import os, imported_module\nopen('read.yaml').close()\nopen('written.txt', 'w').close()\nos.listdir('.')\n"
+        "import os, imported_module\nopen('read.yaml').close()\nopen('written.txt', 'w').close()\n"
     )
     return tmp_path
 
 
-def changed(directory: Path, change: object, *, since: int | None = None) -> str:
+def changed(
+    directory: Path, change: object, *, since: int | None = None, environment: dict[str, str] | None = None
+) -> str:
     """The path that is reported after a change; "None" for none."""
     assert callable(change)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *sys.path])}
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join([str(directory), *sys.path])}
     with subprocess.Popen(
         [sys.executable, "-c", LOAD, str(since or time.time_ns()), loaded_files.__file__], cwd=directory,
-        env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=variables, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
@@ -87,5 +90,17 @@ def test_no_change_is_seen_in(directory: Path, change: object) -> None:
 
 
 def test_a_module_that_changed_while_it_was_imported_counts_as_changed(directory: Path) -> None:
-    before = (directory / "imported_module.py").stat().st_mtime_ns
+    before = (directory / "imported_module.py").stat().st_ctime_ns
     assert changed(directory, lambda _: None, since=before) != "None"
+
+
+def test_a_module_with_a_time_in_the_future_is_not_taken_for_changed(directory: Path) -> None:
+    future = time.time_ns() + 3_600_000_000_000
+    os.utime(directory / "imported_module.py", ns=(future, future))
+    assert changed(directory, lambda _: None) == "None"
+
+
+def test_a_new_module_is_noticed_in_a_directory_below_the_prefix_of_the_environment(directory: Path) -> None:
+    """The code may be in /usr/src, or in a project that is its own virtual environment."""
+    prefixed = {"EVENTSQL_TEST_PREFIX": str(directory)}
+    assert changed(directory, CHANGES["a new module"], environment=prefixed) != "None"

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import dagster as dg
+import psutil
 import pytest
-from dagster._core.code_pointer import FileCodePointer
+from dagster._core.code_pointer import FileCodePointer, ModuleCodePointer
 
 from eventsql_orchestration.dagster.launcher.dagster_internals import RepositoryPythonOrigin
 from eventsql_orchestration.dagster.launcher.server_process import (
+    MachineBusyError,
     ServerGoneError,
     ServerProcess,
     TooManyRunsError,
     Unforkable,
+    _environment,
+    obstacle_here,
 )
+from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.dagster.conftest import await_
-from tests.dagster.launcher import killed_server
+from tests.dagster.launcher import busy_server, killed_server
 from tests.dagster.launcher.conftest import Deployment
 
 REFUSED = {
@@ -51,11 +59,38 @@ def test_a_location_whose_program_is_not_on_this_machine_is_refused(tmp_path: Pa
         ServerProcess("elsewhere", origin, instance.get_ref(), max_runs=5, timeout=120)
 
 
+@pytest.mark.parametrize(
+    ("own", "image", "remote", "same_code", "forked"),
+    [
+        ("", None, False, False, True),
+        ("", None, True, False, False),
+        ("", None, True, True, True),
+        ("one", None, True, False, False),
+        ("", "one", True, False, False),
+        ("one", "one", True, False, True),
+        ("one", "two", True, True, False),
+        ("one", "two", False, False, False),
+    ],
+)
+def test_runs_are_forked_where_the_code_is_known_to_be_that_of_the_code_server(
+    monkeypatch: pytest.MonkeyPatch, *, own: str, image: str | None, remote: bool, same_code: bool, forked: bool
+) -> None:
+    monkeypatch.setenv("DAGSTER_CURRENT_IMAGE", own)
+    origin = RepositoryPythonOrigin(sys.executable, ModuleCodePointer("module", "defs", None), image)
+    assert (obstacle_here(origin, remote=remote, same_code=same_code) is None) == forked
+
+
+def test_the_programs_of_a_virtual_environment_come_first(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "pyvenv.cfg").touch()
+    python = str(tmp_path / "bin" / "python")
+    assert _environment(python)["PATH"].split(os.pathsep)[0] == str(tmp_path / "bin")
+    assert _environment(sys.executable) == dict(os.environ)
+
+
 def test_a_launch_beyond_the_limit_of_runs_is_refused_so_that_the_queue_tries_again(deployment: Deployment) -> None:
     runs = [deployment.create(then) for then in ("wait", "")]
-    origin = deployment.run(runs[0]).job_code_origin
-    assert origin is not None
-    server = ServerProcess("first", origin.repository_origin, deployment.instance.get_ref(), max_runs=1, timeout=120)
+    server = _server(deployment, runs[0], max_runs=1)
     server.launch(runs[0], resume=False)
     with pytest.raises(TooManyRunsError) as refused:
         server.launch(runs[1], resume=False)
@@ -72,16 +107,78 @@ def _origin(directory: Path, before: str) -> RepositoryPythonOrigin:
     return RepositoryPythonOrigin(sys.executable, FileCodePointer(str(file), "defs", str(directory)))
 
 
-def _killed(deployment: Deployment, run: str, program: Path) -> ServerProcess:
-    """A server of the location of a run, started by `program`."""
-    program.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {killed_server.__file__} "$@"\n')
+def _other(deployment: Deployment, run: str, server: ModuleType, program: Path) -> ServerProcess:
+    """A server of the location of a run that executes another module. `program` is the file that starts it."""
+    program.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {server.__file__} "$@"\n')
     program.chmod(0o700)
+    return _server(deployment, run, program=str(program))
+
+
+def _server(deployment: Deployment, run: str, *, program: str = sys.executable, max_runs: int = 5) -> ServerProcess:
+    """A server of the location of a run."""
     origin = deployment.run(run).job_code_origin
     assert origin is not None
     return ServerProcess(
-        "first", origin.repository_origin._replace(executable_path=str(program)), deployment.instance.get_ref(),
-        max_runs=5, timeout=120,
+        "first", origin.repository_origin._replace(executable_path=program), deployment.instance.get_ref(),
+        max_runs=max_runs, timeout=120,
     )  # fmt: skip
+
+
+def _close(server: ServerProcess) -> None:
+    server.close()
+    await_(server.has_ended, "the end of the server")
+
+
+def test_a_launch_under_way_has_its_answer_before_the_server_is_closed(deployment: Deployment) -> None:
+    """A reload of the location closes the server; without the answer, the run would be launched twice."""
+    run = deployment.create()
+    server = _server(deployment, run)
+    os.kill(server.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as threads:
+        launching = threads.submit(server.launch, run, resume=False)
+        await_(server._lock.locked, "the request")
+        closing = threads.submit(server.close)
+        await_(lambda: closing.running() or closing.done(), "the attempt to close")
+        os.kill(server.pid, signal.SIGCONT)
+        assert launching.result() > 0
+        closing.result()
+    assert deployment.ended(run) is dg.DagsterRunStatus.SUCCESS
+    await_(server.has_ended, "the end of the server")
+
+
+def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment) -> None:
+    run = deployment.create()
+    first = Worker.of_process(run, os.getpid())
+    deployment.instance.add_run_tags(run, first.tags())
+    server = _server(deployment, run)
+    server.launch(run, resume=False)
+    _close(server)
+    assert deployment.run(run).status is dg.DagsterRunStatus.NOT_STARTED
+    assert deployment.worker(run) == first
+    assert not (deployment.root / "first" / run).exists()
+
+
+def test_a_process_that_the_system_refuses_is_refused_to_the_queue_and_a_report_is_made_later(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = tmp_path / "refusing"
+    monkeypatch.setenv("REFUSING", str(refusing))
+    run = deployment.create("wait")
+    server = _other(deployment, run, busy_server, tmp_path / "python")
+    refusing.touch()
+    with pytest.raises(MachineBusyError):
+        server.launch(run, resume=False)
+    refusing.unlink()
+    child = server.launch(run, resume=False)
+    await_((deployment.root / "first" / run).exists, "the step of the run")
+
+    refusing.touch()
+    os.kill(child, signal.SIGKILL)
+    await_(lambda: not psutil.pid_exists(child), "the server to take note of the end")
+    assert not deployment.run(run).is_finished
+    refusing.unlink()
+    assert deployment.ended(run) is dg.DagsterRunStatus.FAILURE
+    _close(server)
 
 
 def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(
@@ -89,7 +186,7 @@ def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(
 ) -> None:
     run = deployment.create()
     monkeypatch.setenv("KILLED", "before the answer")
-    server = _killed(deployment, run, tmp_path / "python")
+    server = _other(deployment, run, killed_server, tmp_path / "python")
     with pytest.raises(ServerGoneError):
         server.launch(run, resume=False)
     await_(server.has_ended, "the end of the server")
@@ -105,11 +202,11 @@ def test_a_server_that_dies_after_its_answer_leaves_a_run_that_its_process_has_n
 ) -> None:
     run = deployment.create()
     monkeypatch.setenv("KILLED", "after the answer")
-    server = _killed(deployment, run, tmp_path / "python")
+    server = _other(deployment, run, killed_server, tmp_path / "python")
     child = server.launch(run, resume=False)
-    await_(lambda: not Path(f"/proc/{child}").exists(), "the end of the child")
-    await_(server.has_ended, "the end of the server")
-    server.close()
+    worker = Worker.of_process(run, child)
+    await_(lambda: not worker.is_alive(), "the end of the child")
+    _close(server)
     # Run monitoring reports it after `start_timeout_seconds`.
     assert deployment.run(run).status is dg.DagsterRunStatus.NOT_STARTED
     assert not (deployment.root / "first" / run).exists()
@@ -117,9 +214,7 @@ def test_a_server_that_dies_after_its_answer_leaves_a_run_that_its_process_has_n
 
 def test_a_run_starts_even_if_its_launcher_dies_before_it_has_the_answer(deployment: Deployment) -> None:
     run = deployment.create()
-    origin = deployment.run(run).job_code_origin
-    assert origin is not None
-    server = ServerProcess("first", origin.repository_origin, deployment.instance.get_ref(), max_runs=5, timeout=120)
+    server = _server(deployment, run)
     server._channel.send(run=run, resume=False)
     server.close()
     assert deployment.ended(run) is dg.DagsterRunStatus.SUCCESS
