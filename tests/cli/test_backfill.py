@@ -483,11 +483,7 @@ def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: 
 def dagster(dsn: str, tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDagster]:
     monkeypatch.setenv("DAGSTER_PG_URL", "of another instance")
     definitions = tmp_path / "definitions.py"
-    definitions.write_text(
-        "from tests.dagster.backfill_location import defs as defs\n"
-        "from tests.dagster.forking import fork_runs\n"
-        "fork_runs('tests.dagster.backfill_location')\n"
-    )
+    definitions.write_text("from tests.dagster.backfill_location import defs as defs\n")
     running = LocalDagster(
         definitions,
         instance_home=write_instance(tmp_path / ".eventsql", dsn),

@@ -22,11 +22,8 @@ from eventsql_orchestration.dagster.consumers.run import DrainingOn, drain
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import windows
-from tests.dagster.forking import fork_runs
 from tests.dagster.pausing_consumers import CONSUMERS, RETRIED, replayed, replayed_backfill
 from tests.dagster.stopping import stop_at
-
-fork_runs(__name__)
 
 batch.STALLED_AFTER = windows.LEASE  # type: ignore[misc]  # five minutes are
 

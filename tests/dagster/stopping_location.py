@@ -12,7 +12,6 @@ import dagster as dg
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.dagster import EventSQLResource
-from tests.dagster.forking import fork_runs
 from tests.dagster.stopping import (
     AFTER_LAUNCH,
     AFTER_THE_CLAIM,
@@ -21,8 +20,6 @@ from tests.dagster.stopping import (
     stop_at,
 )
 from tests.dagster.stopping_consumer import steps
-
-fork_runs(__name__)
 
 claim, adopt, process = Claims.claim, Claims.adopt, Claims.process
 

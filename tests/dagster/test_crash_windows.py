@@ -15,6 +15,7 @@ import pytest
 
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.consumers.reexecution import AUTO_RETRY_TAG
+from eventsql_orchestration.dagster.launcher.worker import Worker
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from tests.dagster import stopping, stopping_consumer
 from tests.dagster.conftest import Workbench, await_
@@ -131,6 +132,9 @@ def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothin
     runs = consumer_runs(orders)
     assert len({run.tags["dagster/run_key"] for run in runs}) == len(runs)
     assert {state for _, _, state in orders.claims()} <= {"released", "committed"}
+    started = [run for run in runs if run.status in {dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.SUCCESS}]
+    assert started
+    assert all(Worker.of(run.run_id, run.tags) is not None for run in started), "the launcher forked them"
 
 
 @pytest.mark.nightly
@@ -158,6 +162,7 @@ def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothin
     # Those that were killed with a claim of theirs are no phantoms that take up the queue.
     dead = [run for run in consumer_runs(orders) if run.status is dg.DagsterRunStatus.FAILURE]
     assert len(dead) >= 2
+    assert all(Worker.of(run.run_id, run.tags) is not None for run in dead), "the launcher forked them"
 
 
 @pytest.mark.nightly

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import yaml  # type: ignore[import-untyped]  # it comes with dagster, without ty
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import write_instance
+from eventsql_orchestration.dagster.launcher.worker import Worker
 from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA, STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database.urls import parse_dsn
@@ -84,7 +84,7 @@ def daemon(home: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen
     log = home / "daemon.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("dagster-daemon")), "run", "-m", "tests.dagster.forking_location"],
+            [str(Path(sys.executable).with_name("dagster-daemon")), "run", "-m", "tests.dagster.location"],
             cwd=ROOT,
             env=environment,
             stdout=output,
@@ -101,13 +101,6 @@ def daemon(home: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def process_of(instance: dg.DagsterInstance, run_id: str) -> int | None:
-    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
-        if found := re.search(r"Executing steps in process \(pid: (\d+)\)", entry.message or entry.user_message):
-            return int(found[1])
-    return None
 
 
 @pytest.mark.timeout(600)
@@ -128,10 +121,10 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
             return list(instance.get_runs(dg.RunsFilter(tags=tags)))
 
         await_(lambda: len(one.effects()) >= location.SLOW_BATCH, "the first batch of the first run")
-        (run_id,) = [run.run_id for run in consuming("shard-1")]
-        pid = process_of(instance, run_id)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        (run,) = consuming("shard-1")
+        worker = Worker.of(run.run_id, run.tags)
+        assert worker is not None, "the launcher forked it"
+        os.kill(worker.pid, signal.SIGKILL)
 
         for bench, published in zip((one, other), ids, strict=True):
             await_(lambda bench=bench, end=published[-1]: bench.offset(location.slow) == end, "the end of a log")  # type: ignore[misc]
@@ -140,7 +133,7 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
 
     assert [one.effects(), other.effects()] == ids
     assert len(runs) == 2
-    (killed,) = [run for run in runs if run.run_id == run_id]
+    (killed,) = [run for run in runs if run.run_id == worker.run]
     assert killed.status is dg.DagsterRunStatus.FAILURE, "it was reported as dead"
     assert {run.tags["dagster/run_key"] for run in runs} == {
         f"eventsql-claim-{run.tags['eventsql/claim']}-{run.tags['eventsql/claimed_at']}-shard-1" for run in runs

@@ -21,6 +21,7 @@ from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.windows import ReplayRange
 from eventsql_orchestration.dagster.consumers.reexecution import RETRY_NUMBER_TAG
+from eventsql_orchestration.dagster.launcher.worker import Worker
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG
 from eventsql_orchestration.topics.offsets import Earliest
@@ -29,7 +30,6 @@ from tests.dagster.conftest import Workbench, await_
 from tests.dagster.pausing_consumers import CONSUMERS, ORDERS, STEADY, replayed, replayed_backfill
 from tests.dagster.stopping import held, stopped
 from tests.dagster.test_crash_windows import Machine
-from tests.dagster.test_daemon import process_of
 
 SLOW = 900.0
 """Seconds that a busy machine may take for a step of many processes at once."""
@@ -81,9 +81,8 @@ class Paused:
         pid = stopped(self.bench.platform, window)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        instance = self.bench.instance
         self.processes[window] = pid
-        self.stopped[window] = next(run.run_id for run in self.runs(window) if process_of(instance, run.run_id) == pid)
+        self.stopped[window] = next(run.run_id for run in self.runs(window) if _forked(run, pid))
         self.release(window)
 
     def wake(self, window: str) -> None:
@@ -100,6 +99,12 @@ class Paused:
         """All runs of a window's consumer, the latest first."""
         tags = {BACKFILL_OF_TAG: f"orders/{window}"} if window == windows.REPLAYED else {CONSUMER_TAG: window}
         return self.bench.instance.get_runs(dg.RunsFilter(tags=tags))
+
+
+def _forked(run: dg.DagsterRun, pid: int) -> bool:
+    """Whether the launcher forked a process for a run."""
+    worker = Worker.of(run.run_id, run.tags)
+    return worker is not None and worker.pid == pid
 
 
 def _has_ended(pid: int) -> bool:

@@ -155,7 +155,7 @@ def system(server: EmbeddedPostgres) -> Iterator[System]:
         # What came before is what the backfill is for.
         platform.registry.register_consumer(location.fare_totals.consumer, max_attempts=1, start="latest")
         dagster = LocalDagster(
-            Path(__file__).with_name("forking_location.py"),
+            Path(__file__).with_name("operated_location.py"),
             instance_home=write_instance(root, dsn),
             port=0,
             environment={
