@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final
+from typing import Any, Final
 
 import psycopg
 import sqlalchemy
@@ -188,25 +188,35 @@ class Database:
             yield connection
 
     @contextmanager
-    def _pooled(self) -> Iterator[Connection]:
+    def _checked_out(self) -> Iterator[tuple[Connection, dict[Any, Any]]]:
+        """A connection of the pool, and the notes about it, which last as long as the connection."""
         with self.errors():
             proxied = self.engine.raw_connection()
         connection = proxied.driver_connection
         assert isinstance(connection, psycopg.Connection)
         try:
             with self.errors(connection):
+                yield connection, proxied.info
+        finally:
+            if connection.closed:
+                proxied.invalidate()
+            proxied.close()
+
+    @contextmanager
+    def _pooled(self) -> Iterator[Connection]:
+        with self._checked_out() as (connection, _):
+            try:
                 # SQLAlchemy's own transactions leave it as they need it.
                 if not connection.autocommit:
                     connection.autocommit = True
                 if connection.isolation_level is not ISOLATION:
                     connection.isolation_level = ISOLATION
                 yield connection
-        finally:
-            # A handler may have set another; SQLAlchemy and the next user read tuples.
-            connection.row_factory = tuple_row
-            if connection.closed or connection.info.encoding != UTF8:
-                proxied.invalidate()
-            proxied.close()
+            finally:
+                # A handler may have set another; SQLAlchemy and the next user read tuples.
+                connection.row_factory = tuple_row
+                if not connection.closed and connection.info.encoding != UTF8:
+                    connection.close()
 
     @checks_itself
     def execute(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> int:
@@ -215,17 +225,8 @@ class Database:
         `values` are in PostgreSQL's binary format. Raises as `connection()`.
         """
         self.ensure_schema()
-        with self.errors():
-            proxied = self.engine.raw_connection()
-        connection = proxied.driver_connection
-        assert isinstance(connection, psycopg.Connection)
-        try:
-            with self.errors(connection):
-                return statement.execute(connection, proxied.info, values)
-        finally:
-            if connection.closed:
-                proxied.invalidate()
-            proxied.close()
+        with self._checked_out() as (connection, notes):
+            return statement.execute(connection, notes, values)
 
     def dedicated(self) -> Connection:
         """A connection outside the pool, in autocommit mode; the caller closes it.

@@ -58,8 +58,7 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) last ON true
 
--- standings -- Every partition of a consumer, with its claims. Uses one index step for each partition, as `ready` in
--- consumers.sql.
+-- standings -- Every partition of a consumer, with its claims. Uses one index step for each partition, as `ready`.
 SELECT {standing}
 FROM {claimed_partitions}
 LEFT JOIN LATERAL (
@@ -100,7 +99,7 @@ CROSS JOIN LATERAL (
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- before_fence -- Whether a consumer has events left from before a generation. As `ready` in consumers.sql.
+-- before_fence -- Whether a consumer has events left from before a generation. Planned as `ready`.
 SELECT EXISTS (
     SELECT FROM {schema}.consumer c
     JOIN {schema}.shard_fence f ON f.eql_topic = c.eql_topic AND f.eql_generation = %(generation)s
