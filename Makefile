@@ -19,7 +19,7 @@ ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
 endif
 
-.PHONY: help setup demo browser jdbc pgbouncer tls java test nightly pooler pooled oldest bench faults shardfaults lint format types contracts check clean
+.PHONY: help setup demo browser jdbc pgbouncer tls java test nightly pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -138,7 +138,10 @@ types: setup ## Check the types
 contracts: setup ## Check that no floor imports a higher one
 	$(BIN)/lint-imports
 
-check: lint types contracts test pooled ## Everything that CI runs
+docs: setup ## Build the documentation as a site: build/site/index.html
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/site
+
+check: lint types contracts docs test pooled ## Everything that CI runs
 
 clean: ## Remove what tests and tools left behind (the demo's data in .eventsql stays)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build spark-warehouse

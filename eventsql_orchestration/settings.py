@@ -22,13 +22,7 @@ SETTINGS_FILE: Final = "eventsql.toml"
 
 
 class Settings(BaseSettings):
-    """The settings of one installation.
-
-    `dsn` names the database (a PostgreSQL URL), or the databases of all shards: a list in the file, URLs with spaces or
-    line ends between them in the environment. Without one the embedded server of `home` is used. `db_schema`
-    (`EVENTSQL_SCHEMA`, `schema` in the file) is the schema that holds the platform's tables. `home` is where the
-    embedded server, the Java shim and Dagster's instance of this directory live.
-    """
+    """The settings of one installation."""
 
     model_config = SettingsConfigDict(
         env_prefix="EVENTSQL_",
@@ -42,9 +36,18 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    dsn: SecretStr | None = None
-    db_schema: str = Field(default=DEFAULT_SCHEMA, validation_alias="schema")
-    home: Path = Path(".eventsql")
+    dsn: SecretStr | None = Field(
+        default=None,
+        description="The URL of the database, or the URLs of all shards: a list in the file, with spaces or line ends "
+        "between them in the environment. Without a URL, the embedded server of `home` is used.",
+    )
+    db_schema: str = Field(
+        default=DEFAULT_SCHEMA, validation_alias="schema", description="The schema that has the platform's tables."
+    )
+    home: Path = Field(
+        default=Path(".eventsql"),
+        description="The directory of the embedded server, the Java shim and Dagster's instance.",
+    )
 
     @field_validator("dsn", mode="before")
     @classmethod

@@ -36,8 +36,9 @@ def bench() -> None:
     """Measure the platform on this database, beside the raw COPY rate of the database.
 
     The raw COPY rate is the rate of encoded rows into a table like the buffer. It is measured before and after each
-    figure, in the same run. Topics of a benchmark begin with eventsql_bench_ and are deleted at its end; other topics
-    and consumers are not touched. One benchmark runs on a database at a time. docs/benchmarks.md explains each figure.
+    figure, in the same run. A benchmark makes topics whose names begin with `eventsql_bench_`, and deletes them at its
+    end. Other topics and consumers are not touched. One benchmark runs on a database at a time. docs/benchmarks.md
+    explains each figure.
     """
 
 

@@ -16,7 +16,7 @@ class Aggregate(ABC):
 
     A method of the derived class checks its rules and calls `record`. Only `apply` alters the state, for new and for
     replayed changes, so it neither decides nor fails. The constructor takes an id alone and makes the state before the
-    first change:
+    first change::
 
         class Order(Aggregate):
             aggregate_type = "order"

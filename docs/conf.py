@@ -1,0 +1,36 @@
+"""The documentation as a site: `make docs`."""
+
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "EventSQL Orchestration"
+author = "EventSQL Orchestration"
+version = release = installed_version("eventsql-orchestration")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "settings_table",
+    "sphinx_click",
+    "sphinx_copybutton",
+    "sphinxcontrib.mermaid",
+]
+exclude_patterns = ["examples"]
+
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 4
+myst_fence_as_directive = ["mermaid"]
+
+# Docstrings have names in single backquotes.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "mixed"
+autodoc_default_options = {"members": True}
+
+html_theme = "furo"
+html_title = "EventSQL Orchestration"
