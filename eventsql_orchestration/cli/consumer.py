@@ -19,8 +19,8 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState, EventFilter
-from eventsql_orchestration.consuming.lag import LagCause
-from eventsql_orchestration.topics.offsets import Earliest, Place
+from eventsql_orchestration.consuming.lag_values import LagCause
+from eventsql_orchestration.topics.positions import Earliest, Place
 
 _START: Final = (
     "Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a "

@@ -8,22 +8,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.output import Columns, keep_secret, picked, say, show_items, write_json
-from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.settings import SETTINGS_FILE, Settings
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.database.embedded import EmbeddedPostgres
+    from eventsql_orchestration.settings import Settings
 
 Setting = Literal["dsn", "schema", "home"]
 
 
 def embedded_server(settings: Settings) -> EmbeddedPostgres:
     """The embedded server of the settings' home, running or not."""
-    return EmbeddedPostgres(settings.home / "postgres")
+    return lazy.EmbeddedPostgres(settings.home / "postgres")
 
 
 def resolve_dsn(settings: Settings) -> str:
@@ -42,7 +45,7 @@ def resolve_dsn(settings: Settings) -> str:
     running = embedded.status()
     server = running or embedded.start()
     say(
-        f"no --dsn, EVENTSQL_DSN or {SETTINGS_FILE} names a database: "
+        f"no --dsn, EVENTSQL_DSN or {lazy.SETTINGS_FILE} names a database: "
         f"{'using' if running else 'started'} the embedded server of {settings.home} (127.0.0.1:{server.port})"
     )
     return server.dsn
@@ -61,12 +64,12 @@ def open_platform(
     dsns = settings.dsns if len(settings.dsns) > 1 else (resolve_dsn(settings),)
     if shard is not None:
         dsns = (_dsn_of(shard, dsns, settings),)
-    return EventSQL(*dsns, schema=settings.db_schema, migrate=migrate, transfer=transfer)
+    return lazy.EventSQL(*dsns, schema=settings.db_schema, migrate=migrate, transfer=transfer)
 
 
 def _dsn_of(shard: str, dsns: tuple[str, ...], settings: Settings) -> str:
     """The URL of one shard. Raises `ConfigurationError`, and `ShardSetError`, also for a shard that is down."""
-    with EventSQL(*dsns, schema=settings.db_schema, migrate=False, transfer=False) as platform:
+    with lazy.EventSQL(*dsns, schema=settings.db_schema, migrate=False, transfer=False) as platform:
         platform.open()
         for dsn, each in zip(dsns, platform.shards, strict=True):
             if each.name == shard:
@@ -93,7 +96,7 @@ class CliContext:
     @cached_property
     def settings(self) -> Settings:
         """Raises `ConfigurationError`."""
-        settings = Settings.load(dsn=self.dsn, db_schema=self.schema, home=self.home)
+        settings = lazy.Settings.load(dsn=self.dsn, db_schema=self.schema, home=self.home)
         keep_secret(*settings.dsns)
         return settings
 
@@ -105,7 +108,7 @@ class CliContext:
         if variable in os.environ:
             return variable
         field = "db_schema" if setting == "schema" else setting
-        return SETTINGS_FILE if field in self.settings.model_fields_set else "default"
+        return lazy.SETTINGS_FILE if field in self.settings.model_fields_set else "default"
 
     def platform(self, *, transfer: bool = False) -> EventSQL:
         """The platform, as `open_platform` opens it."""

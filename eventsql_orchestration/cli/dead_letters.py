@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated, Any, Final, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, Unpack
 
 import click
 
@@ -25,9 +25,11 @@ from eventsql_orchestration.cli.output import (
     write_json,
 )
 from eventsql_orchestration.cli.parameters import CONSUMER, POSITIVE, AsJson, TopicName, argument, command, option
-from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming import dead_letter_values
-from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
+from eventsql_orchestration.consuming.dead_letter_values import DeadLetter, LetterFilter
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.client.eventsql import EventSQL
 
 _OFFSET: Final[dict[str, Any]] = {"type": POSITIVE, "metavar": "OFFSET"}
 

@@ -46,7 +46,7 @@ SIMULATION_SECONDS = 60.0
 """Seconds between two rounds of the simulation, without `--once`."""
 
 
-@command()
+@command(short_help="Run the whole system on this machine.")
 def dev(
     context: CliContext,
     *,

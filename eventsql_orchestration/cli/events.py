@@ -7,20 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import counted, say, write_events
 from eventsql_orchestration.cli.parameters import ConsumerName, Follow, MaxEvents, Partition, TopicName, command, option
-from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
-from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.notifications import LOG
+from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
 from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
-from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.topics.catalog import choose_partitions
-from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, Place, resolve
+from eventsql_orchestration.topics.positions import AtOffset, Earliest, Latest, Place
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.database import Connection
+    from eventsql_orchestration.shards.shard import Shard
 
 _BATCH: Final = 1_000
 
@@ -93,7 +94,7 @@ def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Even
     wake = threading.Event()
     if follow:
         for shard in platform.shards:
-            shard.listener.subscribe(LOG, topic, wake.set)
+            shard.listener.subscribe(lazy.LOG, topic, wake.set)
     return wake
 
 
@@ -103,7 +104,7 @@ def _before(platform: Shard, topic: str, start: Place) -> int:
         return max(0, start.offset - 1)
     database = platform.database
     with database.connection() as connection:
-        return resolve(connection, database.schema, topic, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
+        return lazy.resolve(connection, database.schema, topic, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
 
 
 @command(short_help="Print the events that a consumer has left, and commit its offsets.")
@@ -124,7 +125,7 @@ def consume(
     """
     with context.platform() as platform:
         states = platform.registry.consumer(topic, consumer)
-        partitions = choose_partitions([state for state in states if state.shard == states[0].shard], partition)
+        partitions = lazy.choose_partitions([state for state in states if state.shard == states[0].shard], partition)
         printer = _Printer(platform, context.shard, topic, consumer, partitions, partition is None)
         printer.run(max_events, follow=follow)
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     Columns,
@@ -21,7 +18,10 @@ from eventsql_orchestration.cli.output import (
     write_json,
 )
 from eventsql_orchestration.cli.parameters import AsJson, Number, OptionalTopicName, command, option
-from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
+from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @command(short_help="Show how far consumers are behind, and why.")
@@ -48,7 +48,7 @@ def lag(
                 _show(context, platform.lag(topic), as_json=as_json, indent=None)
                 time.sleep(interval)
         else:
-            with Live(lag_table(platform.lag(topic)), console=Console(), auto_refresh=False) as live:
+            with lazy.Live(lag_table(platform.lag(topic)), console=lazy.Console(), auto_refresh=False) as live:
                 while True:
                     time.sleep(interval)
                     live.update(lag_table(platform.lag(topic)), refresh=True)

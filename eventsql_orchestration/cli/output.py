@@ -12,16 +12,18 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import click
-from rich.console import Console, RenderableType
-from rich.progress import Progress, ProgressColumn
-from rich.table import Table
-from rich.text import Text
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.redaction import hide_passwords
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
 
 Column: TypeAlias = str | Callable[[Any], object]
 """The name of an attribute, or a function of the object."""
@@ -169,7 +171,7 @@ def stdout_is_terminal() -> bool:
 def progress_bar(*columns: str | ProgressColumn, transient: bool = True) -> Progress:
     """A progress bar on standard error. It is disabled if that is no terminal."""
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    return Progress(*columns, console=Console(stderr=True), transient=transient, disable=not terminal)
+    return lazy.Progress(*columns, console=lazy.Console(stderr=True), transient=transient, disable=not terminal)
 
 
 def same(*names: str) -> dict[str, Column]:
@@ -189,7 +191,7 @@ def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] =
     """
     rows = [picked(item, columns) for item in items]
     shown = [name for name in columns if name != "shard" or any(row[name] is not None for row in rows)]
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    drawn = lazy.Table(box=None, pad_edge=False, header_style="bold")
     for name in shown:
         cells = [row[name] for row in rows]
         numeric = bool(cells) and all(isinstance(cell, int | float | None) for cell in cells)
@@ -198,7 +200,7 @@ def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] =
         justify: Literal["right", "left"] = "right" if numeric or name in right else "left"
         drawn.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text(_cell(row[name])) for name in shown))
+        drawn.add_row(*(lazy.Text(_cell(row[name])) for name in shown))
     return drawn
 
 
@@ -221,7 +223,7 @@ def _cell(value: object) -> str:
 def show(renderable: RenderableType) -> None:
     """Write an object of rich to standard output."""
     terminal = stdout_is_terminal()
-    console = Console(
+    console = lazy.Console(
         file=io.StringIO() if not terminal else None, width=None if terminal else _UNBOUNDED, highlight=False
     )
     with console.capture() as capture:
@@ -236,9 +238,9 @@ def show_items(items: Sequence[Any], columns: Columns, *, right: Collection[str]
 
 def show_fields(fields: Mapping[str, object]) -> None:
     """Write names with their values, one to a line."""
-    grid = Table.grid(padding=(0, 2))
+    grid = lazy.Table.grid(padding=(0, 2))
     for name, value in fields.items():
-        grid.add_row(Text(name, style="bold"), Text(_cell(value)))
+        grid.add_row(lazy.Text(name, style="bold"), lazy.Text(_cell(value)))
     show(grid)
 
 

@@ -12,11 +12,13 @@ from types import NoneType
 from typing import Annotated, Any, Final, TypeAlias, Unpack, get_args, get_origin, get_type_hints
 
 import click
+from click.shell_completion import CompletionItem
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import pass_context
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import check_topic_name
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Place
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 from eventsql_orchestration.validation import check_name, check_time
 
 ASK: Final = "-"
@@ -85,6 +87,15 @@ class Name(click.ParamType[str]):
     def __init__(self, name: str, check: Callable[[str], str]) -> None:
         self.name = name
         self._check = check
+
+    def shell_complete(
+        self,
+        ctx: click.Context,
+        param: click.Parameter,  # noqa: ARG002 - click's
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        """The names of this kind in the database."""
+        return lazy.topics(ctx, incomplete) if self.name == "topic" else lazy.consumers(ctx, incomplete)
 
     def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
         return self._check(value)

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import click
-from rich.progress import BarColumn, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.input import BadRecord, Record, Source, open_source, stdin_is_terminal
 from eventsql_orchestration.cli.output import counted, progress_bar, say, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, Number, TopicName, command, option
-from eventsql_orchestration.client.publisher import ClusterPublisher
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.model import Publication, check_partition
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.client.publisher import ClusterPublisher
 
 _BATCH: Final = 5_000
 """Events per commit of a stream. Larger commits are hardly faster."""
@@ -242,8 +244,9 @@ def _key(content: object, field: str) -> str:
 def _progress_bar(source: Source) -> Iterator[Callable[[int], None]]:
     """Show the progress of the reading on a terminal. The yielded function takes the number of records."""
     progress = progress_bar(
-        SpinnerColumn(), "{task.description}", BarColumn(), "{task.fields[events]:,} events", TimeElapsedColumn(),
-        *([TimeRemainingColumn()] if source.total is not None else []),
+        lazy.SpinnerColumn(), "{task.description}", lazy.BarColumn(), "{task.fields[events]:,} events",
+        lazy.TimeElapsedColumn(),
+        *([lazy.TimeRemainingColumn()] if source.total is not None else []),
     )  # fmt: skip
     task = progress.add_task(Path(source.name).name, total=source.total, events=0)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Annotated, Any, Final, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, Unpack
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_items, write_json
 from eventsql_orchestration.cli.parameters import AsJson, ConsumerName, Partition, TopicName, command, option
-from eventsql_orchestration.maintenance.seek import Move
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Position, ShiftBy
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Position, ShiftBy
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.maintenance.seek import Move
 
 _POSITIONS: Final[dict[str, Callable[[Any], Position]]] = {
     "to_earliest": lambda _: Earliest(), "to_latest": lambda _: Latest(), "to_offset": AtOffset,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import click
 
@@ -12,9 +12,11 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, counted, same, say, show_items, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Size, TopicName, argument, command, option
 from eventsql_orchestration.cli.topic_output import TOPIC, description, form, kept, size
-from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, check_partitions
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.client.eventsql import EventSQL
 
 
 class _Retention(TypedDict):

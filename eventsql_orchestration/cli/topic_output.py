@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Column, Columns, counted, partition_of, same, say, show_fields, show_items
-from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
+from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.model import Retention, Topic
 from eventsql_orchestration.sharding import HELD
-from eventsql_orchestration.shards.barriers import HeldBack
-from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.topics.layouts import Layout
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.shards.barriers import HeldBack
+    from eventsql_orchestration.shards.shard import Shard
+    from eventsql_orchestration.topics.layouts import Layout
 
 
 def form(topic: Topic) -> str:

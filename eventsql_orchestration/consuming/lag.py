@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from functools import cache
 from typing import TypeAlias
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.model import NOT_PARTITIONED
@@ -21,44 +20,10 @@ from eventsql_orchestration.topics.layouts import layouts, named
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 
+__all__ = ["ConsumerLag", "LagCause", "LagReader"]
+
 Ahead: TypeAlias = Callable[[str, str, int], tuple[Sequence[int], str]]
 """Takes topic, consumer, offset. Returns the partitions that have not reached the offset, and a sentence about them."""
-
-
-class LagCause(StrEnum):
-    """Why a consumer partition is behind."""
-
-    NONE = "none"
-    PAUSED = "paused"
-    BLOCKED = "blocked"
-    RETRYING = "retrying"
-    LEASED = "leased"
-    TRANSFER = "transfer"
-    WAITING = "waiting"
-    HELD_BACK = "held back"
-    UNREACHABLE = "unreachable"
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerLag:
-    """The lag of one consumer partition.
-
-    `events` are not consumed yet, and `buffered` of them not transferred. `seconds` is the age of the oldest. `end` is
-    the newest offset of the partition's log. `shard` is the name of its shard if there are several. If the shard is
-    unreachable, the numbers are unknown, and `seconds` is how long it has been unreachable.
-    """
-
-    topic: str
-    consumer: str
-    partition: int
-    events: int
-    seconds: float
-    last_event_id: int
-    end: int
-    buffered: int
-    cause: LagCause
-    detail: str
-    shard: str | None = None
 
 
 @checked

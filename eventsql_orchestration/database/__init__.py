@@ -1,8 +1,24 @@
 """Floor 1: connections, schema and named SQL."""
 
-from eventsql_orchestration.database.connections import CallersConnection, Connection, driver_connection
-from eventsql_orchestration.database.database import Database
-from eventsql_orchestration.database.queries import Queries
-from eventsql_orchestration.database.sessions import is_pooled
+from typing import TYPE_CHECKING
+
+from eventsql_orchestration.first_use import on_first_use
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.database.connections import CallersConnection, Connection, driver_connection
+    from eventsql_orchestration.database.database import Database
+    from eventsql_orchestration.database.queries import Queries
+    from eventsql_orchestration.database.sessions import is_pooled
 
 __all__ = ["CallersConnection", "Connection", "Database", "Queries", "driver_connection", "is_pooled"]
+
+# The embedded server and named SQL are used without SQLAlchemy too.
+__getattr__ = on_first_use(
+    __name__,
+    {
+        ".connections": ("CallersConnection", "Connection", "driver_connection"),
+        ".database": ("Database",),
+        ".queries": ("Queries",),
+        ".sessions": ("is_pooled",),
+    },
+)

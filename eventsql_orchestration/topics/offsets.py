@@ -1,111 +1,32 @@
-"""Positions in a topic's log where consuming can begin, and their offsets."""
+"""The offsets that positions in a topic's log stand for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from functools import cached_property
-from typing import Literal, TypeAlias
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.storage.reading import LogReader
-from eventsql_orchestration.validation import check_time, check_whole, shown
+from eventsql_orchestration.topics.positions import (
+    AtOffset,
+    AtTime,
+    Back,
+    Earliest,
+    Latest,
+    Place,
+    Position,
+    ShiftBy,
+    Start,
+    starting_at,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class Earliest:
-    """The oldest event that the log holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Latest:
-    """Events that enter the log from now on, including events that are in the buffer now."""
-
-
-@dataclass(frozen=True, slots=True)
-class AtOffset:
-    """The first event whose id is `offset` or larger. Raises `ValidationError` for a negative offset."""
-
-    offset: int
-
-    def __post_init__(self) -> None:
-        check_whole("an offset", self.offset, least=0)
-
-
-@dataclass(frozen=True, slots=True)
-class AtTime:
-    """The first event that entered the log at `time` or later.
-
-    Events that were published at that time or later come after it, because they entered the log later. So may events
-    that were published shortly before. Raises `ValidationError` for a time without a zone.
-    """
-
-    time: datetime
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "time", check_time("a position's time", self.time))
-
-
-@dataclass(frozen=True, slots=True)
-class Back:
-    """`AtTime` for the time `duration` before now, by the database's clock.
-
-    Raises `ValidationError` for a duration that is not positive, or above a hundred years.
-    """
-
-    duration: timedelta
-
-    def __post_init__(self) -> None:
-        duration: object = self.duration
-        if not isinstance(duration, timedelta) or not timedelta() < duration <= MAX_AGE:
-            raise ValidationError(f"a duration must be above 0 and at most a hundred years, not {shown(duration)}")
-
-
-@dataclass(frozen=True, slots=True)
-class ShiftBy:
-    """So many events of the partition after the offset, or before it where `events` is negative.
-
-    Every event of the partition counts, whether it matches the consumer's filter or not. Raises `ValidationError` for
-    0.
-    """
-
-    events: int
-
-    def __post_init__(self) -> None:
-        if not check_whole("the number of events to shift by", self.events):
-            raise ValidationError("a shift by 0 events moves nothing")
-
-
-Position: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back | ShiftBy
-
-Place: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back
-"""A position that is the same wherever one stands."""
-
-Start: TypeAlias = Literal["earliest", "latest"] | int | datetime | Place
-"""Where a new consumer begins: a place, or in short "earliest", "latest", an offset or a time."""
-
-
-def starting_at(start: Start) -> Place:
-    """The position of a start. Raises `ValidationError`, also for `ShiftBy`: there is nothing to count from yet."""
-    match start:
-        case Earliest() | Latest() | AtOffset() | AtTime() | Back():
-            return start
-        case "earliest":
-            return Earliest()
-        case "latest":
-            return Latest()
-        case int() if not isinstance(start, bool):
-            return AtOffset(check_whole("start", start, least=0))
-        case datetime():
-            return AtTime(check_time("start", start))
-    raise ValidationError(
-        "start must be 'earliest', 'latest', an offset, a time with its zone, or one of Earliest(), Latest(), "
-        f"AtOffset(…), AtTime(…) and Back(…), not {shown(start)}"
-    )
+__all__ = [
+    "AtOffset", "AtTime", "Back", "Earliest", "Latest", "Place", "Position", "ShiftBy", "Start", "Target", "resolve",
+    "starting_at",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

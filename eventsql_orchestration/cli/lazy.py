@@ -1,0 +1,57 @@
+"""What the commands load at its first use, so that `--version`, `--help` and completion load none of it.
+
+A module of the command line writes `lazy.EventSQL` where a command runs, and imports the name for annotations only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from eventsql_orchestration.first_use import on_first_use
+
+if TYPE_CHECKING:
+    from psycopg import connect
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Table
+    from rich.text import Text
+
+    from eventsql_orchestration.cli.completion import consumers, topics
+    from eventsql_orchestration.cli.failures import message_of
+    from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.database import Queries
+    from eventsql_orchestration.database.embedded import EmbeddedPostgres
+    from eventsql_orchestration.database.notifications import LOG
+    from eventsql_orchestration.settings import SETTINGS_FILE, Settings
+    from eventsql_orchestration.topics.catalog import choose_partitions
+    from eventsql_orchestration.topics.offsets import resolve
+
+__all__ = [
+    "LOG", "SETTINGS_FILE", "BarColumn", "Console", "EmbeddedPostgres", "EventSQL", "Live", "Progress", "Queries",
+    "Settings", "SpinnerColumn", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "choose_partitions",
+    "connect", "consumers", "message_of", "resolve", "topics",
+]  # fmt: skip
+
+_PACKAGE: Final = "eventsql_orchestration"
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "psycopg": ("connect",),
+        "rich.console": ("Console",),
+        "rich.live": ("Live",),
+        "rich.progress": ("BarColumn", "Progress", "SpinnerColumn", "TimeElapsedColumn", "TimeRemainingColumn"),
+        "rich.table": ("Table",),
+        "rich.text": ("Text",),
+        f"{_PACKAGE}.cli.completion": ("consumers", "topics"),
+        f"{_PACKAGE}.cli.failures": ("message_of",),
+        f"{_PACKAGE}.client.eventsql": ("EventSQL",),
+        f"{_PACKAGE}.database.embedded": ("EmbeddedPostgres",),
+        f"{_PACKAGE}.database": ("Queries",),
+        f"{_PACKAGE}.database.notifications": ("LOG",),
+        f"{_PACKAGE}.settings": ("SETTINGS_FILE", "Settings"),
+        f"{_PACKAGE}.topics.catalog": ("choose_partitions",),
+        f"{_PACKAGE}.topics.offsets": ("resolve",),
+    },
+)

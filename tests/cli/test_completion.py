@@ -1,0 +1,173 @@
+"""Completion in a shell, and what `eventsql` loads before a command runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.cli import main
+from eventsql_orchestration.cli.application import _COMMANDS
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.cli.conftest import PROGRAM
+
+HEAVY = ["rich", "pydantic", "psycopg", "sqlalchemy", "alembic", "pyspark", "pyarrow", "dagster"]
+
+
+def completed(*words: str, **environment: str) -> list[str]:
+    """What Tab offers for the last of the words."""
+    shown = subprocess.run(
+        [PROGRAM],
+        env={
+            **os.environ,
+            "_EVENTSQL_COMPLETE": "bash_complete",
+            "COMP_WORDS": " ".join(["eventsql", *words]),
+            "COMP_CWORD": str(len(words)),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stderr == ""
+    return [line.removeprefix("plain,") for line in shown.stdout.split()]
+
+
+@pytest.fixture
+def defined(platform: EventSQL) -> EventSQL:
+    for topic in ("rides", "rides_dlt", "prices"):
+        platform.registry.register_topic(Topic(topic))
+    for consumer in ("ledger", "payout"):
+        platform.registry.declare_consumer(Consumer("rides", consumer))
+    return platform
+
+
+def test_commands_and_options_are_completed() -> None:
+    assert completed("tra") == ["transfer", "trace"]
+    assert completed("topic", "de") == ["delete", "describe"]
+    assert completed("tail", "rides", "--fr") == ["--from"]
+
+
+def test_topics_are_completed(defined: EventSQL, dsn: str) -> None:
+    assert completed("topic", "describe", "ri", EVENTSQL_DSN=dsn) == ["rides", "rides_dlt"]
+    assert completed("--dsn", dsn, "tail", "") == ["prices", "rides", "rides_dlt"]
+
+
+def test_consumers_of_the_topic_before_are_completed(defined: EventSQL, dsn: str) -> None:
+    assert completed("seek", "rides", "p", EVENTSQL_DSN=dsn) == ["payout"]
+    assert completed("consume", "prices", "", EVENTSQL_DSN=dsn) == []
+
+
+def test_the_settings_file_names_the_database_of_completion(defined: EventSQL, dsn: str, directory: Path) -> None:
+    (directory / "eventsql.toml").write_text(f'dsn = ["{dsn}"]\n')
+    assert completed("tail", "pri") == ["prices"]
+
+
+def test_a_url_for_the_platform_alone_names_the_database_of_completion(defined: EventSQL, dsn: str) -> None:
+    ours = dsn.replace("postgresql://", "postgresql+psycopg://") + "?direct=127.0.0.1:1&connect_timeout=5"
+    assert completed("tail", "pri", EVENTSQL_DSN=ours) == ["prices"]
+
+
+def test_completion_starts_no_server_and_says_nothing_about_a_database_that_is_down(
+    directory: Path, closed_port: int
+) -> None:
+    assert completed("tail", "") == []
+    assert EmbeddedPostgres(directory / ".eventsql" / "postgres").status() is None
+    assert completed("tail", "", EVENTSQL_DSN=f"postgresql://me@127.0.0.1:{closed_port}/x") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_script(invoke: Callable[..., Result], shell: str) -> None:
+    shown = invoke("completion", shell)
+    assert shown.exit_code == 0
+    assert f"_EVENTSQL_COMPLETE={shell}_complete" in shown.stdout
+
+
+def test_the_script_works_in_bash(defined: EventSQL, dsn: str) -> None:
+    script = f"""
+        PATH={PROGRAM.parent}:$PATH
+        eval "$(eventsql completion bash)"
+        COMP_WORDS=(eventsql tail pri) COMP_CWORD=2
+        _eventsql_completion eventsql
+        echo "${{COMPREPLY[@]}}"
+    """
+    shown = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, "EVENTSQL_DSN": dsn}, capture_output=True, text=True, check=True
+    )
+    assert (shown.stdout, shown.stderr) == ("prices\n", "")
+
+
+def test_an_unknown_shell_is_asked_for(invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    asked = invoke("completion")
+    assert asked.exit_code == 2
+    assert asked.stderr.startswith("eventsql: name the shell: bash, zsh or fish")
+
+
+# What is loaded
+
+
+def loaded(*words: str, **environment: str) -> set[str]:
+    """Those of HEAVY that `eventsql` has loaded when it ends."""
+    code = (
+        "import atexit, json, os, sys\n"
+        f"loaded = lambda: [each for each in {HEAVY!r} if each in sys.modules]\n"
+        "atexit.register(lambda: os.write(3, json.dumps(loaded()).encode()))\n"
+        "from eventsql_orchestration.cli import main\n"
+        "main()"
+    )
+    reads, writes = os.pipe()
+    try:
+        subprocess.run(
+            ["bash", "-c", f'exec "$0" -c "$1" "${{@:2}}" 3>&{writes}', sys.executable, code, *words],
+            env={**os.environ, **environment},
+            pass_fds=(writes,),
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+    finally:
+        os.close(writes)
+    with os.fdopen(reads) as shown:
+        return set(json.load(shown))
+
+
+def completing(*words: str) -> dict[str, str]:
+    return {
+        "_EVENTSQL_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["eventsql", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["topic", "create", "--help"], ["tail", "--help"]])
+def test_the_version_and_the_help_load_nothing_heavy(words: list[str]) -> None:
+    assert loaded(*words) == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["t"], ["topic", "d"], ["publish", "x", "--"], ["tail", "x", "--"], ["lag", "--"], ["seek", "x", "y", "--"],
+     ["consumer", "create", "--"], ["dlt", "redrive", "x", "--"], ["consume", "--"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_completing_commands_and_options_loads_nothing_heavy(words: list[str]) -> None:
+    assert loaded(**completing(*words)) == set()
+
+
+def test_completing_names_loads_nothing_heavy_but_the_driver(defined: EventSQL, dsn: str) -> None:
+    assert loaded(EVENTSQL_DSN=dsn, **completing("consume", "rides", "")) == {"psycopg"}
+
+
+def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
+    assert list(main.commands) == [command.name for command in _COMMANDS]
+    for command in _COMMANDS:
+        itself = command.make_context(str(command.name), [], resilient_parsing=True).command
+        assert itself.name == command.name
+        assert command.short_help in (itself.short_help, itself.get_short_help_str(limit=200)), command.name
