@@ -52,7 +52,7 @@ class _Bounds:
 
 @click.group()
 def topic() -> None:
-    """Create, list, describe, alter and delete topics, and drop events beyond their retention."""
+    """Create, list, describe, alter and delete topics, and drop events by retention."""
 
 
 @command(topic)
