@@ -14,7 +14,7 @@ from eventsql_orchestration.bench.session import Session
 PUBLISH_EVERY: Final = 0.1
 """Seconds between two events for a run that drains."""
 
-PARTS: Final = ("cold", "draining", "handover", "ticks", "runs")
+PARTS: Final = ("cold", "draining", "handover", "transfer", "ticks", "runs")
 """The parts of the benchmark, each with a daemon of its own."""
 
 
@@ -34,6 +34,7 @@ class Dagster(Benchmark):
     drained: int = option(150, "Events for a run that drains", quick=5)
     steady: float = duration(180.0, "Duration of steady traffic", quick=15.0)
     window: float = duration(30.0, "Duration of each run of steady traffic", quick=12.0)
+    rest: float = duration(125.0, "Duration of an empty buffer", quick=5.0)
     sensors: tuple[int, ...] = option((10, 100, 300), quick=(3,))
     seconds: float = duration(30.0, "Duration of each number of sensors", quick=6.0)
     runs: int = option(20, "Runs at once", quick=2)
@@ -64,6 +65,16 @@ class Dagster(Benchmark):
                 within = 1_000 * max(traffic.gaps_within)
                 figures.append(_delays("dagster_steady_around_handover", traffic.delays_around))
                 figures.append(_delays("dagster_gap_at_handover", traffic.gaps, most_within_a_run=within))
+
+        if "transfer" in parts:
+            with daemon("transfer", drain=self.window, idle=1.0, transfers=True) as running:
+                rest = dagster.transfer_at_rest(running, self.rest)
+                traffic = dagster.steady_traffic(running, self.steady, PUBLISH_EVERY)
+                moved = dagster.transfer_delays(running)
+            ticks = {"ticks_per_hour": rest.ticks}
+            figures.append(Figure("dagster_transfer_at_rest", rest.runs, "runs/h", details=ticks))
+            figures.append(_delays("dagster_transfer", moved))
+            figures.append(_delays("dagster_transferred_and_consumed", traffic.delays, runs=traffic.runs))
 
         for sensors in self.sensors if "ticks" in parts else ():
             with daemon("ticks", partitions=sensors) as running:

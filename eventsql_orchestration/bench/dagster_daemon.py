@@ -22,7 +22,7 @@ import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 from psycopg import sql
 
-from eventsql_orchestration.bench.dagster_location import VARIABLE, recording_consumer
+from eventsql_orchestration.bench.dagster_location import TRANSFER_VARIABLE, VARIABLE, recording_consumer
 from eventsql_orchestration.bench.processor import Meter
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.dagster.local.instance import (
@@ -44,6 +44,10 @@ SENSOR_LOOP: Final = 5.0
 
 PREFORK: Final = "prefork"
 """The launcher of this package. With any other name, the daemon has Dagster's default launcher."""
+
+SENSOR: Final = "SENSOR"
+TRANSFER: Final = "SCHEDULE"
+"""The type of ticks in Dagster's storage. The transfer is the only schedule."""
 
 AROUND: Final = 1.0
 """Events this many seconds before and after a hand-over count as events around it."""
@@ -73,13 +77,18 @@ class Daemon:
     topic: str
     record: Path
     process: int
+    transfers: bool
+    """Whether its schedule transfers the events."""
 
     def publish(self, partition: int) -> float:
-        """Publish an event and transfer it. Gives the time of the publication."""
+        """Publish an event in a transaction. Transfer it, unless the daemon does. Gives the time of the publication."""
         now = time.time()
         platform = self.session.platform
-        platform.publisher.publish(Publication(self.topic, str(now).encode(), partition=partition))
-        platform.transfer.run_once([self.topic])
+        with self.session.databases[0].transaction() as connection:
+            event = Publication(self.topic, str(now).encode(), partition=partition)
+            platform.publisher.publish(event, connection=connection)
+        if not self.transfers:
+            platform.transfer.run_once([self.topic])
         return now
 
     def handled(self) -> list[Handled]:
@@ -110,12 +119,14 @@ class Daemon:
         starts = self.instance.all_logs(run_id, of_type=dg.DagsterEventType.STEP_START)
         return min((entry.timestamp for entry in starts), default=None)
 
-    def ticks(self) -> int:
-        """The number of sensor ticks that have ended so far."""
+    def ticks(self, kind: str = SENSOR) -> int:
+        """The number of ticks of sensors or schedules that have ended so far."""
         count = sql.SQL(
-            "SELECT pg_catalog.count(*) FROM {} WHERE status OPERATOR(pg_catalog.=) ANY (ARRAY['SKIPPED', 'SUCCESS'])"
+            "SELECT pg_catalog.count(*) FROM {} WHERE status OPERATOR(pg_catalog.=) ANY (ARRAY['SKIPPED', 'SUCCESS']) "
+            "AND type OPERATOR(pg_catalog.=) %s"
         )
-        row = self.session.connection.execute(count.format(sql.Identifier(self.storage, "job_ticks"))).fetchone()
+        table = sql.Identifier(self.storage, "job_ticks")
+        row = self.session.connection.execute(count.format(table), [kind]).fetchone()
         assert row is not None, "an aggregate gives one row"
         return int(row[0])
 
@@ -130,8 +141,9 @@ def daemon(
     drain: float = 0.0,
     idle: float | None = None,
     launcher: str = PREFORK,
+    transfers: bool = False,
 ) -> Iterator[Daemon]:
-    """A daemon with one consumer on a topic of its own for the block.
+    """A daemon with one consumer on a topic of its own for the block; with `transfers`, also with the transfer.
 
     Runs drain for `drain` seconds. They end earlier if no event comes for `idle` seconds. Raises `BenchmarkError` if
     the daemon does not begin to tick.
@@ -170,6 +182,7 @@ def daemon(
             "EVENTSQL_DSN": database.dsn,
             "EVENTSQL_SCHEMA": database.schema,
             VARIABLE: json.dumps(consumer),
+            **({TRANSFER_VARIABLE: "yes"} if transfers else {}),
         }
         with (home / "daemon.log").open("wb") as log:
             process = subprocess.Popen(
@@ -179,7 +192,7 @@ def daemon(
             )  # fmt: skip
         cleaning.callback(_end, process)
 
-        running = Daemon(session, instance, storage, topic, record, process.pid)
+        running = Daemon(session, instance, storage, topic, record, process.pid, transfers)
         running.await_(lambda: running.ticks() > 0, "the first tick of a sensor", limit=STARTING)
         yield running
 
@@ -309,6 +322,29 @@ def ticks_per_minute(running: Daemon, seconds: float) -> float:
     before, started = running.ticks(), time.monotonic()
     time.sleep(seconds)
     return (running.ticks() - before) / (time.monotonic() - started) * 60
+
+
+@dataclass(frozen=True, slots=True)
+class TransferHistory:
+    """What the transfer left in Dagster's history in an hour of an empty buffer: runs and ticks."""
+
+    runs: float
+    ticks: float
+
+
+def transfer_at_rest(running: Daemon, seconds: float) -> TransferHistory:
+    """Runs and ticks of the transfer per hour, from its first tick on, with nothing to move."""
+    running.await_(lambda: running.ticks(TRANSFER) > 0, "the first tick of the transfer")
+    ticks, runs, started = running.ticks(TRANSFER), len(running.runs()), time.monotonic()
+    time.sleep(seconds)
+    hours = (time.monotonic() - started) / 3_600
+    return TransferHistory((len(running.runs()) - runs) / hours, (running.ticks(TRANSFER) - ticks) / hours)
+
+
+def transfer_delays(running: Daemon) -> list[float]:
+    """Seconds from the publication of each event of the topic to its move into the log."""
+    events = running.session.platform.reader.stream(running.topic)
+    return [(event.created_at - event.buffered_at).total_seconds() for batch in events for event in batch]
 
 
 @dataclass(frozen=True, slots=True)

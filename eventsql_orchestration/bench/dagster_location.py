@@ -12,11 +12,20 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration import Event, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster import (
+    ConsumerDefinition,
+    EventSQLResource,
+    RunLimits,
+    build_transfer_schedule,
+    consumer_asset,
+)
 from eventsql_orchestration.database import Connection
 
 VARIABLE: Final = "EVENTSQL_BENCH_DAGSTER"
 """JSON: the arguments of `recording_consumer`."""
+
+TRANSFER_VARIABLE: Final = "EVENTSQL_BENCH_TRANSFER"
+"""Set if the location has the schedule of the transfer."""
 
 CONSUMER: Final = "bench"
 
@@ -48,6 +57,7 @@ if VARIABLE in os.environ:
         assets=[_consumer.asset],
         jobs=[_consumer.job],
         sensors=_consumer.sensors,
+        schedules=[build_transfer_schedule()] if TRANSFER_VARIABLE in os.environ else [],
         resources={
             "eventsql": EventSQLResource(
                 dsn=dg.EnvVar("EVENTSQL_DSN"), db_schema=os.environ.get("EVENTSQL_SCHEMA", "eventsql")

@@ -59,44 +59,69 @@ def build_definitions(
     Raises `ValidationError` for two consumers with one name, or two definitions of one consumer.
     """
     check_distinct(consumers)
+    checks = consumer_checks(consumers, lag)
+    common = common_definitions(
+        consumers, checks, topics=topics, eventsql=eventsql, resources=resources, dead_letters=dead_letters,
+        prepare=prepare, notify=notify, name=name, platform=platform,
+    )  # fmt: skip
+    return dg.Definitions.merge(definitions_of(consumers, checks, backfills=backfills), common)
+
+
+def common_definitions(
+    consumers: Sequence[ConsumerDefinition],
+    checks: Sequence[ConsumerCheck],
+    *,
+    topics: Sequence[Topic] = (),
+    eventsql: EventSQLResource | None = None,
+    resources: Mapping[str, Any] | None = None,
+    dead_letters: bool = True,
+    prepare: Prepare | None = None,
+    notify: Notify | None = None,
+    name: str | None = None,
+    platform: bool = True,
+) -> dg.Definitions:
+    """What consumers have in common: topics, registration, lag, alerts, and with `platform` the rest of a location."""
     suffix = "" if name is None else f"_{name}"
     known = list({each.name: each for each in (*topics, *(consumer.topic for consumer in consumers))}.values())
     # Several definitions may consume one topic, but only one of them can have its asset.
     external = _external(consumers, known if platform else topics, dead_letters=dead_letters)
-    checks, sensors = _monitoring(consumers, external, lag, notify, suffix)
-    replays = [build_backfill(consumer) for consumer in consumers] if backfills else []
     register = build_register_job(
         consumers, topics=known, dead_letters=dead_letters, prepare=prepare, name=REGISTER_JOB + suffix
     )
-
-    # Consumers that share their runs share a job and a sensor.
-    own_jobs = {each.job.name: each.job for each in consumers}.values()
-    own_sensors = {sensor.name: sensor for each in consumers for sensor in each.sensors}.values()
+    sensors = [build_lag_sensor(consumers, checks=checks, topics=external, name=f"lag{suffix}")]
+    if notify is not None and checks:
+        sensors.append(build_alert_sensor(checks, notify, name=f"alerts{suffix}"))
     return dg.Definitions(
-        assets=[*map(topic_asset, external), *(each.asset for each in consumers), *(each.asset for each in replays)],
-        asset_checks=[check.definition for check in checks],
-        jobs=[register, *own_jobs, *(job for replay in replays for job in replay.jobs)],
-        sensors=[*own_sensors, *sensors],
+        assets=[topic_asset(topic) for topic in external],
+        jobs=[register],
+        sensors=sensors,
         schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=checks)] if platform else [],
         resources={**({RESOURCE_KEY: eventsql or environment_resource()} if platform else {}), **(resources or {})},
     )
 
 
-def _monitoring(
-    consumers: Sequence[ConsumerDefinition],
-    external: Sequence[Topic],
-    lag: LagLimits | None,
-    notify: Notify | None,
-    suffix: str,
-) -> tuple[list[ConsumerCheck], list[dg.SensorDefinition]]:
-    """The checks of consumers, the lag sensor that evaluates them, and with `notify`, the alert sensor."""
+def definitions_of(
+    consumers: Sequence[ConsumerDefinition], checks: Sequence[ConsumerCheck], *, backfills: bool
+) -> dg.Definitions:
+    """The consumers' assets, jobs, sensors and checks; with `backfills`, also those of `build_backfill`."""
+    replays = [build_backfill(consumer) for consumer in consumers] if backfills else []
+    # Consumers that share their runs share a job and a sensor.
+    own_jobs = {each.job.name: each.job for each in consumers}.values()
+    own_sensors = {sensor.name: sensor for each in consumers for sensor in each.sensors}.values()
+    return dg.Definitions(
+        assets=[*(each.asset for each in consumers), *(each.asset for each in replays)],
+        asset_checks=[check.definition for check in checks],
+        jobs=[*own_jobs, *(job for replay in replays for job in replay.jobs)],
+        sensors=list(own_sensors),
+    )
+
+
+def consumer_checks(consumers: Sequence[ConsumerDefinition], lag: LagLimits | None) -> list[ConsumerCheck]:
+    """The check `delivered` of each consumer, and the check `lag` unless `lag` is None."""
     checks = [build_delivered_check(consumer) for consumer in consumers]
     if lag is not None:
         checks += [build_lag_check(consumer, **asdict(lag)) for consumer in consumers]
-    sensors = [build_lag_sensor(consumers, checks=checks, topics=external, name=f"lag{suffix}")]
-    if notify is not None and checks:
-        sensors.append(build_alert_sensor(checks, notify, name=f"alerts{suffix}"))
-    return checks, sensors
+    return checks
 
 
 def _external(consumers: Sequence[ConsumerDefinition], topics: Sequence[Topic], *, dead_letters: bool) -> list[Topic]:

@@ -6,20 +6,22 @@
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes without types
-from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from eventsql_orchestration import NOT_PARTITIONED, Topic
 from eventsql_orchestration.consumer import EVERY_EVENT, DeclaredFilter, EventFilter
 from eventsql_orchestration.dagster.backfills.assets import read_place
-from eventsql_orchestration.dagster.build_definitions import build_definitions
+from eventsql_orchestration.dagster.build_definitions import common_definitions, consumer_checks, definitions_of
 from eventsql_orchestration.dagster.consumers.assets import consumer_asset
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits, RunLimits
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_topic_name
 from eventsql_orchestration.validation import check_name, check_whole
@@ -180,9 +182,10 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     """A consumer of a topic with everything that it needs: asset, job, sensors, checks, transfer, lag, housekeeping.
 
     Its function is in `file` beside `defs.yaml`, in the form that `consumer_asset` takes. In a project with several of
-    these components, one has `platform: true`: it has the resource `eventsql`, the transfer and housekeeping. The
-    others have `platform: false`; `dg scaffold` sets it. `topics` are further topics: the job `register` creates them,
-    and they are external assets as in `build_definitions`. With `backfills`, ranges can be replayed. `limits`,
+    these components, one has `platform: true`: it has the resource `eventsql`, the transfer and housekeeping, and the
+    sensor `lag` and the job `register` of all. The others have `platform: false`; `dg scaffold` sets it. `topics` are
+    further topics: the job `register` creates them, and they are external assets as in `build_definitions`. With
+    `backfills`, ranges can be replayed. `limits`, `sensor`,
     `max_attempts`, `filter` and `start` are those of `consumer_asset`; `filter: every event` ends a filter.
     """
 
@@ -194,6 +197,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     file: str = FUNCTION_FILE
     function: str = "consume"
     limits: RunLimits = RunLimits()
+    sensor: Literal["partition", "consumer"] | None = None
     max_attempts: int | None = None
     filter: ComponentFilter | Literal["every event"] | None = None
     start: str = "earliest"
@@ -202,6 +206,8 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     backfills: bool = False
     platform: bool = True
 
+    _context: dg.ComponentLoadContext | None = PrivateAttr(default=None)
+
     @field_validator("name", "topic", "consumer", "partitions", "max_attempts", "start")
     @classmethod
     def _is_possible(cls, value: Any, info: ValidationInfo) -> Any:
@@ -209,10 +215,48 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             _CHECKS[str(info.field_name)](value)
         return value
 
+    @classmethod
+    def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
+        component = super().load(attributes, context)
+        component.loaded_by(context)
+        return component
+
+    def loaded_by(self, context: dg.ComponentLoadContext) -> None:
+        """Note the context that finds the component's file."""
+        self._context = context
+
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Raises `ConfigurationError` if the file or its function is missing, or another component has the platform."""
         if self.platform:
             self._has_the_platform_alone(context.defs_module_path)
+        self.loaded_by(context)
+        own = definitions_of([self.consumer_definition], self.checks, backfills=self.backfills)
+        project = context.component_tree.get_all_components(EventSQLConsumerComponent)
+        is_loaded = any(each is self for each in project)
+        if not self.platform and is_loaded and any(each.platform for each in project):
+            # The component with the platform has the lag and the registration of this one.
+            return own
+
+        parts = [self, *(each for each in project if each is not self)] if self.platform else [self]
+        consumers = [each.consumer_definition for each in parts]
+        check_distinct(consumers)
+        return dg.Definitions.merge(
+            own,
+            common_definitions(
+                consumers,
+                [check for each in parts for check in each.checks],
+                topics=[topic.declared for each in parts for topic in each.topics],
+                name=None if self.platform else self.name,
+                platform=self.platform,
+            ),
+        )
+
+    @cached_property
+    def consumer_definition(self) -> ConsumerDefinition:
+        """Raises `ConfigurationError` if the file or its function is missing."""
+        context = self._context
+        if context is None:
+            raise ConfigurationError(f"component {self.name!r} has no context: Dagster has to load it")
         if not (context.path / self.file).is_file():
             raise ConfigurationError(f"file: {context.path / self.file} does not exist")
         module = context.load_defs_relative_python_module(Path(self.file))
@@ -222,7 +266,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
         declared: DeclaredFilter = None
         if self.filter is not None:
             declared = self.filter.event_filter if isinstance(self.filter, ComponentFilter) else EVERY_EVENT
-        definition = consumer_asset(
+        return consumer_asset(
             topic=Topic(self.topic, self.partitions),
             consumer=self.consumer,
             partitioned=self.partitioned,
@@ -231,15 +275,12 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             max_attempts=self.max_attempts,
             filter=declared,
             start=read_place(self.start),
+            sensor=self.sensor,
         )(function)
-        return build_definitions(
-            [definition],
-            topics=[topic.declared for topic in self.topics],
-            backfills=self.backfills,
-            name=None if self.platform else self.name,
-            platform=self.platform,
-            lag=self.lag,
-        )
+
+    @cached_property
+    def checks(self) -> list[ConsumerCheck]:
+        return consumer_checks([self.consumer_definition], self.lag)
 
     def _has_the_platform_alone(self, root: Path) -> None:
         having = with_platform(root)

@@ -39,8 +39,8 @@ CONNECT_SECONDS: Final = 3
 class EventSQLResource(dg.ConfigurableResource[Any]):
     """The events platform on one database, or over several that are its shards.
 
-    The first use of `platform` connects. The end of the run or the tick closes all connections. The transfer schedule
-    transfers events; other runs and ticks never transfer in the background.
+    The first use of `platform` connects. The end of the run or the tick closes all connections. The ticks of the
+    transfer schedule transfer events in the background; other runs and ticks never do.
 
     `dsn` takes the URLs of several shards, with spaces or line ends between them. Then `platform` covers all shards,
     and `shard(name)` covers one. A run consumes on one shard, and `claim.shard` names it.
@@ -124,6 +124,10 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
         if down := ", ".join(str(each.database) for each in shards if each.name is None):
             raise ShardUnavailableError(f"shard {name!r} is none of {known}, and {down} cannot be reached", shard=name)
         raise ShardSetError(f"there is no shard {name!r}: the shards are {known}")
+
+    def separate(self) -> EventSQL:
+        """A platform that outlives the tick. The caller closes it. It never migrates the schema."""
+        return EventSQL(*split_urls(self.dsn), schema=self.db_schema, migrate=False, transfer=False)
 
     def bounded(self, timeout: float) -> EventSQL:
         """A separate platform that limits each statement to `timeout` seconds. The caller closes it.

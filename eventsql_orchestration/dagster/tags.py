@@ -9,34 +9,37 @@ import dagster as dg
 
 from eventsql_orchestration.consuming.claim_pruning import RUN_OWNER
 
+HIDDEN: Final = ".dagster/eventsql_"
+"""The beginning of tags that only this package reads. Dagster's UI hides tags that begin with `.dagster/`."""
+
 TOPIC_TAG: Final = "eventsql/topic"
 CONSUMER_TAG: Final = "eventsql/consumer"
 PARTITION_TAG: Final = "eventsql/partition"
 SHARD_TAG: Final = "eventsql/shard"
 """The shard that a run consumes on, if there are several."""
 
-CLAIM_TAG: Final = "eventsql/claim"
-CLAIMED_AT_TAG: Final = "eventsql/claimed_at"
+CLAIM_TAG: Final = f"{HIDDEN}claim"
+CLAIMED_AT_TAG: Final = f"{HIDDEN}claimed_at"
 """The time of the run's claim, in microseconds since 1970: ids of claims come again in a database that is restored or
 made anew."""
 
-AFTER_TAG: Final = "eventsql/after"
+AFTER_TAG: Final = f"{HIDDEN}after"
 """The offset before the run's claim. It counts the failures of runs from one offset."""
 
-SUCCEEDS_TAG: Final = "eventsql/succeeds"
+SUCCEEDS_TAG: Final = f"{HIDDEN}succeeds"
 """On a run that takes a partition over from a run that drains it; its value is the draining run."""
 
-SHARED_TAG: Final = "eventsql/shared"
+SHARED_TAG: Final = f"{HIDDEN}shared"
 """On runs that several consumers share. A consumer without a claim consumes its waiting events."""
 
 REPLAY_TAG: Final = "eventsql/replay"
 """On a run that replayed a committed range. The run moved no offset."""
 
-REPLAY_BEGUN_TAG: Final = "eventsql/replay_begun"
+REPLAY_BEGUN_TAG: Final = f"{HIDDEN}replay_begun"
 """On a run that has begun a replay; its value is the run and the claim. Dagster copies tags to re-executions of a run,
 so the value must name the run."""
 
-LATE_TAG: Final = "eventsql/late"
+LATE_TAG: Final = f"{HIDDEN}late"
 """On a run that found its claim lost when it tried to take the claim over."""
 
 BACKFILL_TAG: Final = "eventsql/backfill"
@@ -50,9 +53,6 @@ DAGSTER_PARTITION_TAG: Final = "dagster/partition"
 TRANSFER_TAG: Final = "eventsql/transfer"
 """On every run of the transfer."""
 
-MOVING_TAG: Final = "eventsql/moving"
-"""On a run of the transfer once it moves events; its value names the database."""
-
 SPARK_POOL: Final = "eventsql/spark"
 """The Dagster pool of assets that start a Spark session. A run queue limits all their runs by it, wherever they are
 launched."""
@@ -61,7 +61,7 @@ POOL_TAG: Final = "eventsql/pool"
 """On the steps of this package's assets that are in a pool; its value is the pool's name. Dagster limits either
 the runs or the steps of a pool. An executor with several processes limits the steps of one run by their tags."""
 
-HOUSEKEEPING_TAG: Final = "eventsql/housekeeping"
+HOUSEKEEPING_TAG: Final = f"{HIDDEN}housekeeping"
 """The kind of a run, for housekeeping: `consumer`, `internal` or `backfill`."""
 
 HOUSEKEEPING_CONSUMER: Final = "consumer"
@@ -75,7 +75,6 @@ INTERNAL_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL}
 BACKFILL_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL}
 
 PRIORITY_TAG: Final = "dagster/priority"
-MAX_RUNTIME_TAG: Final = "dagster/max_runtime"
 
 FINISHED: Final = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 

@@ -1,138 +1,272 @@
-"""The transfer as a schedule: one run each minute, which moves events until the next run takes over."""
+"""The transfer as a schedule: each tick keeps it going in the code server, so that it needs no run."""
 
+import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import dagster as dg
 
 from eventsql_orchestration import EventSQL, Shard
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.dagster.tags import (
-    INTERNAL_RUN,
-    MAX_RUNTIME_TAG,
-    MOVING_TAG,
-    PRIORITY_TAG,
-    TRANSFER_TAG,
-)
-from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.dagster.shards import on_each, shards_of
+from eventsql_orchestration.dagster.tags import INTERNAL_RUN, PRIORITY_TAG, TRANSFER_TAG
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, SchemaOutdatedError
+from eventsql_orchestration.publishing.transfer import OnMoved, Transfer
+from eventsql_orchestration.threads import start_thread
 
 STOP_TIMEOUT: Final = 10.0
-"""Seconds that a stopped loop has to finish its move. After that, the end of the process rolls its transaction back."""
+"""Seconds that a stopped transfer has to finish its move. After that, the end of the process rolls its transaction
+back."""
+
+HOLD_SECONDS: Final = 150.0
+"""Seconds after a tick for which the code server goes on moving events: two ticks in a row may be late or fail."""
+
+TICK_SECONDS: Final = 2.0
+"""Seconds for which a tick moves events of a shard itself."""
+
+ALL_SHARDS_SECONDS: Final = 20.0
+"""The same for all shards together. Dagster gives a tick 60 s."""
+
+JOB_SECONDS: Final = 60.0
+"""Seconds for which a run of the job moves events, by default: until the next tick of the schedule."""
+
+logger = logging.getLogger(__name__)
 
 
 def build_transfer_schedule(
     *,
     name: str = "transfer",
     polling_delay: float = 0.2,
-    limit_seconds: float = 300.0,
+    limit_seconds: float = JOB_SECONDS,
     look_around: float = 1.0,
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
 ) -> dg.ScheduleDefinition:
-    """The transfer, as a schedule of one minute with its job.
+    """The transfer, as a schedule of one minute. It requests no runs.
 
-    A run moves the events in the buffer and looks again after `polling_delay` seconds. It ends when a newer run of the
-    job moves events of the same database, or after `limit_seconds`. Every `look_around` seconds it looks for a newer
-    run. Runs may overlap; a missed tick only costs delay. A run moves events of all shards at once. Events of a shard
-    that is down move when it is back.
+    A tick moves the events in the buffer, for a few seconds at most. Then the code server goes on moving events in the
+    background, each within `polling_delay` seconds, until no tick has come for some minutes. The next tick skips, and
+    its reason has the numbers of events that were moved since. A tick fails if the events of a topic cannot be moved,
+    or if no database can be reached. Every `look_around` seconds, the background finishes publications over several
+    shards, and starts consumers on added shards. The transfers of several processes share the topics.
+
+    The job of the same name is for people: a run moves events for `limit_seconds` seconds.
     """
 
     @dg.op(name="move_events", description="Moves events from the buffer to their topics' logs.")
     def move_events(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
-        moved = transfer_until_relieved(
-            context, eventsql.platform, polling_delay=polling_delay, limit_seconds=limit_seconds,
-            look_around=look_around,
-        )  # fmt: skip
+        moved = move_for(context.log, eventsql.platform, limit_seconds, polling_delay, look_around)
         context.add_output_metadata({"events": sum(moved.values()), **{f"events of {t}": n for t, n in moved.items()}})
 
     @dg.job(
         name=name,
-        description="Moves events from the buffer to their topics' logs until the next run of this job takes over.",
+        description=f"Moves events from the buffer to their topics' logs, for {limit_seconds:g} seconds.",
         executor_def=dg.in_process_executor,
-        tags={
-            TRANSFER_TAG: name,
-            **INTERNAL_RUN,
-            # A full queue of consumer runs must not delay the events that the consumers wait for.
-            PRIORITY_TAG: "10",
-            MAX_RUNTIME_TAG: str(round(limit_seconds + 60)),
-        },
+        # A full queue of consumer runs must not delay the events that the consumers wait for.
+        tags={TRANSFER_TAG: name, **INTERNAL_RUN, PRIORITY_TAG: "10"},
     )
     def transfer() -> None:
         move_events()
 
-    return dg.ScheduleDefinition(
+    @dg.schedule(
         name=name,
         job=transfer,
         cron_schedule="* * * * *",
         default_status=default_status,
-        description="Starts the next run of the transfer every minute.",
+        description="Moves events from the buffer to their topics' logs, in the code server. It needs no runs.",
         tags=INTERNAL_RUN,
     )
+    def keep_moving(context: dg.ScheduleEvaluationContext, eventsql: EventSQLResource) -> dg.SkipReason:
+        background = BACKGROUND.keep(eventsql, polling_delay, look_around)
+        with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
+            return dg.SkipReason(tick(platform, background, context.log))
+
+    return keep_moving
 
 
-def database_label(platform: EventSQL) -> str:
-    """The databases and the schema of the events that a run moves, without a password."""
-    databases = sorted(str(shard.database) for shard in platform.shards)
-    return f"{', '.join(databases)} {platform.shards[0].database.schema}"
+def tick(platform: EventSQL, background: "BackgroundTransfer", log: logging.Logger) -> str:
+    """Move the events in the buffer, and say what was moved since the last tick.
+
+    Raises the error of a topic whose events cannot be moved, or of a shard with a fault, after the other topics and
+    shards had their turn. Raises `DatabaseUnavailableError` if no shard can be reached.
+    """
+    try:
+        shards = shards_of(platform)
+        done = on_each(shards, partial(_moved_now, seconds=min(TICK_SECONDS, ALL_SHARDS_SECONDS / len(shards))))
+    except SchemaOutdatedError as error:
+        return error.message
+    for shard, fault in done.left_out.items():
+        log.warning("shard %s: %s", shard, fault)
+    faults = [fault for fault in done.left_out.values() if not isinstance(fault, DatabaseUnavailableError)]
+    if faults or not done.of:
+        raise (faults or list(done.left_out.values()))[0]
+
+    moved = background.take()
+    for counts in done.of.values():
+        moved.update(counts)
+    return "; ".join([_said(moved), *(f"shard {shard} is down" for shard in done.left_out)])
 
 
-def transfer_until_relieved(
-    context: dg.OpExecutionContext,
-    platform: EventSQL,
-    *,
-    polling_delay: float,
-    limit_seconds: float,
-    look_around: float,
+def _moved_now(shard: Shard, seconds: float) -> dict[str, int]:
+    transfer = Transfer(shard.database, announce=shard.announce)
+    try:
+        return transfer.run_once(deadline=time.monotonic() + seconds)
+    finally:
+        transfer.close()
+
+
+def _said(moved: Mapping[str, int]) -> str:
+    if not moved:
+        return "no events were in the buffer since the last tick"
+    topics = ", ".join(f"{count:,} of {topic}" for topic, count in sorted(moved.items(), key=lambda each: -each[1]))
+    return f"moved {sum(moved.values()):,} events since the last tick: {topics}"
+
+
+class BackgroundTransfer:
+    """The transfer of a platform in the background of this process, until it is not prolonged any more."""
+
+    def __init__(self, eventsql: EventSQLResource, polling_delay: float, look_around: float) -> None:
+        self._platform = eventsql.separate()
+        self._polling_delay = polling_delay
+        self._look_around = look_around
+        self._lock = threading.Lock()
+        self._moved: Counter[str] = Counter()
+        self._until = 0.0
+        self._ended = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def prolong(self, seconds: float) -> bool:
+        """Go on for `seconds` seconds from now. False if the transfer has ended: begin another one."""
+        with self._lock:
+            if self.ended:
+                return False
+            self._until = time.monotonic() + seconds
+            if self._thread is None:
+                self._thread = start_thread("transfer-background", self._run)
+            return True
+
+    def take(self) -> Counter[str]:
+        """The number of events by topic that were moved since the last call."""
+        with self._lock:
+            taken, self._moved = self._moved, Counter()
+        return taken
+
+    def end(self) -> None:
+        """End the transfer, and wait until it has finished its move."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT * 2)
+
+    def _run(self) -> None:
+        try:
+            with self._platform as platform:
+                moving = _Moving(shards_of(platform), self._polling_delay, self._count)
+                try:
+                    moving.begin()
+                    while not self._over() and not moving.ended.is_set():
+                        _let_consumers_go(logger, platform)
+                        self._stop.wait(self._look_around)
+                finally:
+                    moving.end()
+        except EventSQLError as error:
+            # The next tick finds the same error, and says so.
+            logger.warning("the transfer in the background ends: %s", error)
+        finally:
+            with self._lock:
+                self._ended.set()
+
+    def _over(self) -> bool:
+        with self._lock:
+            if self._stop.is_set() or time.monotonic() >= self._until:
+                # From here on, a tick begins another transfer.
+                self._ended.set()
+            return self.ended
+
+    def _count(self, moved: Mapping[str, int]) -> None:
+        with self._lock:
+            self._moved.update(moved)
+
+
+class _Background:
+    """The transfers in the background of this process: one for each platform."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[tuple[str, str], BackgroundTransfer] = {}
+
+    def keep(
+        self, eventsql: EventSQLResource, polling_delay: float, look_around: float, *, seconds: float = HOLD_SECONDS
+    ) -> BackgroundTransfer:
+        """Let the transfer of a platform go on for `seconds` seconds. Begins it if it is not under way."""
+        key = (eventsql.dsn, eventsql.db_schema)
+        with self._lock:
+            current = self._of.get(key)
+            if current is None or not current.prolong(seconds):
+                current = self._of[key] = BackgroundTransfer(eventsql, polling_delay, look_around)
+                current.prolong(seconds)
+            return current
+
+    def end(self) -> None:
+        """End all of them, and wait until they have finished their moves."""
+        with self._lock:
+            ending, self._of = list(self._of.values()), {}
+        for each in ending:
+            each.end()
+
+
+BACKGROUND: Final = _Background()
+
+
+def move_for(
+    log: logging.Logger, platform: EventSQL, seconds: float, polling_delay: float, look_around: float
 ) -> dict[str, int]:
-    """Transfer until a newer run of the job transfers. Returns the number of moved events per topic.
+    """Move events for some seconds. Returns the number of moved events per topic.
 
     Ends at once when the run is terminated. Raises the errors of the transfer, except `DatabaseUnavailableError`: then
     it waits for the database. If one of several shards fails, the others go on for the full time, and the error is
     raised at the end.
     """
-    moving = _Moving(shards_of(platform), polling_delay)
+    moved: Counter[str] = Counter()
+    moving = _Moving(shards_of(platform), polling_delay, moved.update)
     moving.check()
-    # The database answers and the tables exist: from here on, this run replaces the run before it.
-    label = database_label(platform)
-    context.instance.add_run_tags(context.run.run_id, {MOVING_TAG: label})
-    deadline = time.monotonic() + limit_seconds
-    reason = f"its limit of {limit_seconds:g} s"
+    deadline = time.monotonic() + seconds
     moving.begin()
     try:
-        while not moving.ended.wait(min(look_around, max(0.0, deadline - time.monotonic()))):
-            _let_consumers_go(context, platform)
-            if (newer := _newer_run(context, label)) is not None:
-                reason = f"run {newer}, which has taken over"
-                break
-            if time.monotonic() >= deadline:
-                break
+        while (left := deadline - time.monotonic()) > 0 and not moving.ended.wait(min(look_around, left)):
+            _let_consumers_go(log, platform)
     finally:
         moving.end()
     if moving.faults:
         raise moving.faults[0]
-    moved = dict(moving.moved)
-    context.log.info("moved %d events (%s); ended by %s", sum(moved.values()), moved or "no topic", reason)
-    return moved
+    log.info("%s", _said(moved))
+    return dict(moved)
 
 
 class _Moving:
     """The transfer of each shard, or of the only database, each in its own thread."""
 
-    def __init__(self, shards: Sequence[Shard], polling_delay: float) -> None:
+    def __init__(self, shards: Sequence[Shard], polling_delay: float, on_moved: OnMoved) -> None:
         # With the platform's own transfer, the teardown would wait for a loop that does not end.
         self._transfers = [Transfer(shard.database, announce=shard.announce) for shard in shards]
         self._threads = [
-            threading.Thread(target=self._loop, args=(each, polling_delay), name="eventsql-transfer-run", daemon=True)
+            threading.Thread(
+                target=self._loop, args=(each, polling_delay), name="eventsql-transfer-moving", daemon=True
+            )
             for each in self._transfers
         ]
         self._stop = threading.Event()
         self._counting = threading.Lock()
         self._left = len(self._threads)
-        self.moved: Counter[str] = Counter()
+        self._on_moved = on_moved
         self.faults: list[BaseException] = []
         """The fault of a shard, or the error that ended its thread. The others go on."""
         self.ended = threading.Event()
@@ -174,10 +308,10 @@ class _Moving:
 
     def _count(self, moved: dict[str, int]) -> None:
         with self._counting:
-            self.moved.update(moved)
+            self._on_moved(moved)
 
 
-def _let_consumers_go(context: dg.OpExecutionContext, platform: EventSQL) -> None:
+def _let_consumers_go(log: logging.Logger, platform: EventSQL) -> None:
     """Let consumers start on an added shard once they have come far enough on the others.
 
     Also finish publications over several shards that are on some of the shards only.
@@ -186,17 +320,6 @@ def _let_consumers_go(context: dg.OpExecutionContext, platform: EventSQL) -> Non
         platform.unfinished()
         platform.held_back()
     except EventSQLError as error:
-        context.log.info(
+        log.info(
             "could not finish publications, or start consumers on an added shard; trying again in a moment: %s", error
         )
-
-
-def _newer_run(context: dg.OpExecutionContext, label: str) -> str | None:
-    """A newer run of this job that moves events of the same database."""
-    runs = context.instance.get_run_records(
-        dg.RunsFilter(job_name=context.job_name, tags={MOVING_TAG: label}, statuses=[dg.DagsterRunStatus.STARTED]),
-        limit=1,
-    )
-    mine = context.run.run_id
-    # The newest run comes first.
-    return runs[0].dagster_run.run_id if runs and runs[0].dagster_run.run_id != mine else None

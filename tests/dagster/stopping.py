@@ -62,7 +62,7 @@ def main() -> None:
     create_run = dg.DagsterInstance.create_run
 
     def create(instance: dg.DagsterInstance, **options: Any) -> dg.DagsterRun:
-        of_a_claim = "eventsql/claim" in (options.get("tags") or {})
+        of_a_claim = ".dagster/eventsql_claim" in (options.get("tags") or {})
         if of_a_claim:
             stop_at(AFTER_THE_TICK_IS_STORED)
         run = create_run(instance, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -260,9 +261,10 @@ def test_dg_scaffolds_consumers_and_lists_their_definitions(project: Path) -> No
     dg_command("scaffold", "defs", component, "my-mailer", "--topic", "rides", "--partitions", "3")
     second = yaml.safe_load((folder.with_name("my-mailer") / "defs.yaml").read_text())["attributes"]
     assert (second["name"], second["platform"]) == ("my_mailer", False)
-    listed = dg_command("list", "defs", "--json")
-    assert "consume_billing_2" in listed
-    assert "consume_my_mailer_2" in listed
+    listed = json.loads(dg_command("list", "defs", "--json"))
+    consuming = sorted(f"consume_{name}_{number}" for name in ("billing", "my_mailer") for number in range(3))
+    assert sorted(each["name"] for each in listed["sensors"]) == [*consuming, "lag"]
+    assert [each["name"] for each in listed["jobs"] if "register" in each["name"]] == ["register"]
 
 
 def build(**attributes: object) -> dg.Definitions:
@@ -280,9 +282,26 @@ def build(**attributes: object) -> dg.Definitions:
             return definitions
 
 
+def build_all(*components: dict[str, object]) -> dg.Definitions:
+    """The definitions of a project with these components."""
+    with create_defs_folder_sandbox() as sandbox:
+        for attributes in components:
+            sandbox.scaffold_component(
+                component_cls=EventSQLConsumerComponent,
+                defs_path=str(attributes["name"]),
+                scaffold_params={"topic": "rides"},
+                defs_yaml_contents={
+                    "type": "eventsql_orchestration.dagster.EventSQLConsumerComponent",
+                    "attributes": {"topic": "rides", "consumer": attributes["name"], **attributes},
+                },
+            )
+        with sandbox.build_all_defs() as definitions:
+            return definitions
+
+
 def deprecated(test: Callable[..., None]) -> Callable[..., None]:
     """Let Dagster read a file in its own way."""
-    for warning in ("`parse_obj_as` is deprecated", ".* is currently in beta"):
+    for warning in ("`parse_obj_as` is deprecated", ".* is currently in beta", ".* is currently in preview"):
         test = pytest.mark.filterwarnings(f"ignore:{warning}")(test)
     return test
 
@@ -290,6 +309,41 @@ def deprecated(test: Callable[..., None]) -> Callable[..., None]:
 @deprecated
 def test_a_defs_yaml_is_a_consumer() -> None:
     assert build().resolve_job_def("consume_billing").name == "consume_billing"
+
+
+@deprecated
+def test_a_project_has_one_lag_sensor_and_one_registration(
+    bench: Workbench, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    definitions = build_all(
+        {"name": "billing", "platform": False, "lag": None},
+        {"name": "mailing", "topics": [{"name": "more"}]},
+        {"name": "printing", "platform": False, "topic": "fares"},
+    )
+    repository = definitions.get_repository_def()
+    consuming = {f"consume_{name}" for name in ("billing", "mailing", "printing")}
+    assert {sensor.name for sensor in repository.sensor_defs} == {*consuming, "lag"}
+    assert {name for name in repository.job_names if "register" in name} == {"register"}
+    topics = {key.path[-1] for key in repository.asset_graph.get_all_asset_keys() if key.path[0] == "topic"}
+    assert topics == {"rides", "rides_dlt", "fares", "fares_dlt", "more"}
+    checks = {(key.asset_key.path[-1], key.name) for key in repository.asset_graph.asset_check_keys}
+    assert {name for name, check in checks if check == "lag"} == {"mailing", "printing"}
+
+    assert definitions.resolve_job_def("register").execute_in_process(instance=bench.instance).success
+    registered = {(each.topic, each.name) for each in bench.platform.registry.consumers()}
+    assert registered == {("rides", "billing"), ("rides", "mailing"), ("fares", "printing")}
+    # The sensor knows the checks of all.
+    assert bench.tick(repository.get_sensor_def("lag"), eventsql=bench.eventsql) == "no consumer is behind"
+
+
+@deprecated
+def test_a_component_in_a_project_whose_platform_is_elsewhere_has_its_own_lag_and_registration() -> None:
+    platform = dg.Definitions(resources={"eventsql": EventSQLResource(dsn="postgresql://nowhere")})
+    component = build_all({"name": "billing", "platform": False})
+    repository = dg.Definitions.merge(platform, component).get_repository_def()
+    assert "lag_billing" in {sensor.name for sensor in repository.sensor_defs}
+    assert "register_billing" in repository.job_names
 
 
 @deprecated

@@ -149,7 +149,7 @@ def test_the_range_of_a_dead_run_is_claimed_again_and_a_queued_one_keeps_its_own
     bench.requested(wide, dead, dg.DagsterRunStatus.FAILURE)
     bench.requested(wide, queued, dg.DagsterRunStatus.NOT_STARTED)
     run_id = bench.requested(wide, running, dg.DagsterRunStatus.STARTED)
-    bench.platform.claims.adopt(int(running.tags["eventsql/claim"]), owner=f"run {run_id}")
+    bench.platform.claims.adopt(int(running.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
 
     tick = evaluate(bench)
     assert partitions_of(tick) == [1]

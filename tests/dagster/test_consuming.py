@@ -70,7 +70,7 @@ def test_a_run_consumes_exactly_the_claimed_range(bench: Workbench, metadata: Me
         "claims": 1,
         "ranges": [
             {
-                "claim": int(requested.tags["eventsql/claim"]),
+                "claim": int(requested.tags[".dagster/eventsql_claim"]),
                 "partition": -1,
                 "after": 0,
                 "upto": ids[29],

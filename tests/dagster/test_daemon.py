@@ -136,7 +136,8 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
     (killed,) = [run for run in runs if run.run_id == worker.run]
     assert killed.status is dg.DagsterRunStatus.FAILURE, "it was reported as dead"
     assert {run.tags["dagster/run_key"] for run in runs} == {
-        f"eventsql-claim-{run.tags['eventsql/claim']}-{run.tags['eventsql/claimed_at']}-shard-1" for run in runs
+        f"eventsql-claim-{run.tags['.dagster/eventsql_claim']}-{run.tags['.dagster/eventsql_claimed_at']}-shard-1"
+        for run in runs
     }
     assert all(run.tags["eventsql/topic"] == "orders" for run in runs)
 

@@ -135,7 +135,7 @@ def test_a_tick_takes_nothing_from_a_run_that_drains(bench: Workbench) -> None:
     bench.publish("long", 3)
     (request,) = requests_of(bench.tick(long.sensors[0]))
     run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
-    claim = bench.platform.claims.adopt(int(request.tags["eventsql/claim"]), owner=f"run {run_id}")
+    claim = bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     with bench.platform.database.transaction() as connection:
         bench.platform.claims.commit(connection, claim)
     bench.publish("long", 3)
@@ -157,7 +157,7 @@ def test_a_successor_that_starts_is_waited_for_and_one_that_ended_is_not(bench: 
 
     bench.instance.report_run_failed(successor)
     (request,) = requests_of(bench.tick(long.sensors[0]))
-    assert "eventsql/claim" in request.tags
+    assert ".dagster/eventsql_claim" in request.tags
 
 
 def test_a_run_that_died_between_two_ranges_is_not_waited_for_until_its_window_ends(
@@ -166,7 +166,7 @@ def test_a_run_that_died_between_two_ranges_is_not_waited_for_until_its_window_e
     bench.publish("long", 3)
     (request,) = requests_of(bench.tick(long.sensors[0]))
     run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
-    claim = bench.platform.claims.adopt(int(request.tags["eventsql/claim"]), owner=f"run {run_id}")
+    claim = bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     with bench.platform.database.transaction() as connection:
         bench.platform.claims.commit(connection, claim)
     bench.publish("long", 3)
@@ -175,7 +175,7 @@ def test_a_run_that_died_between_two_ranges_is_not_waited_for_until_its_window_e
     with bench.platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
     (request,) = requests_of(bench.tick(long.sensors[0]))
-    assert "eventsql/claim" in request.tags
+    assert ".dagster/eventsql_claim" in request.tags
 
 
 def test_a_run_goes_on_after_its_window_until_a_successor_that_was_launched_has_claimed(bench: Workbench) -> None:

@@ -71,7 +71,7 @@ def finish(bench: Workbench, reached: int) -> dg.RunRequest:
     answer = bench.tick(location.slow.sensors[0])
     assert isinstance(answer, list), answer
     request: dg.RunRequest = answer[0]
-    assert request.tags["eventsql/after"] == str(reached)
+    assert request.tags[".dagster/eventsql_after"] == str(reached)
     assert bench.run(location.slow, request).success
     return request
 

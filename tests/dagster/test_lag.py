@@ -156,7 +156,7 @@ def test_a_blocked_a_paused_and_a_leased_partition_say_so(bench: Workbench) -> N
     bench.platform.registry.resume("rides", "eager")
 
     (request,) = bench.tick(eager.sensors[0])
-    claim = int(request.tags["eventsql/claim"])
+    claim = int(request.tags[".dagster/eventsql_claim"])
     assert cause(observe(bench), "eager") == "leased: by sensor consume_eager"
     bench.platform.claims.adopt(claim, owner="run 0123-abc", lease=60.0)
     leased = observed(observe(bench))["eager"]

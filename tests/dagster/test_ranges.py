@@ -112,7 +112,7 @@ def test_a_function_that_does_not_commit_fails_its_run_and_the_range_stays(bench
     assert bench.offset(definition) == 0
     assert "is retried in" in bench.tick(definition.sensors[0])
     bench.end_pause(definition)
-    assert request(bench, definition).tags["eventsql/after"] == "0"
+    assert request(bench, definition).tags[".dagster/eventsql_after"] == "0"
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
 
 

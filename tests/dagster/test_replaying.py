@@ -116,7 +116,7 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves
     assert entry.asset_materialization.metadata["replayed"].value is True
 
     # The live consumer goes on where it was.
-    assert request(reexecuting, slow).tags["eventsql/after"] == str(ids[-1])
+    assert request(reexecuting, slow).tags[".dagster/eventsql_after"] == str(ids[-1])
     assert later[0] > ids[-1]
 
 
@@ -154,7 +154,7 @@ def test_a_run_that_failed_before_its_commit_and_is_executed_again_consumes_its_
     ids = reexecuting.publish("orders", 5)
     requested = request(reexecuting, slow)
     dead = reexecuting.requested(slow, requested, dg.DagsterRunStatus.FAILURE)
-    reexecuting.platform.claims.adopt(int(requested.tags["eventsql/claim"]), owner=f"run {dead}")
+    reexecuting.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {dead}")
 
     _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=dead))
     assert succeeded
@@ -424,7 +424,7 @@ def test_a_run_that_was_deleted_while_it_runs_keeps_its_range(bench: Workbench) 
     bench.publish("rides", 5)
     requested = request(bench, definition)
     run_id = bench.requested(definition, requested, dg.DagsterRunStatus.STARTED)
-    bench.platform.claims.adopt(int(requested.tags["eventsql/claim"]), owner=f"run {run_id}")
+    bench.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     bench.instance.delete_run(run_id)
     assert bench.tick(definition.sensors[0]).startswith(f"run {run_id} leases the partition")
 
@@ -437,7 +437,7 @@ def test_a_sensor_that_was_renamed_waits_for_the_run_that_the_old_one_requested(
     ids = bench.publish("rides", 5)
     requested = request(bench, old)
     bench.requested(old, requested, dg.DagsterRunStatus.NOT_STARTED)
-    assert f"of claim {requested.tags['eventsql/claim']} is not started" in bench.tick(new.sensors[0])
+    assert f"of claim {requested.tags['.dagster/eventsql_claim']} is not started" in bench.tick(new.sensors[0])
 
     assert bench.run(old, requested).success
     more = bench.publish("rides", 5)
@@ -474,7 +474,7 @@ def test_run_keys_differ_by_partition_and_by_try_where_offsets_do_not(bench: Wor
     for _ in range(2):
         for sensor in partitioned.sensors:
             (requested,) = bench.tick(sensor)
-            assert requested.tags["eventsql/after"] == "0"
+            assert requested.tags[".dagster/eventsql_after"] == "0"
             keys.append(requested.run_key)
         bench.end_lease(partitioned)
     assert len(set(keys)) == 4
@@ -486,14 +486,14 @@ def test_a_run_that_dies_unseen_is_reported_as_failed_once_its_partition_is_clai
     bench.publish("rides", 5)
     requested = request(bench, definition)
     run_id = bench.requested(definition, requested, dg.DagsterRunStatus.STARTED)
-    claim: Claim = bench.platform.claims.adopt(int(requested.tags["eventsql/claim"]), owner=f"run {run_id}")
+    claim: Claim = bench.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     assert isinstance(bench.tick(definition.sensors[0]), str)
     run = bench.instance.get_run_by_id(run_id)
     assert run is not None
     assert run.status is dg.DagsterRunStatus.STARTED, "its lease goes on"
 
     bench.end_lease(definition)
-    assert request(bench, definition).tags["eventsql/after"] == str(claim.position)
+    assert request(bench, definition).tags[".dagster/eventsql_after"] == str(claim.position)
     run = bench.instance.get_run_by_id(run_id)
     assert run is not None
     assert run.status is dg.DagsterRunStatus.FAILURE

@@ -65,7 +65,7 @@ def test_the_first_claim_of_a_new_schema_gets_a_run_of_its_own(
 ) -> None:
     ids = anew.publish("rides", 5)
     first = request_of(anew.tick(definition.sensors[0]))
-    assert first.tags["eventsql/claim"] == before.tags["eventsql/claim"]
+    assert first.tags[".dagster/eventsql_claim"] == before.tags[".dagster/eventsql_claim"]
     assert first.run_key != before.run_key, "Dagster takes no key twice"
 
     # The run of the old claim has ended, and says nothing of the new one.
@@ -90,7 +90,7 @@ def test_a_run_that_was_requested_before_takes_no_claim_of_the_new_schema(
 def test_a_run_of_before_replays_no_range_of_the_new_schema(before: dg.RunRequest, anew: Workbench) -> None:
     ids = anew.publish("rides", 5)
     assert anew.run(eager, request_of(anew.tick(eager.sensors[0]))).success
-    config = {"ops": {"eager": {"config": {"claim": int(before.tags["eventsql/claim"]), "replay": True}}}}
+    config = {"ops": {"eager": {"config": {"claim": int(before.tags[".dagster/eventsql_claim"]), "replay": True}}}}
     result = anew.job(eager).execute_in_process(
         instance=anew.instance, run_config=config, tags=dict(before.tags), raise_on_error=False
     )

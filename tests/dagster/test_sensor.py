@@ -62,12 +62,12 @@ def test_a_tick_claims_a_range_and_requests_one_run_for_it(bench: Workbench) -> 
     claim = bench.platform.claims.live("rides", "eager")
     assert claim is not None
     assert (claim.range.after, claim.range.upto, claim.events) == (0, ids[49], 50)
-    assert request.run_key == f"eventsql-claim-{claim.id}-{request.tags['eventsql/claimed_at']}"
+    assert request.run_key == f"eventsql-claim-{claim.id}-{request.tags['.dagster/eventsql_claimed_at']}"
     assert request.run_config == {"ops": {"eager": {"config": {"claim": claim.id}}}}
     assert request.tags["eventsql/topic"] == "rides"
     assert request.tags["eventsql/consumer"] == "eager"
     assert request.tags["eventsql/partition"] == "-1"
-    assert request.tags["eventsql/claim"] == str(claim.id)
+    assert request.tags[".dagster/eventsql_claim"] == str(claim.id)
 
 
 def test_each_partition_has_a_sensor_that_claims_its_own_events(bench: Workbench) -> None:
@@ -134,7 +134,7 @@ def test_a_run_that_waits_keeps_its_claim_beyond_the_lease(bench: Workbench, sta
     run_id = bench.requested(eager, request, status)
     bench.end_lease(eager)
 
-    assert bench.tick(eager.sensors[0]) == f"run {run_id} of claim {request.tags['eventsql/claim']} is " + (
+    assert bench.tick(eager.sensors[0]) == f"run {run_id} of claim {request.tags['.dagster/eventsql_claim']} is " + (
         status.value.lower().replace("_", " ")
     )
     assert bench.claims() == [(0, ids[-1], "claimed")]
@@ -184,7 +184,7 @@ def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:
     bench.publish("rides", 5)
     request = request_of(bench.tick(eager.sensors[0]))
     run_id = bench.requested(eager, request, dg.DagsterRunStatus.STARTED)
-    claim_id = int(request.tags["eventsql/claim"])
+    claim_id = int(request.tags[".dagster/eventsql_claim"])
     bench.platform.claims.adopt(claim_id, owner=f"run {run_id}", lease=60.0)
 
     assert bench.tick(eager.sensors[0]).startswith(f"run {run_id} leases the partition for")
@@ -201,7 +201,7 @@ def test_the_claim_of_a_dead_run_is_released_and_the_range_claimed_from_the_same
     ids = bench.publish("rides", 5)
     dead = request_of(bench.tick(eager.sensors[0]))
     run_id = bench.requested(eager, dead, status)
-    bench.platform.claims.adopt(int(dead.tags["eventsql/claim"]), owner=f"run {run_id}")
+    bench.platform.claims.adopt(int(dead.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     bench.publish("rides", 3)
 
     request = request_of(bench.tick(eager.sensors[0]))
@@ -221,7 +221,7 @@ def test_a_claim_made_while_draining_is_found_by_its_owner(bench: Workbench) -> 
     assert isinstance(drained, Claim)
 
     again = request_of(bench.tick(eager.sensors[0]))
-    assert again.tags["eventsql/after"] == str(drained.range.after)
+    assert again.tags[".dagster/eventsql_after"] == str(drained.range.after)
 
 
 def test_runs_that_fail_from_the_same_offset_again_and_again_are_requested_less_often(bench: Workbench) -> None:

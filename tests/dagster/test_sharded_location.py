@@ -291,7 +291,7 @@ def test_what_runs_of_two_shards_publish_with_claims_of_one_number_is_published_
     for number, bench in enumerate(shards.values(), start=1):
         bench.publish("orders", number)
     requests = shards[ONE].tick(counter.sensors[0])
-    assert {request.tags["eventsql/claim"] for request in requests} == {"1"}
+    assert {request.tags[".dagster/eventsql_claim"] for request in requests} == {"1"}
     for request in [*requests, *requests]:
         assert shards[ONE].run(counter, request).success
     platform.transfer.run_once()

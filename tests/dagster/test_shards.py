@@ -146,7 +146,9 @@ def test_a_tick_claims_on_each_shard_and_each_run_consumes_on_its_own(
     ids = {name: bench.publish("orders", 3 + n, partition=1) for n, (name, bench) in enumerate(shards.items())}
     one, other = tick(shards[ONE], ledger.sensors[1])
     assert shards_of([one, other]) == [(ONE, 1), (OTHER, 1)]
-    assert one.tags["eventsql/claim"] == other.tags["eventsql/claim"], "each shard counts its own claims"
+    assert one.tags[".dagster/eventsql_claim"] == other.tags[".dagster/eventsql_claim"], (
+        "each shard counts its own claims"
+    )
     assert one.run_key != other.run_key
     assert one.run_config["ops"]["ledger"]["config"] == {"claim": 1, "shard": ONE}
 
@@ -331,7 +333,7 @@ def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
     run = bench.instance.create_run_for_job(
         job, run_config=one.run_config, tags=dict(one.tags), status=dg.DagsterRunStatus.STARTED
     )
-    shards[ONE].platform.claims.adopt(int(one.tags["eventsql/claim"]), owner=f"run {run.run_id}")
+    shards[ONE].platform.claims.adopt(int(one.tags[".dagster/eventsql_claim"]), owner=f"run {run.run_id}")
     for each in shards.values():
         each.publish("orders", 1, partition=0)
     assert shards_of(tick(bench, both[0].sensors[0])) == [(OTHER, 0)]

@@ -1,4 +1,4 @@
-"""The transfer as a schedule: hand-over between runs, limits, and an end when it is told to."""
+"""The transfer as a schedule: ticks that move events and keep the transfer going, without runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +16,11 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLResource, build_transfer_schedule, transfer
-from eventsql_orchestration.dagster.tags import MOVING_TAG
-from tests.dagster.conftest import await_
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
+from tests.dagster.conftest import Workbench, await_
+from tests.dagster.test_shards import NOWHERE, ONE
 
 ROOT = Path(__file__).parents[2]
-
-
-LIMIT = 120.0
-"""Seconds after which a run ends by itself: none does while its test goes on."""
-
-
-def job(dsn: str, *, limit_seconds: float = LIMIT, schema: str = "eventsql") -> dg.JobDefinition:
-    schedule = build_transfer_schedule(limit_seconds=limit_seconds, polling_delay=0.05, look_around=0.05)
-    resource = EventSQLResource(dsn=dsn, db_schema=schema)
-    return dg.Definitions(schedules=[schedule], resources={"eventsql": resource}).resolve_job_def("transfer")
-
-
-def run(instance: dg.DagsterInstance, dsn: str, **options: Any) -> dg.ExecuteInProcessResult:
-    return job(dsn, **options).execute_in_process(instance=instance, raise_on_error=False)
-
-
-def relieve(instance: dg.DagsterInstance, dsn: str, run_id: str) -> None:
-    """End a run as a newer one does that moves events of the same database."""
-    relieved = instance.get_run_by_id(run_id)
-    assert relieved is not None
-    instance.create_run_for_job(
-        job(dsn), status=dg.DagsterRunStatus.STARTED, tags={MOVING_TAG: relieved.tags[MOVING_TAG]}
-    )
-
-
-@pytest.fixture(autouse=True)
-def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each run has begun to look for a newer run."""
-    counted: Counter[str] = Counter()
-    look = transfer._newer_run
-
-    def counting(context: dg.OpExecutionContext, label: str) -> str | None:
-        counted[context.run.run_id] += 1
-        return look(context, label)
-
-    monkeypatch.setattr(transfer, "_newer_run", counting)
-    return counted
-
-
-def await_look(looks: Counter[str], run_id: str) -> None:
-    """Wait for a whole look that begins from now on."""
-    before = looks[run_id]
-    await_(lambda: looks[run_id] >= before + 2, "a look for a newer run")
-
-
-def moving(instance: dg.DagsterInstance) -> list[str]:
-    """The runs that move events, the newest first."""
-    return [
-        run.run_id
-        for run in instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED]))
-        if MOVING_TAG in run.tags
-    ]
-
-
-def moved(result: dg.ExecuteInProcessResult) -> dict[str, int]:
-    (output,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_OUTPUT]
-    return {name: int(str(value.value)) for name, value in output.step_output_data.metadata.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -86,101 +28,176 @@ def topics(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("rides")).register_topic(Topic("orders"))
 
 
-def test_the_schedule_starts_a_run_every_minute() -> None:
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    transfer.BACKGROUND.end()
+
+
+def tick(instance: dg.DagsterInstance, dsn: str, **options: Any) -> str:
+    """Evaluate the schedule as the daemon does; gives the reason why there is no run."""
+    schedule = build_transfer_schedule(polling_delay=0.05, look_around=0.05, **options)
+    resources = {"eventsql": EventSQLResource(dsn=dsn)}
+    with dg.build_schedule_context(instance=instance, resources=resources) as context:
+        evaluated = schedule.evaluate_tick(context)
+    assert not evaluated.run_requests
+    assert evaluated.skip_message is not None
+    return evaluated.skip_message
+
+
+def publish(platform: EventSQL, topic: str, count: int) -> None:
+    """Publish in a transaction, so into the buffer and not straight into the log."""
+    with platform.database.transaction() as connection:
+        publications = (Publication(topic, b"%d" % number) for number in range(count))
+        platform.publisher.publish_all(publications, connection=connection)
+
+
+def run(instance: dg.DagsterInstance, dsn: str, *, limit_seconds: float) -> dg.ExecuteInProcessResult:
+    schedule = build_transfer_schedule(limit_seconds=limit_seconds, polling_delay=0.05, look_around=0.05)
+    resource = EventSQLResource(dsn=dsn)
+    job = dg.Definitions(schedules=[schedule], resources={"eventsql": resource}).resolve_job_def("transfer")
+    return job.execute_in_process(instance=instance, raise_on_error=False)
+
+
+def moved(result: dg.ExecuteInProcessResult) -> dict[str, int]:
+    (output,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_OUTPUT]
+    return {name: int(str(value.value)) for name, value in output.step_output_data.metadata.items()}
+
+
+# Ticks
+
+
+def test_the_schedule_ticks_every_minute_and_needs_no_run(instance: dg.DagsterInstance, dsn: str) -> None:
     schedule = build_transfer_schedule()
     assert schedule.cron_schedule == "* * * * *"
     assert schedule.default_status == dg.DefaultScheduleStatus.RUNNING
+    assert tick(instance, dsn) == "no events were in the buffer since the last tick"
+    assert not instance.get_runs()
 
 
-def test_a_run_moves_what_is_published_while_it_runs_and_says_how_much(
-    platform: EventSQL, shared_instance: dg.DagsterInstance, dsn: str
+def test_a_tick_moves_what_waits_and_says_so(
+    platform: EventSQL, instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    platform.publisher.publish_all(Publication("rides", b"") for _ in range(20))
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(run, shared_instance, dsn)
-        await_(lambda: platform.reader.count("rides") == 20, "the first events")
-        platform.publisher.publish_all(Publication("orders", b"") for _ in range(30))
-        await_(lambda: platform.reader.count("orders") == 30, "further events")
-        assert not running.done()
-        relieve(shared_instance, dsn, *moving(shared_instance))
-        result = running.result()
-    assert result.success
-    assert moved(result) == {"events": 50, "events of rides": 20, "events of orders": 30}
+    publish(platform, "rides", 1_200)
+    publish(platform, "orders", 3)
+    monkeypatch.setattr(transfer.BackgroundTransfer, "prolong", lambda *_: True)
+    assert tick(instance, dsn) == "moved 1,203 events since the last tick: 1,200 of rides, 3 of orders"
+    assert platform.reader.count("rides") == 1_200
 
 
-def test_a_run_ends_at_its_limit_when_nobody_relieves_it(shared_instance: dg.DagsterInstance, dsn: str) -> None:
-    assert run(shared_instance, dsn, limit_seconds=0.5).success
-
-
-def test_a_newer_run_takes_over_and_nothing_is_lost_or_out_of_order(
-    platform: EventSQL, shared_instance: dg.DagsterInstance, dsn: str
+def test_events_move_between_two_ticks_and_the_next_tick_says_so(
+    platform: EventSQL, instance: dg.DagsterInstance, dsn: str
 ) -> None:
+    tick(instance, dsn)
+    publish(platform, "rides", 10)
+    await_(lambda: platform.reader.count("rides") == 10, "the events without a tick")
+
+    said: list[str] = []
+
+    def has_the_count() -> bool:
+        said.append(tick(instance, dsn))
+        return "10 of rides" in said[-1]
+
+    await_(has_the_count, "a tick that has the count")
+    assert said[-1] == "moved 10 events since the last tick: 10 of rides"
+    assert tick(instance, dsn) == "no events were in the buffer since the last tick"
+
+
+def test_ticks_prolong_one_transfer_and_a_tick_after_its_end_begins_another(platform: EventSQL, dsn: str) -> None:
+    eventsql = EventSQLResource(dsn=dsn)
+    first = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
+    assert transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=0) is first
+    await_(lambda: first.ended, "the end of a transfer that no tick prolonged")
+
+    publish(platform, "rides", 1)
+    assert platform.buffered() == {"rides": 1}
+    second = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
+    assert second is not first
+    await_(lambda: platform.buffered() == {}, "the event")
+
+
+def test_each_database_and_each_schema_has_a_transfer_of_its_own(dsn: str) -> None:
+    one = transfer.BACKGROUND.keep(EventSQLResource(dsn=dsn), 0.05, 0.05)
+    other = transfer.BACKGROUND.keep(EventSQLResource(dsn=dsn, db_schema="other"), 0.05, 0.05)
+    assert one is not other
+
+
+def test_two_transfers_at_once_keep_the_order(platform: EventSQL, instance: dg.DagsterInstance, dsn: str) -> None:
+    """Ticks move events beside the background, and beside the transfers of other processes."""
     stop = threading.Event()
     published = 0
 
-    def publish() -> None:
+    def publish_on() -> None:
         nonlocal published
         while not stop.is_set():
             platform.publisher.publish(Publication("rides", b"%d" % published))
             published += 1
-            time.sleep(0.002)
 
-    publishing = threading.Thread(target=publish)
+    publishing = threading.Thread(target=publish_on)
     publishing.start()
-    with ThreadPoolExecutor() as pool:
-        older = pool.submit(run, shared_instance, dsn)
-        await_(lambda: platform.reader.count("rides") > 0, "events that the first run moves")
-        newer = pool.submit(run, shared_instance, dsn)
-        await_(older.done, "the first run's end")
-        assert not newer.done()
-        at_hand_over = platform.reader.count("rides")
-        await_(lambda: platform.reader.count("rides") > at_hand_over, "events that the second run moves")
+    try:
+        for _ in range(20):
+            tick(instance, dsn)
+        await_(lambda: platform.reader.count("rides") > 100, "events in the log")
+    finally:
         stop.set()
         publishing.join()
-        await_(lambda: platform.reader.count("rides") == published, "the last events")
-        relieve(shared_instance, dsn, *moving(shared_instance))
-        results = [older.result(), newer.result()]
-
-    assert all(result.success for result in results)
-    events = platform.reader.read("rides")
-    assert [event.value for event in events] == [b"%d" % i for i in range(published)]
-    assert sum(moved(result)["events"] for result in results) == published
+    await_(lambda: platform.buffered() == {}, "the last events")
+    assert [event.value for event in platform.reader.read("rides")] == [b"%d" % number for number in range(published)]
 
 
-def test_a_run_that_is_created_and_does_not_move_yet_relieves_nobody(
-    platform: EventSQL, shared_instance: dg.DagsterInstance, dsn: str, looks: Counter[str]
+def test_a_topic_that_cannot_be_moved_fails_the_tick_and_the_others_move(
+    platform: EventSQL, instance: dg.DagsterInstance, dsn: str
 ) -> None:
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(run, shared_instance, dsn)
-        await_(lambda: len(moving(shared_instance)) == 1, "the first run")
-        (run_id,) = moving(shared_instance)
-        shared_instance.create_run_for_job(job(dsn), status=dg.DagsterRunStatus.STARTED)
-        await_look(looks, run_id)
-        assert not running.done()
-        platform.publisher.publish(Publication("rides", b""))
-        await_(lambda: platform.reader.count("rides") == 1, "the event")
-        relieve(shared_instance, dsn, run_id)
-        assert running.result().success
+    publish(platform, "rides", 1)
+    publish(platform, "orders", 1)
+    with platform.database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.rides_event ADD CONSTRAINT none CHECK (false) NOT VALID")
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - Dagster wraps it
+        tick(instance, dsn)
+    assert isinstance(raised.value.__cause__ or raised.value, DatabaseError)
+    await_(lambda: platform.buffered() == {"rides": 1}, "the event of the other topic")
 
 
-def test_runs_of_another_database_do_not_relieve_one_another(
-    platform: EventSQL, shared_instance: dg.DagsterInstance, dsn: str, looks: Counter[str]
+def test_a_tick_without_its_database_fails_and_the_next_one_moves_on(
+    platform: EventSQL, instance: dg.DagsterInstance, dsn: str
 ) -> None:
-    """Code locations of two databases on one instance may call their job the same."""
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(run, shared_instance, dsn)
-        await_(lambda: len(moving(shared_instance)) == 1, "the first run")
-        other = pool.submit(run, shared_instance, dsn, schema="other")
-        await_(lambda: len(moving(shared_instance)) == 2, "the run of the other schema")
-        ids = moving(shared_instance)
-        for run_id in ids:
-            await_look(looks, run_id)
-        assert not running.done()
-        assert not other.done()
-        for run_id in ids:
-            relieve(shared_instance, dsn, run_id)
-        assert other.result().success
-        assert running.result().success
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - Dagster wraps it
+        tick(instance, NOWHERE)
+    assert isinstance(raised.value.__cause__ or raised.value, DatabaseUnavailableError)
+    publish(platform, "rides", 1)
+    tick(instance, dsn)
+    await_(lambda: platform.buffered() == {}, "the event")
+
+
+def test_a_database_that_is_not_migrated_skips_with_what_to_do(instance: dg.DagsterInstance, dsn: str) -> None:
+    resources = {"eventsql": EventSQLResource(dsn=dsn, db_schema="other")}
+    with dg.build_schedule_context(instance=instance, resources=resources) as context:
+        assert "eventsql migrate" in str(build_transfer_schedule().evaluate_tick(context).skip_message)
+
+
+def test_a_shard_that_is_down_does_not_stop_the_others(
+    shards: dict[str, Workbench], instance: dg.DagsterInstance
+) -> None:
+    up = shards[ONE].platform
+    up.registry.register_topic(Topic("rides"))
+    publish(up, "rides", 1)
+    said = tick(instance, f"{up.database.dsn} {NOWHERE}")
+    assert said.endswith("is down")
+    await_(lambda: up.buffered() == {}, "the event of the shard that is up")
+
+
+# Runs
+
+
+def test_a_run_moves_events_for_its_time_and_says_how_many(
+    platform: EventSQL, shared_instance: dg.DagsterInstance, dsn: str
+) -> None:
+    publish(platform, "rides", 20)
+    publish(platform, "orders", 30)
+    result = run(shared_instance, dsn, limit_seconds=0.5)
+    assert result.success
+    assert moved(result) == {"events": 50, "events of rides": 20, "events of orders": 30}
 
 
 def test_a_run_that_is_terminated_ends_at_once(
@@ -190,7 +207,6 @@ def test_a_run_that_is_terminated_ends_at_once(
     environment = {**os.environ, "DAGSTER_HOME": shared_instance.root_directory, "EVENTSQL_DSN": dsn}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        await_(lambda: len(moving(shared_instance)) == 1, "the run")
         platform.publisher.publish(Publication("rides", b""))
         await_(lambda: platform.reader.count("rides") == 1, "the event")
         process.send_signal(signal.SIGTERM)
@@ -209,5 +225,4 @@ def test_a_transfer_that_breaks_fails_its_run(
         raise RuntimeError("the transfer is broken")
 
     monkeypatch.setattr("eventsql_orchestration.publishing.transfer.Transfer.run", broken)
-    result = run(shared_instance, dsn, limit_seconds=LIMIT)
-    assert not result.success
+    assert not run(shared_instance, dsn, limit_seconds=120.0).success

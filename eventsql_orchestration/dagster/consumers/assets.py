@@ -49,6 +49,10 @@ SPARK_KIND: Final = "pyspark"
 SensorPer: TypeAlias = Literal["partition", "consumer"]
 """Whether each partition or each consumer has its own sensor."""
 
+MOST_PARTITION_SENSORS: Final = 4
+"""The most partitions that have a sensor each by default. Three ticks of a location linger at once on two cores, and
+five on four cores or more (`long_poll.at_once`): with more sensors than that, events wait for a sensor's turn."""
+
 Decorator: TypeAlias = Callable[[Callable[..., Any]], ConsumerDefinition]
 
 DEFAULT_LIMITS: Final = RunLimits()
@@ -68,7 +72,7 @@ def consumer_asset(
     start: Start = "earliest",
     limits: RunLimits = DEFAULT_LIMITS,
     options: AssetOptions = DEFAULT_OPTIONS,
-    sensor: SensorPer = "partition",
+    sensor: SensorPer | None = None,
     ticks: TickOptions = DEFAULT_TICKS,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> Decorator:
@@ -85,8 +89,9 @@ def consumer_asset(
 
     The asset's name is `name` (by default the function's name), and the job's name is `consume_<name>`. With
     `sensor="partition"`, each partition has its own sensor, which can be watched and stopped by itself. With
-    `"consumer"`, one sensor looks at all partitions by one statement: use it from some 30 partitions on
-    (docs/dagster.md). Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
+    `"consumer"`, one sensor looks at all partitions by one statement. By default, up to four partitions have a sensor
+    each, and more partitions share one (docs/dagster.md). Raises `ValidationError` or `DagsterInvalidDefinitionError`
+    at definition.
     """
     check_whole("batch", batch, least=1)
     declared = _Declared(
@@ -118,7 +123,7 @@ def range_asset(
     start: Start = "earliest",
     limits: RunLimits = DEFAULT_RANGE_LIMITS,
     options: AssetOptions = DEFAULT_OPTIONS,
-    sensor: SensorPer = "partition",
+    sensor: SensorPer | None = None,
     ticks: TickOptions = DEFAULT_TICKS,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> Decorator:
@@ -171,13 +176,13 @@ class _Declared:
     start: Start
     limits: RunLimits
     options: AssetOptions
-    sensor: SensorPer
+    sensor: SensorPer | None
     ticks: TickOptions
     default_status: dg.DefaultSensorStatus
     publishes: tuple[Topic | str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.sensor not in get_args(SensorPer):
+        if self.sensor is not None and self.sensor not in get_args(SensorPer):
             raise ValidationError(f"sensor is one of {', '.join(map(repr, get_args(SensorPer)))}, not {self.sensor!r}")
         if self.max_attempts is not None:
             check_whole("max_attempts", self.max_attempts, least=1)
@@ -248,7 +253,8 @@ class _Declared:
     def _sensors(self, name: str, job: dg.UnresolvedAssetJobDefinition) -> tuple[dg.SensorDefinition, ...]:
         """One sensor with the job's name, or a sensor for each partition, with the partition's number in its name."""
         whole = ConsumerWatch(self.topic, self.consumer, name, self.limits, job.name, self.ticks)
-        if self.sensor == "consumer":
+        few = not self.consumer.partitioned or len(self.topic.all_partitions) <= MOST_PARTITION_SENSORS
+        if (self.sensor or ("partition" if few else "consumer")) == "consumer":
             return (build_sensor(whole, job, self.default_status),)
         if not self.consumer.partitioned:
             return (build_sensor(whole.of(NOT_PARTITIONED), job, self.default_status),)

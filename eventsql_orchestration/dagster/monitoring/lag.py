@@ -17,8 +17,8 @@ from eventsql_orchestration.dagster.tags import run_of_owner
 from eventsql_orchestration.errors import TopicNotFoundError
 
 TRANSFER_STALLED: Final = 120.0
-"""Seconds after which an event in the buffer means that the transfer is stalled: its schedule starts a run each minute,
-and a run takes over from the one before."""
+"""Seconds after which an event in the buffer means that the transfer is stalled: its schedule keeps it going by a tick
+each minute."""
 
 SHOWN_PARTITIONS: Final = 30
 """The most partitions that an observation shows, those with the largest lag: 300 would take up to 173 kB."""

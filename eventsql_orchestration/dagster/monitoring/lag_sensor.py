@@ -36,6 +36,9 @@ RENEWAL_INTERVAL: Final = 60.0
 """The same after the asset was materialized, when Dagster's UI hides older results. A red check is reported again at
 once."""
 
+SHOWN_CONSUMERS: Final = 5
+"""The most consumers that a tick names in its skip reason."""
+
 Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
 
 
@@ -161,14 +164,22 @@ def observe_lag(
         key = check.consumer.key
         look = Look(platform, lags.get(key, AssetLag(())), now)
         events += tick.evaluations(check, look, materialized.get(key, 0.0))
-    missing = [
+    return dg.SensorResult(asset_events=events, skip_reason=_summary(consumers, lags), cursor=tick.after.text())
+
+
+def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey, AssetLag]) -> str:
+    """Which consumers are behind and why, those with the largest lag first, and which are not registered."""
+    behind = sorted(((lag, key) for key, lag in lags.items() if lag.causes), key=lambda each: -each[0].events)
+    said = [
+        f"{key.to_user_string()} is {lag.events:,} events behind ({', '.join(sorted({why for _, why in lag.causes}))})"
+        for lag, key in behind[:SHOWN_CONSUMERS]
+    ]
+    if len(behind) > SHOWN_CONSUMERS:
+        said.append(f"{len(behind) - SHOWN_CONSUMERS} more consumers are behind")
+    said += [
         consumer_missing(each.consumer) for each in consumers if each.key not in lags or not lags[each.key].partitions
     ]
-    return dg.SensorResult(
-        asset_events=events,
-        skip_reason=None if events else "; ".join(missing) or "no consumer is behind",
-        cursor=tick.after.text(),
-    )
+    return "; ".join(said) or "no consumer is behind"
 
 
 def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stopped: Collection[str]) -> AssetLag:
