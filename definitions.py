@@ -11,6 +11,7 @@ from assets.rides.order import RIDE_ORDERS
 from assets.setup import build_setup_job
 from eventsql_orchestration import Topic
 from eventsql_orchestration.dagster import (
+    DEV_TAG,
     EventSQLResource,
     TopicResource,
     build_backfill,
@@ -75,11 +76,14 @@ defs = dg.Definitions(
     jobs=[
         build_setup_job(topics=TOPICS, consumers=CONSUMERS),
         # In process: each step of its own process would take longer to start than to work.
-        dg.define_asset_job("simulation", selection=SOURCES, executor_def=dg.in_process_executor),
+        dg.define_asset_job(
+            "simulation", selection=SOURCES, executor_def=dg.in_process_executor, tags={DEV_TAG: "simulation"}
+        ),
         dg.define_asset_job(
             "verification",
             selection=dg.AssetSelection.checks(*CHECKS, *(check.key for check in CONSUMER_CHECKS)),
             executor_def=dg.in_process_executor,
+            tags={DEV_TAG: "verification"},
         ),
         *{consumer.job.name: consumer.job for consumer in CONSUMERS}.values(),
         *(job for backfill in BACKFILLS for job in backfill.jobs),

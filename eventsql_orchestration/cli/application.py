@@ -198,6 +198,7 @@ assert isinstance(_program, Application)
 main: Final = _program
 
 _COMMANDS: Final = (
+    _LoadedWhenCalled("init", "Make a small project with a topic, a consumer and a test."),
     _LoadedWhenCalled("dev", "Run the whole system on this machine."),
     _LoadedWhenCalled("migrate", "Create the platform's tables, or bring them up to date."),
     _LoadedWhenCalled("doctor", "Tell what is wrong here, and what mends it."),

@@ -38,7 +38,7 @@ from eventsql_orchestration.cli.parameters import (
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.backfills.driver import BackfillDriver
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Launcher
-from eventsql_orchestration.dagster.backfills.local_launcher import CodeLocation, LocalRuns
+from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.backfills.windows import (
@@ -50,6 +50,7 @@ from eventsql_orchestration.dagster.backfills.windows import (
     new_id,
     resume_command,
 )
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import running_url
 from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.dagster.shards import shards_of

@@ -139,8 +139,8 @@ class CliContext:
     @contextmanager
     def whole_system(self) -> Iterator[EventSQL]:
         """The platform, its tables up to date. An embedded server is stopped when the block ends; its data stays."""
-        embedded = embedded_server(self.settings) if self.settings.dsn is None else None
-        if self.shard is None:
+        embedded = None if self.settings.dsns else embedded_server(self.settings)
+        if len(self.settings.dsns) > 1 and self.shard is None:
             resolve_dsn(self.settings)
         try:
             with open_platform(self.settings, migrate=True, shard=self.shard) as platform:
@@ -148,6 +148,16 @@ class CliContext:
         finally:
             if embedded is not None:
                 embedded.stop()
+
+    def keep_embedded(self) -> None:
+        """Start the embedded server again, if this invocation uses it and it has died."""
+        if self.settings.dsns:
+            return
+        embedded = embedded_server(self.settings)
+        if embedded.status() is None:
+            log = embedded.directory / "postgres.log"
+            say(f"the embedded server of {self.settings.home} has died, see {log}: starting it again")
+            embedded.start()
 
 
 pass_context = click.make_pass_decorator(CliContext, ensure=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from eventsql_orchestration.cli.completion import consumers, topics
+    from eventsql_orchestration.cli.development import Development
     from eventsql_orchestration.cli.failures import message_of
     from eventsql_orchestration.client.eventsql import EventSQL
     from eventsql_orchestration.database import Queries
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from eventsql_orchestration.topics.offsets import resolve
 
 __all__ = [
-    "LOG", "SETTINGS_FILE", "BarColumn", "Console", "EmbeddedPostgres", "EventSQL", "Live", "Progress", "Queries",
-    "Settings", "SpinnerColumn", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "choose_partitions",
-    "connect", "consumers", "message_of", "resolve", "topics",
+    "LOG", "SETTINGS_FILE", "BarColumn", "Console", "Development", "EmbeddedPostgres", "EventSQL", "Live", "Progress",
+    "Queries", "Settings", "SpinnerColumn", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn",
+    "choose_partitions", "connect", "consumers", "message_of", "resolve", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -45,6 +46,7 @@ __getattr__ = on_first_use(
         "rich.table": ("Table",),
         "rich.text": ("Text",),
         f"{_PACKAGE}.cli.completion": ("consumers", "topics"),
+        f"{_PACKAGE}.cli.development": ("Development",),
         f"{_PACKAGE}.cli.failures": ("message_of",),
         f"{_PACKAGE}.client.eventsql": ("EventSQL",),
         f"{_PACKAGE}.database.embedded": ("EmbeddedPostgres",),

@@ -37,11 +37,12 @@ from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, buil
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.resources import EventSQLResource, TopicResource
-from eventsql_orchestration.dagster.tags import SPARK_POOL
+from eventsql_orchestration.dagster.tags import DEV_TAG, SPARK_POOL
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key, topic_observations
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 
 __all__ = [
+    "DEV_TAG",
     "PUBLISHED_EVENTS",
     "PUBLISHED_TOPIC",
     "SPARK_POOL",

@@ -19,6 +19,7 @@ from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_de
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.register import REGISTER_JOB
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.dagster.tags import DEV_SETUP, DEV_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
@@ -180,7 +181,12 @@ def build_register_job(
         changed = {each.name: list(each.changes) for each in done if each.changes}
         context.add_output_metadata({"created": created, "changed": changed})
 
-    @dg.job(name=name, description="Create topics and consumers, or find them.", executor_def=dg.in_process_executor)
+    @dg.job(
+        name=name,
+        description="Create topics and consumers, or find them.",
+        executor_def=dg.in_process_executor,
+        tags={DEV_TAG: DEV_SETUP},
+    )
     def registration() -> None:
         register()
 

@@ -74,6 +74,18 @@ INTERNAL_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL}
 
 BACKFILL_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL}
 
+DEV_TAG: Final = "eventsql/dev"
+"""On the jobs of a location that `eventsql dev` runs by itself; its value is one of the following."""
+
+DEV_SETUP: Final = "setup"
+"""At the start, before anything else: the job registers topics and consumers."""
+
+DEV_SIMULATION: Final = "simulation"
+"""Again and again: the job publishes events to look at."""
+
+DEV_VERIFICATION: Final = "verification"
+"""At the end of a round of `--once` that has a simulation: the job evaluates asset checks."""
+
 PRIORITY_TAG: Final = "dagster/priority"
 
 FINISHED: Final = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)

@@ -21,10 +21,11 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.backfill_output import conclude
 from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended
-from eventsql_orchestration.dagster.backfills.local_launcher import CodeLocation, LocalRuns
+from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.backfills.windows import Backfill, Plan, ReplayRange
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, running_url
 from eventsql_orchestration.dagster.local.instance import write_instance
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
@@ -485,7 +486,7 @@ def dagster(dsn: str, tmp_path: Path, ledger: Ledger, monkeypatch: pytest.Monkey
     definitions = tmp_path / "definitions.py"
     definitions.write_text("from tests.dagster.backfill_location import defs as defs\n")
     running = LocalDagster(
-        definitions,
+        CodeLocation(definitions),
         instance_home=write_instance(tmp_path / ".eventsql", dsn),
         port=0,
         environment={"EVENTSQL_DSN": dsn, "PYSPARK_PYTHON": sys.executable},

@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import dagster as dg
 import pytest
+from click.testing import Result
 from rich.console import Console
 from rich.progress import Progress
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.cli import dev
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.cli import dev, development
+from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.dagster.local.round_report import TopicRound
+from eventsql_orchestration.errors import RoundError
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
@@ -26,7 +30,7 @@ from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_service_manager_or_a_closed_terminal_ends_it_as_ctrl_c_does(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), handling(dev._interrupt, signal.SIGTERM, signal.SIGHUP):
+    with pytest.raises(KeyboardInterrupt), handling(development._interrupt, signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
 
@@ -34,7 +38,7 @@ def test_a_service_manager_or_a_closed_terminal_ends_it_as_ctrl_c_does(number: s
 def test_under_nohup_it_outlives_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with handling(dev._interrupt, signal.SIGTERM, signal.SIGHUP):
+        with handling(development._interrupt, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -44,8 +48,8 @@ def test_spark_reads_the_settings_for_short_sessions_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instance_directory(tmp_path).mkdir()
-    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(dev._spark_settings(tmp_path)))
-    assert dev.SPARK_SETTINGS.items() <= spark_config().items()
+    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(development._spark_settings(tmp_path)))
+    assert development.SPARK_SETTINGS.items() <= spark_config().items()
 
 
 @dg.op
@@ -61,12 +65,16 @@ class Launching:
     """Launches runs that nothing executes."""
 
     url = "http://127.0.0.1"
+    log = Path("dagster.log")
 
     def __init__(self, instance: dg.DagsterInstance) -> None:
         self.instance = instance
         self.launched: list[str] = []
 
     def require_running(self) -> None: ...
+
+    def jobs_with(self, _tag: str, _value: str) -> list[str]:
+        return ["simulation"]
 
     def launch(self, _job: str, **_: object) -> str:
         run = self.instance.create_run_for_job(simulation, status=dg.DagsterRunStatus.STARTED)
@@ -86,12 +94,15 @@ def test_a_simulation_starts_after_the_previous_one_has_ended(
         if len(seen) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(dev, "SIMULATION_SECONDS", 0.0)
+    monkeypatch.setattr(development, "SIMULATION_SECONDS", 0.0)
     # The clock of this module alone: other threads of this process sleep too.
-    monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=time.monotonic, sleep=a_second_passes))
+    monkeypatch.setattr(development, "time", SimpleNamespace(monotonic=time.monotonic, sleep=a_second_passes))
     with dg.DagsterInstance.ephemeral() as instance, pytest.raises(KeyboardInterrupt):
         dagster = Launching(instance)
-        dev._Running(platform, cast("LocalDagster", dagster), instance, Progress(), {}).serve(Console(quiet=True))
+        context = CliContext(dsn=platform.database.dsn)
+        development.Running(context, platform, cast("LocalDagster", dagster), instance, Progress()).serve(
+            Console(quiet=True)
+        )
     assert seen == [1, 1, 1, 2, 2]
 
 
@@ -99,7 +110,107 @@ def test_the_summary_shows_a_topic_of_dead_letters_only_when_it_has_some(capsys:
     def entry(topic: str, *, published: int = 0, consumers: int = 0, faults: tuple[str, ...] = ()) -> TopicRound:
         return TopicRound(topic, published, published, published * consumers, consumers, 0, 0, faults)
 
-    dev._show([entry("quiet", consumers=1), entry("quiet_dlt"), entry("rides_dlt", published=1, faults=("1 letter",))])
+    development._show(
+        [entry("quiet", consumers=1), entry("quiet_dlt"), entry("rides_dlt", published=1, faults=("1 letter",))]
+    )
     shown = capsys.readouterr().out
     assert "quiet_dlt" not in shown
     assert [line.split()[0] for line in shown.splitlines()[1:]] == ["quiet", "rides_dlt"]
+
+
+# The code location
+
+
+def project(directory: Path, tool: str) -> None:
+    (directory / "pyproject.toml").write_text(f'[project]\nname = "shop"\n\n{tool}')
+
+
+def test_a_file_and_a_module_are_named_by_options(directory: Path) -> None:
+    (directory / "mine.py").touch()
+    assert dev.location_of(Path("mine.py"), None) == {"file": Path("mine.py")}
+    assert dev.location_of(None, "shop.defs") == {"module": "shop.defs"}
+
+
+def test_the_dg_project_of_the_directory_goes_before_its_file(directory: Path) -> None:
+    (directory / "definitions.py").touch()
+    assert dev.location_of(None, None) == {"file": Path("definitions.py")}
+    project(directory, '[tool.dg.project]\nroot_module = "shop"\n')
+    assert dev.location_of(None, None) == {"module": "shop.definitions", "imports": None}
+    (directory / "src" / "shop").mkdir(parents=True)
+    assert dev.location_of(None, None) == {"module": "shop.definitions", "imports": Path("src")}
+    project(directory, '[tool.dg.project]\nroot_module = "shop"\ncode_location_target_module = "shop.defs"\n')
+    assert dev.location_of(None, None)["module"] == "shop.defs"
+
+
+def test_a_project_of_dagster_dev_is_found_too(directory: Path) -> None:
+    project(directory, '[tool.dagster]\nmodule_name = "shop.all"\n')
+    assert dev.location_of(None, None) == {"module": "shop.all", "imports": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-f", "a.py", "-m", "b"], "-f and -m both name the code location"),
+        (["-f", "nowhere.py"], "nowhere.py does not exist"),
+        ([], "make a project with `eventsql init`"),
+    ],
+)
+def test_a_directory_without_a_code_location_is_wrong_usage(
+    invoke: Callable[..., Result], arguments: list[str], said: str
+) -> None:
+    refused = invoke("dev", *arguments)
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+
+
+def test_a_project_file_that_cannot_be_read_is_named(invoke: Callable[..., Result], directory: Path) -> None:
+    (directory / "pyproject.toml").write_text("[tool")
+    refused = invoke("dev")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("eventsql: pyproject.toml cannot be read: ")
+
+
+class Lacking(Launching):
+    """A location without any job for `eventsql dev`."""
+
+    location = "mine.py"
+
+    def jobs_with(self, _tag: str, _value: str | None = None) -> list[str]:
+        return []
+
+
+def test_what_a_location_lacks_is_done_here_or_said(platform: EventSQL, capsys: pytest.CaptureFixture[str]) -> None:
+    platform.registry.register_topic(Topic("rides"))
+    with dg.DagsterInstance.ephemeral() as instance:
+        dagster = cast("LocalDagster", Lacking(instance))
+        context = CliContext(dsn=platform.database.dsn)
+        running = development.Running(context, platform, dagster, instance, Progress(disable=True))
+        with running.transferring():
+            running.set_up(60.0)
+            with platform.database.transaction() as connection:
+                platform.publisher.publish(Publication("rides", b"1"), connection=connection)
+            while not platform.reader.count("rides"):
+                time.sleep(0.01)
+        assert running.round(60.0) == []
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2].partition(",")[0].partition(":")[0] for line in lines] == [
+        " mine.py has no transfer",
+        " mine.py has no job that registers its topics and consumers",
+    ]
+
+
+def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("rides"))
+    platform.registry.register_consumer(Consumer("rides", "ledger"))
+    platform.publisher.publish(Publication("rides", b"1"))
+    platform.transfer.run_once()
+    with dg.DagsterInstance.ephemeral() as instance:
+        dagster = Lacking(instance)
+        context = CliContext(dsn=platform.database.dsn)
+        running = development.Running(
+            context, platform, cast("LocalDagster", dagster), instance, Progress(disable=True)
+        )
+        with pytest.raises(RoundError, match=r"rides/ledger\[-1\] lacks 1 \(waiting\)"):
+            running.round(0.0)
+        platform.registry.pause("rides", "ledger")
+        assert running.round(60.0) == []

@@ -46,8 +46,8 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     commands = result.stdout.partition("Commands:\n")[2].splitlines()
     names = [line.split()[0] for line in commands if line.startswith("  ") and line[2:3].isalpha() and "  " in line[2:]]
     assert names == [
-        "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag", "seek",
-        "dlt", "trace", "backfill", "shard", "roles", "server", "completion", "bench",
+        "init", "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag",
+        "seek", "dlt", "trace", "backfill", "shard", "roles", "server", "completion", "bench",
     ]  # fmt: skip
 
 
@@ -329,9 +329,9 @@ def test_neither_the_library_nor_the_help_loads_what_an_extra_brings(code: str) 
 def test_a_command_whose_extra_is_missing_names_it(invoke: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("eventsql_orchestration.dagster")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "eventsql_orchestration.cli.dev", raising=False)
+    monkeypatch.delitem(sys.modules, "eventsql_orchestration.cli.trace", raising=False)
     monkeypatch.setitem(sys.modules, "dagster", None)
-    result = invoke("dev")
+    result = invoke("trace", "rides", "1")
     assert result.exit_code == 1
     assert one_line(result).endswith("needs the extra [dagster]: pip install 'eventsql-orchestration[dagster]'")
 

@@ -17,6 +17,7 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration.dagster.local import dagster_process
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of, free_port, only_one
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
 from tests.conftest import is_setting
@@ -111,7 +112,7 @@ def webserver() -> Iterator[int]:
 
 
 def local(home: Path, port: int = 1) -> LocalDagster:
-    return LocalDagster(home / "definitions.py", instance_home=home, port=port)
+    return LocalDagster(CodeLocation(home / "definitions.py"), instance_home=home, port=port)
 
 
 def test_a_proxy_of_the_environment_is_not_used_for_loopback(

@@ -22,6 +22,7 @@ from selenium.webdriver.common.by import By
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import write_instance
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, only_one
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_directory
 from eventsql_orchestration.dagster.local.webserver import Webserver
@@ -155,7 +156,7 @@ def system(server: EmbeddedPostgres) -> Iterator[System]:
         # What came before is what the backfill is for.
         platform.registry.register_consumer(location.fare_totals.consumer, max_attempts=1, start="latest")
         dagster = LocalDagster(
-            Path(__file__).with_name("operated_location.py"),
+            CodeLocation(Path(__file__).with_name("operated_location.py")),
             instance_home=write_instance(root, dsn),
             port=0,
             environment={

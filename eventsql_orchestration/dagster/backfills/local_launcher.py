@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -12,82 +10,20 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Final
 
 import dagster as dg
-from dagster.components.definitions import LazyDefinitions
 
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.backfills.launcher import DEFINE_IT, BackfillJob, Ended
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import failure_of, last_line
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
-from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
+from eventsql_orchestration.errors import RunFailedError, ValidationError
 
 GRACE: Final = 15.0
 """Seconds that an interrupted run has to give its claim back before it is killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodeLocation:
-    """Where definitions are: a Python file or an importable module. Exactly one of the two is given."""
-
-    file: Path | None = None
-    module: str | None = None
-
-    def __str__(self) -> str:
-        return str(self.file or self.module)
-
-    def arguments(self) -> list[str]:
-        """The options by which Dagster's commands find it."""
-        where = ["-m", str(self.module)] if self.file is None else ["-f", str(self.file.resolve())]
-        return [*where, "-d", self._directory]
-
-    @property
-    def _directory(self) -> str:
-        return str(Path.cwd() if self.file is None else self.file.resolve().parent)
-
-    def load(self) -> tuple[str, dg.Definitions]:
-        """Its definitions, loaded into this process, and their name there.
-
-        As in Dagster, a function with `@dg.definitions` goes before other definitions. Raises `LocalDagsterError` if
-        there are none or several, and if they cannot be loaded.
-        """
-        if self._directory not in sys.path:
-            sys.path.insert(0, self._directory)
-        try:
-            name, found = self._found(self._import())
-            return name, found if isinstance(found, dg.Definitions) else found()
-        except LocalDagsterError:
-            raise
-        except Exception as error:
-            raise LocalDagsterError(f"{self} cannot be loaded: {type(error).__name__}: {error}") from error
-
-    def _found(self, module: ModuleType) -> tuple[str, dg.Definitions | LazyDefinitions[dg.Definitions]]:
-        for kind in (LazyDefinitions, dg.Definitions):
-            # One object may have several names.
-            found = {id(value): (name, value) for name, value in vars(module).items() if isinstance(value, kind)}
-            if len(found) > 1:
-                names = ", ".join(sorted(name for name, _ in found.values()))
-                raise LocalDagsterError(f"{self} has {len(found)} Definitions at its top level, not one: {names}")
-            for only in found.values():
-                return only
-        raise LocalDagsterError(
-            f"{self} has no Definitions at its top level: give it `defs = dg.Definitions(…)`, or a function with "
-            "`@dg.definitions`"
-        )
-
-    def _import(self) -> ModuleType:
-        if self.file is None:
-            return importlib.import_module(str(self.module))
-        spec = importlib.util.spec_from_file_location(self.file.stem, self.file)
-        if spec is None or spec.loader is None:
-            raise LocalDagsterError(f"{self} is no Python file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
 
 
 class LocalRuns:

@@ -12,16 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import dagster as dg
 import requests
 
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.webserver import Webserver, one_line
-from eventsql_orchestration.dagster.tags import FINISHED
+from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
+from eventsql_orchestration.threads import join_all, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -149,17 +151,27 @@ def _heeding_interrupts() -> Iterator[None]:
 
 
 class LocalDagster:
-    """`dagster dev` on one file of definitions, listening on loopback only.
+    """`dagster dev` on one code location, listening on loopback only.
 
     `instance_home` is a directory with a dagster.yaml, held by `only_one`; `environment` is added to the environment of
     the processes. `start` takes another port if `port` is not free, and any for 0. Leaving the context ends the
-    unfinished runs and the processes.
+    unfinished runs and the processes: after `stop_timeout` seconds, it kills them. `on_stop` gets a line about what it
+    ends.
     """
 
     def __init__(
-        self, definitions: Path, *, instance_home: Path, port: int, environment: Mapping[str, str] | None = None
+        self,
+        location: CodeLocation,
+        *,
+        instance_home: Path,
+        port: int,
+        environment: Mapping[str, str] | None = None,
+        stop_timeout: float = 30.0,
+        on_stop: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.definitions = definitions.resolve()
+        self.location = location
+        self._stop_timeout = stop_timeout
+        self._on_stop = on_stop
         self.instance_home = instance_home.resolve()
         self.port = port
         self.log = self.instance_home / "dagster.log"
@@ -194,7 +206,7 @@ class LocalDagster:
         # fmt: off
         command = [
             sys.executable, "-m", "dagster", "dev", "-h", HOST, "-p", str(self.port),
-            "-f", str(self.definitions), "-d", str(self.definitions.parent),
+            *self.location.arguments(),
             "--log-level", "warning", "--log-format", "rich",
         ]
         # fmt: on
@@ -204,7 +216,7 @@ class LocalDagster:
             # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
             with _heeding_interrupts():
                 self._process = subprocess.Popen(
-                    command, cwd=self.definitions.parent, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
+                    command, cwd=self.location.directory, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
                     stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
                 )  # fmt: skip
             os.ftruncate(lock, 0)
@@ -234,13 +246,21 @@ class LocalDagster:
             message = (entry["locationOrLoadError"] or {}).get("message")
             if message:
                 why = message.strip().splitlines()[-1].strip()
-                raise LocalDagsterError(f"{self.definitions.name} cannot be loaded: {why}; see {self.log}")
+                raise LocalDagsterError(f"{self.location} cannot be loaded: {why}; see {self.log}")
         return None
 
-    def jobs_with(self, tag: str) -> list[str]:
-        """The jobs of the location that carry a tag. Raises `LocalDagsterError` if the webserver does not answer."""
+    def jobs_with(self, tag: str, value: str | None = None) -> list[str]:
+        """The jobs of the location that carry a tag, with any value or with this one.
+
+        Raises `LocalDagsterError` if the webserver does not answer.
+        """
         jobs = [job for repository in Webserver(self.url).repositories() for job in repository["jobs"]]
-        return [job["name"] for job in jobs if tag in {each["key"] for each in job["tags"]}]
+        wanted = [
+            job["name"]
+            for job in jobs
+            if any(each["key"] == tag and value in (None, each["value"]) for each in job["tags"])
+        ]
+        return sorted(wanted)
 
     def instance(self) -> dg.DagsterInstance:
         """The instance of these processes, which the caller closes."""
@@ -253,7 +273,7 @@ class LocalDagster:
             if job in {each["name"] for each in repository["jobs"]}:
                 name, location = repository["name"], repository["location"]["name"]
                 return webserver.launch(name, location, job, config=run_config or {}, tags={})
-        raise RunFailedError(f"job {job!r} could not be launched: {self.definitions.name} has no such job")
+        raise RunFailedError(f"job {job!r} could not be launched: {self.location} has no such job")
 
     def wait(self, instance: dg.DagsterInstance, run_id: str, *, timeout: float) -> dg.DagsterRun:
         """Wait until a run has succeeded.
@@ -276,39 +296,54 @@ class LocalDagster:
             self.require_running()
             time.sleep(0.25)
 
-    def stop(self, *, timeout: float = 30.0) -> None:
-        """End the runs, then the processes. Processes that do not end within `timeout` seconds are killed."""
+    def stop(self) -> None:
+        """End the runs, then the processes. Processes that do not end in time are killed."""
         process, self._process = self._process, None
         if process is None:
             return
         (self.instance_home / _URL_FILE).unlink(missing_ok=True)
+        deadline = time.monotonic() + self._stop_timeout
         try:
             if process.poll() is None:
-                self._end_runs(timeout=timeout / 2)
+                self._end_runs(time.monotonic() + self._stop_timeout / 2)
                 process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout)
+                    process.wait(max(0.1, deadline - time.monotonic()))
         finally:
             # Kill the rest of the session: children that outlived their parent, or all after a second Ctrl-C.
             _kill_group(process.pid)
             process.wait()
 
-    def _end_runs(self, *, timeout: float) -> None:
+    def _end_runs(self, deadline: float) -> None:
         try:
             with self.instance() as instance:
-                for run in instance.get_runs(UNDER_WAY):
-                    Webserver(self.url).terminate(run.run_id)
-                deadline = time.monotonic() + timeout
-                while instance.get_runs_count(UNDER_WAY) and time.monotonic() < deadline:
-                    time.sleep(0.1)
+                runs = instance.get_runs(UNDER_WAY)
+                # The transfer has nothing to lose, and is always under way.
+                told = [run for run in runs if TRANSFER_TAG not in run.tags]
+                self._on_stop(f"waiting for {_described(told)}" if told else "ending Dagster's processes")
+                join_all([start_thread("end", self._end_run, run.run_id) for run in runs], deadline)
+                while (left := instance.get_runs(UNDER_WAY)) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                if killed := [run for run in left if TRANSFER_TAG not in run.tags]:
+                    self._on_stop(f"killing {_described(killed)}: their work since the last commit is done again later")
         except Exception as error:  # noqa: BLE001 - the processes end next, whatever fails here
             logger.warning("runs that were under way could not be ended: %s", error)
+
+    def _end_run(self, run_id: str) -> None:
+        # A webserver that does not answer ends with the other processes.
+        with contextlib.suppress(LocalDagsterError):
+            Webserver(self.url, timeout=self._stop_timeout).terminate(run_id)
 
     def __enter__(self) -> LocalDagster:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _described(runs: Sequence[dg.DagsterRun]) -> str:
+    jobs = sorted({run.job_name for run in runs})
+    return f"{len(runs)} run{'' if len(runs) == 1 else 's'} ({', '.join(jobs[:3])}{', …' if len(jobs) > 3 else ''})"
 
 
 def last_line(log: Path) -> str:

@@ -1,0 +1,337 @@
+"""What `eventsql dev` runs: a code location's setup, its rounds, and the lag of its consumers to look at."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import click
+import dagster as dg
+import sqlalchemy
+from rich.console import Console
+from rich.live import Live
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.lag import lag_table
+from eventsql_orchestration.cli.output import Columns, counted, same, say, show_items
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
+from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster, only_one
+from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
+from eventsql_orchestration.dagster.local.round_report import Counts, RunCounts, TopicRound, account
+from eventsql_orchestration.dagster.tags import (
+    DEV_SETUP,
+    DEV_SIMULATION,
+    DEV_TAG,
+    DEV_VERIFICATION,
+    FINISHED,
+    TRANSFER_TAG,
+)
+from eventsql_orchestration.errors import DatabaseUnavailableError, LocalDagsterError, MissingExtraError, RoundError
+from eventsql_orchestration.signals import handling
+from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
+from eventsql_orchestration.spark.java import ensure_java
+from eventsql_orchestration.threads import start_thread
+
+SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+"""In a short session, optimizing compilation costs more than it saves: for one range, Java takes 8 s of processor time
+with these settings and 14 s without. The file of EVENTSQL_SPARK_CONFIG has precedence."""
+
+SIMULATION_SECONDS = 60.0
+"""Seconds between two rounds of the simulation, without `--once`."""
+
+STOP_SECONDS: Final = 1.0
+"""Seconds that runs and Dagster's processes have to end after Ctrl-C. Killed ones lose nothing: their claims are
+consumed again, and their effects are rolled back."""
+
+ORDERS: Final = 200
+
+_SIMULATED: Final = "topic__ride_orders"
+"""The op of the reference location's simulation that takes the config `orders`."""
+
+
+class Development:
+    """A code location under `eventsql dev`. `location` has the fields of a `CodeLocation`."""
+
+    def __init__(
+        self, context: CliContext, location: Mapping[str, Any], *, port: int, timeout: float, orders: int | None
+    ) -> None:
+        self._context = context
+        self._location = CodeLocation(**location)
+        self._port = port
+        self._timeout = timeout
+        self._orders = orders
+
+    def run(self, *, once: bool) -> None:
+        """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
+        console = Console(stderr=True)
+        home = self._context.settings.home
+        # Take the lock first: a second `dev` must not stop the server of the first one.
+        with (
+            handling(_interrupt, signal.SIGTERM, signal.SIGHUP),
+            only_one(instance_directory(home)),
+            self._context.whole_system() as platform,
+        ):
+            _find_java(home, console)
+            dagster = _dagster(platform, self._location, home, self._port)
+            # Do this before the daemon starts: its sensors launch runs for events that already wait.
+            started, before = datetime.now(UTC), Counts.take(platform)
+            columns = (SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn())
+            with Progress(*columns, console=console) as progress, dagster:
+                starting = progress.add_task("Dagster starts")
+                dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
+                progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
+                with dagster.instance() as instance:
+                    running = Running(self._context, platform, dagster, instance, progress, self._config(dagster))
+                    with running.transferring():
+                        running.set_up(self._timeout)
+                        if not once:
+                            progress.stop()
+                            running.serve(console)
+                        faults = running.round(self._timeout)
+                        runs = instance.get_runs(dg.RunsFilter(created_after=started))
+                        alone = bool(running.simulations)
+                        topics = account(
+                            before, Counts.take(platform), RunCounts.take(instance, runs), alone=alone
+                        )  # fmt: skip
+        _report(runs, topics, faults)
+
+    def _config(self, dagster: LocalDagster) -> Mapping[str, object]:
+        """The config of the job that simulates: only the reference location's takes the number of orders."""
+        simulations = dagster.jobs_with(DEV_TAG, DEV_SIMULATION)
+        if self._orders is not None and not simulations:
+            raise click.UsageError(f"--orders is for a location with a simulation, and {self._location} has none")
+        return {} if self._orders is None else {"ops": {_SIMULATED: {"config": {"orders": self._orders}}}}
+
+
+def _find_java(home: Path, console: Console) -> None:
+    """Set the Java runtime for Spark, where Spark is installed. A location without Spark needs no Java."""
+    if importlib.util.find_spec("pyspark") is None:
+        return
+    try:
+        java = ensure_java(home)
+    except MissingExtraError as error:
+        console.print(f"Spark will not run: {error.message}", highlight=False, soft_wrap=True)
+        return
+    console.print(f"Java {java.version} from {java.source}: {java.home}", highlight=False, soft_wrap=True)
+
+
+def _dagster(platform: EventSQL, location: CodeLocation, home: Path, port: int) -> LocalDagster:
+    database = platform.database
+    database.ensure_schema()
+    environment = {
+        "EVENTSQL_DSN": database.dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable,
+        SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(_spark_settings(home)),
+    }  # fmt: skip
+    return LocalDagster(
+        location, instance_home=write_instance(home, database.dsn), port=port, environment=environment,
+        stop_timeout=STOP_SECONDS, on_stop=say,
+    )  # fmt: skip
+
+
+def _interrupt(*_: object) -> None:
+    """End the command, with everything that it started, as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def _spark_settings(home: Path) -> Path:
+    """Write a file of settings for sessions of a few seconds."""
+    file = instance_directory(home) / "spark.conf"
+    file.write_text("".join(f"{name} {value}\n" for name, value in SPARK_SETTINGS.items()), encoding="utf-8")
+    return file
+
+
+@dataclass(slots=True)
+class Running:
+    """The running system. `config` is the config of the jobs that simulate."""
+
+    context: CliContext
+    platform: EventSQL
+    dagster: LocalDagster
+    instance: dg.DagsterInstance
+    progress: Progress
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def simulations(self) -> list[str]:
+        """The jobs of the location that publish events to look at."""
+        return self.dagster.jobs_with(DEV_TAG, DEV_SIMULATION)
+
+    @contextmanager
+    def transferring(self) -> Iterator[None]:
+        """Move events in the block: the location's transfer does it, or if it has none, this process."""
+        jobs = self.dagster.jobs_with(TRANSFER_TAG)
+        # The schedule begins only at the next full minute.
+        for job in jobs:
+            self.dagster.launch(job)
+        if jobs:
+            yield
+            return
+
+        say(
+            f"{self.dagster.location} has no transfer, so this command moves events: elsewhere run `eventsql "
+            "transfer`, or add build_transfer_schedule()"
+        )
+        stop, wake = threading.Event(), threading.Event()
+        thread = start_thread("transfer", self.platform.transfer.run, stop, wake=wake)
+        try:
+            yield
+        finally:
+            stop.set()
+            wake.set()
+            thread.join(STOP_SECONDS)
+
+    def set_up(self, timeout: float) -> None:
+        """Register topics and consumers by the jobs of the location."""
+        jobs = self.dagster.jobs_with(DEV_TAG, DEV_SETUP)
+        if not jobs:
+            say(
+                f"{self.dagster.location} has no job that registers its topics and consumers: `build_definitions` and "
+                "`build_register_job` make one, or use `eventsql topic create` and `eventsql consumer create`"
+            )
+        for job in jobs:
+            self.run(job, timeout=timeout)
+
+    def run(self, job: str, *, timeout: float, config: Mapping[str, object] | None = None) -> dg.DagsterRun:
+        task = self.progress.add_task(f"Job {job}", total=1)
+        run = self.dagster.wait(self.instance, self.dagster.launch(job, run_config=config), timeout=timeout)
+        self.progress.update(task, completed=1)
+        return run
+
+    def round(self, timeout: float) -> list[str]:
+        """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
+        deadline = time.monotonic() + timeout
+        for job in (simulations := self.simulations):
+            self.run(job, config=self.config, timeout=timeout)
+        task = self.progress.add_task("Consuming", total=None)
+        settled: Counts | None = None
+        while True:
+            counts, behind = Counts.take(self.platform), self._behind()
+            left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
+            self.progress.update(task, description=f"Consuming: {left} events to go")
+            # Two equal counts: one count is no snapshot, because events move between topics while they are counted.
+            if not left and counts == settled and not self._consuming():
+                break
+            settled = counts if not left else None
+            self.dagster.require_running()
+            if time.monotonic() > deadline:
+                raise RoundError(
+                    f"the round is not done after {timeout:.0f} s: {_named(behind)}; see {self.dagster.log}"
+                )
+            time.sleep(0.5)
+
+        self.progress.update(task, description="Consumed", completed=1, total=1)
+        left_seconds = max(1.0, deadline - time.monotonic())
+        checking = self.dagster.jobs_with(DEV_TAG, DEV_VERIFICATION) if simulations else []
+        return [
+            fault
+            for job in checking
+            for fault in _failed_checks(self.instance, self.run(job, timeout=left_seconds))
+        ]  # fmt: skip
+
+    def _behind(self) -> list[ConsumerLag]:
+        """The consumer partitions that are to consume more."""
+        return [lag for lag in self.platform.lag() if lag.events and lag.cause is not LagCause.PAUSED]
+
+    def _consuming(self) -> bool:
+        """Whether a run is under way that may publish or consume: any run except the transfer's."""
+        return any(TRANSFER_TAG not in run.tags for run in self.instance.get_runs(UNDER_WAY))
+
+    def serve(self, console: Console) -> NoReturn:
+        """Show lag, and simulate a round every minute if the location can, until the user ends it."""
+        console.print(
+            f"The Dagster UI is at {self.dagster.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True
+        )
+        simulator, down = _Simulator(self), False
+        with Live(console=console, refresh_per_second=2) as live:
+            while True:
+                self.dagster.require_running()
+                try:
+                    self.context.keep_embedded()
+                    live.update(lag_table(self.platform.lag()))
+                    simulator.next()
+                    down = False
+                except (DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError) as error:
+                    if not down:
+                        console.print(f"waiting, for this does not answer: {_first_line(error)}", highlight=False)
+                    down = True
+                time.sleep(1.0)
+
+    def ended(self, run_id: str) -> bool:
+        run = self.instance.get_run_by_id(run_id)
+        return run is None or run.status in FINISHED
+
+
+class _Simulator:
+    """Launches the location's simulations, each once a minute."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._jobs = running.simulations
+        self._due = 0.0
+        self._launched: list[str] = []
+
+    def next(self) -> None:
+        # Only one run at a time: two runs would place the same orders.
+        if time.monotonic() < self._due or not all(map(self._running.ended, self._launched)):
+            return
+        self._launched = [self._running.dagster.launch(job, run_config=self._running.config) for job in self._jobs]
+        self._due = time.monotonic() + SIMULATION_SECONDS
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _named(behind: list[ConsumerLag]) -> str:
+    return "; ".join(f"{lag.topic}/{lag.consumer}[{lag.partition}] lacks {lag.events} ({lag.cause})" for lag in behind)
+
+
+def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str]:
+    """The asset checks of a run that did not pass, with their figures."""
+    evaluations = [
+        entry.dagster_event.asset_check_evaluation_data
+        for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
+        if entry.dagster_event is not None
+    ]
+    if not evaluations:
+        return [f"the job {run.job_name!r} evaluated no asset check"]
+    failed = []
+    for evaluation in evaluations:
+        if not evaluation.passed:
+            figures = json.dumps({name: value.value for name, value in evaluation.metadata.items()}, default=str)
+            asset = evaluation.asset_key.to_user_string()
+            failed.append(f"check {evaluation.check_name} of {asset} did not pass: {figures}")
+    return failed
+
+
+def _report(runs: Sequence[dg.DagsterRun], topics: list[TopicRound], faults: list[str]) -> None:
+    failed = [run for run in runs if run.status is dg.DagsterRunStatus.FAILURE]
+    if failed:
+        say(f"{counted(len(failed), 'run')} failed, of job {failed[0].job_name} for example; later runs did their work")
+    _show(topics)
+    faults += [f"topic {entry.topic}: {fault}" for entry in topics for fault in entry.faults]
+    if faults:
+        raise RoundError("; ".join(faults))
+
+
+def _show(topics: list[TopicRound]) -> None:
+    """Print the topics that have consumers, events or faults, without empty topics of dead letters."""
+    columns: Columns = {
+        **same("topic", "published", "transferred", "consumed", "consumers", "runs", "lag"),
+        "result": lambda entry: "; ".join(entry.faults) or "exact",
+    }
+    show_items([entry for entry in topics if entry.published or entry.consumers or entry.faults], columns)

@@ -1,0 +1,178 @@
+"""`eventsql init`: a small project that runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import click
+
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import say
+from eventsql_orchestration.cli.parameters import argument, command, option
+from eventsql_orchestration.errors import ConfigurationError
+
+_FILES: Final = {
+    "pyproject.toml": """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{project}"
+version = "0.1.0"
+requires-python = ">=3.11"
+dependencies = ["eventsql-orchestration[dagster,local]"]
+
+[dependency-groups]
+dev = ["pytest>=8"]
+
+[tool.hatch.build.targets.wheel]
+packages = ["src/{module}"]
+
+# `eventsql dev`, `dg` and Dagster find the definitions by this.
+[tool.dg]
+directory_type = "project"
+
+[tool.dg.project]
+root_module = "{module}"
+
+[tool.pytest.ini_options]
+pythonpath = ["src"]
+testpaths = ["tests"]
+""",
+    ".gitignore": """\
+# The embedded PostgreSQL and Dagster's files.
+.eventsql/
+.venv/
+__pycache__/
+""",
+    "README.md": """\
+# {project}
+
+```
+eventsql dev
+```
+
+runs PostgreSQL, Dagster's UI and daemon, and this project, until Ctrl-C. In another terminal:
+
+```
+echo '{{"item": "tea"}}' | eventsql publish order_placed
+eventsql lag
+pytest
+```
+
+`src/{module}/definitions.py` has a topic, a consumer of it as an asset, and the table that the consumer fills.
+""",
+    "src/{module}/__init__.py": "",
+    "src/{module}/definitions.py": '''\
+"""The code location of this project: a topic, a consumer of it, and the table that the consumer fills."""
+
+import json
+
+from eventsql_orchestration import Connection, Event, Shard, Topic
+from eventsql_orchestration.dagster import build_definitions, consumer_asset
+
+ORDER_PLACED = Topic("order_placed", partitions=2)
+
+
+@consumer_asset(topic=ORDER_PLACED, consumer="stock", partitioned=True)
+def stock(events: list[Event], connection: Connection) -> None:
+    """The number of pieces of each item that were ordered."""
+    for event in events:
+        item = json.loads(event.value)["item"]
+        # These writes commit together with the consumer's offset: each event counts once.
+        connection.execute(
+            "INSERT INTO ordered VALUES (%s, 1) ON CONFLICT (item) DO UPDATE SET pieces = ordered.pieces + 1",
+            (item,),
+        )
+
+
+def create_table(shard: Shard) -> None:
+    """Each run of the job `register` calls it."""
+    with shard.database.transaction() as connection:
+        connection.execute("CREATE TABLE IF NOT EXISTS ordered (item text PRIMARY KEY, pieces bigint)")
+
+
+defs = build_definitions([stock], prepare=create_table)
+''',
+    "tests/test_stock.py": '''\
+"""The consumer, on a PostgreSQL of the test's own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+
+from {module}.definitions import defs
+
+
+@pytest.fixture
+def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventSQL]:
+    server = EmbeddedPostgres(tmp_path / "postgres")
+    try:
+        dsn = server.start().dsn
+        monkeypatch.setenv("EVENTSQL_DSN", dsn)
+        with EventSQL(dsn, transfer=False) as platform:
+            yield platform
+    finally:
+        server.destroy()
+
+
+def test_each_order_counts_once(platform: EventSQL) -> None:
+    assert defs.resolve_job_def("register").execute_in_process().success
+    for item in ("tea", "rice", "tea"):
+        order = b'{{"item": "%s"}}' % item.encode()
+        platform.publisher.publish(Publication("order_placed", order, key=item))
+    platform.transfer.run_once()
+
+    # The second run finds nothing new.
+    for _ in range(2):
+        assert defs.resolve_job_def("consume_stock").execute_in_process().success
+
+    with platform.database.connection() as connection:
+        ordered = connection.execute("SELECT * FROM ordered ORDER BY item").fetchall()
+    assert ordered == [("rice", 1), ("tea", 2)]
+''',
+}
+
+
+@command(short_help="Make a small project with a topic, a consumer and a test.")
+def init(
+    context: CliContext,  # noqa: ARG001 - every command takes it
+    directory: Annotated[Path | None, argument(type=click.Path(path_type=Path, file_okay=False), metavar="[DIR]")],
+    name: Annotated[str | None, option("Name of the project; by default that of the directory.", metavar="NAME")],
+) -> None:
+    """Make a small project in DIR, by default in this directory: a topic, a consumer as a Dagster asset, and a test.
+
+    `eventsql dev` runs it. A file that exists is never changed.
+    """
+    root = directory or Path()
+    project = name or root.resolve().name
+    module = _module(project)
+    names = {"module": module, "project": project}
+    files = {root / path.format(**names): text.format(**names) for path, text in _FILES.items()}
+    if existing := sorted(str(file) for file in files if file.exists() or file.is_symlink()):
+        raise ConfigurationError(f"nothing was written, for {', '.join(existing)} exists already: name a new directory")
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+    go = "" if root.resolve() == Path.cwd() else f"cd {root} && "
+    say(f"made project {project!r} in {root.resolve()}: run it with `{go}eventsql dev`")
+
+
+def _module(project: str) -> str:
+    """The name of a project's module. Raises `ConfigurationError` if there can be no module of that name."""
+    module = re.sub(r"[^a-z0-9]+", "_", project.lower()).strip("_")
+    if not module.isidentifier() or keyword.iskeyword(module):
+        raise ConfigurationError(f"a Python module cannot be named after {project!r}: name the project with --name")
+    if module in sys.stdlib_module_names or importlib.util.find_spec(module) is not None:
+        raise ConfigurationError(f"there is a Python module {module!r} already: name the project with --name")
+    return module

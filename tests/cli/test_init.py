@@ -1,0 +1,55 @@
+"""`eventsql init`: what it writes, and what it refuses. tests/system/test_project.py runs what it has made."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration.cli import dev
+
+Run = Callable[..., Result]
+
+
+def written(root: Path) -> set[str]:
+    return {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()}
+
+
+def test_it_makes_a_project_that_dev_finds(invoke: Run, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = invoke("init", "corner-shop")
+    assert made.exit_code == 0
+    assert made.stderr.endswith("run it with `cd corner-shop && eventsql dev`\n")
+    root = directory / "corner-shop"
+    assert written(root) == {
+        ".gitignore", "README.md", "pyproject.toml", "src/corner_shop/__init__.py", "src/corner_shop/definitions.py",
+        "tests/test_stock.py",
+    }  # fmt: skip
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"] == "corner-shop"
+    for file in root.rglob("*.py"):
+        ast.parse(file.read_text())
+    monkeypatch.chdir(root)
+    assert dev.location_of(None, None) == {"module": "corner_shop.definitions", "imports": Path("src")}
+
+
+def test_this_directory_is_named_by_nothing(invoke: Run, directory: Path) -> None:
+    assert invoke("init", "--name", "bakery").stderr.endswith("run it with `eventsql dev`\n")
+    assert (directory / "src" / "bakery" / "definitions.py").exists()
+
+
+def test_no_file_is_overwritten(invoke: Run, directory: Path) -> None:
+    (directory / "README.md").write_text("mine")
+    refused = invoke("init", "--name", "bakery")
+    assert (refused.exit_code, written(directory)) == (2, {"README.md"})
+    assert (directory / "README.md").read_text() == "mine"
+    assert "README.md exists already" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["2nd-shop", "class", "json", "dagster", "-"])
+def test_a_name_that_is_no_module_or_another_one_is_refused(invoke: Run, directory: Path, name: str) -> None:
+    refused = invoke("init", f"--name={name}")
+    assert (refused.exit_code, written(directory)) == (2, set())
+    assert "name the project with --name" in refused.stderr

@@ -1,0 +1,146 @@
+"""A project that `eventsql init` makes: its test passes, and `eventsql dev` runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.conftest import is_setting
+from tests.fixtures import memory_disk
+from tests.system.conftest import wait_for
+
+PROGRAM = Path(sys.executable).with_name("eventsql")
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if not is_setting(name) and not name.startswith("DAGSTER_")
+}
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[Path]:
+    # Not pytest's own directory: only root may enter that, and PostgreSQL does not run as root.
+    root = Path(tempfile.mkdtemp(prefix="eventsql-project-", dir=memory_disk()))
+    root.chmod(0o755)
+    try:
+        subprocess.run([PROGRAM, "init", "shop"], cwd=root, env=ENVIRONMENT, check=True)
+        yield root / "shop"
+    finally:
+        for server in root.glob("**/.eventsql/postgres"):
+            EmbeddedPostgres(server).destroy()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def test_its_own_test_passes(project: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={project.parent / 'tmp'}"],
+        cwd=project, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+def consumed(platform: EventSQL) -> dict[str, int]:
+    with platform.database.connection() as connection:
+        return dict(connection.execute("SELECT item, pieces FROM public.ordered").fetchall())
+
+
+def publish(platform: EventSQL, item: str) -> None:
+    platform.publisher.publish(Publication("order_placed", b'{"item": "%s"}' % item.encode(), key=item))
+
+
+@pytest.mark.timeout(400)
+def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(project: Path) -> None:
+    log = project.parent / "dev.log"
+    server = EmbeddedPostgres(project / ".eventsql" / "postgres")
+    with log.open("w") as output:
+        dev = subprocess.Popen([PROGRAM, "dev"], cwd=project, env=ENVIRONMENT, stdout=output, stderr=output)
+    try:
+
+        def serving() -> bool:
+            assert dev.poll() is None, log.read_text()
+            return "The Dagster UI is at" in log.read_text()
+
+        wait_for(serving, "the start", timeout=200)
+        dsn = server.start().dsn
+        with EventSQL(dsn, migrate=False, transfer=False) as platform:
+            publish(platform, "tea")
+            wait_for(lambda: consumed(platform) == {"tea": 1}, "the first event", timeout=60)
+
+        running = server.status()
+        assert running is not None
+        os.kill(running.pid, signal.SIGKILL)
+
+        def again() -> bool:
+            found = server.status()
+            return found is not None and found.pid != running.pid
+
+        wait_for(again, "the next server", timeout=60)
+        with EventSQL(dsn, migrate=False, transfer=False) as platform:
+            publish(platform, "rice")
+            wait_for(lambda: consumed(platform) == {"tea": 1, "rice": 1}, "the second event", timeout=100)
+
+        children = psutil.Process(dev.pid).children(recursive=True)
+        assert children
+        dev.send_signal(signal.SIGINT)
+        assert dev.wait(60) == 130
+        assert server.status() is None
+        _, left = psutil.wait_procs(children, timeout=10)
+        assert left == []
+    finally:
+        dev.kill()
+        dev.wait()
+
+    said = log.read_text()
+    assert len(re.findall(r"(?:started|using) the embedded server", said)) == 1
+    assert said.count("has died, see") == 1
+    assert re.search(r"eventsql: (ending Dagster's processes|waiting for \d+ run)", said)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_round_of_a_location_without_a_simulation_consumes_what_waits(project: Path) -> None:
+    with EventSQL(EmbeddedPostgres(project / ".eventsql" / "postgres").start().dsn, transfer=False) as platform:
+        publish(platform, "salt")
+    done = subprocess.run(
+        [PROGRAM, "dev", "--once", "--timeout", "200"],
+        cwd=project, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.split() for line in done.stdout.splitlines() if line.startswith("order_placed ")]
+    # Topic, published since the start, transferred, consumed, …, lag, result.
+    assert (row[0], row[3], row[-2:]) == ("order_placed", "1", ["0", "exact"])
+
+
+PLAIN = """
+import dagster as dg
+
+@dg.asset
+def number() -> int:
+    return 7
+
+defs = dg.Definitions([number])
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_location_that_registers_and_transfers_nothing_is_told_so(project: Path) -> None:
+    (project / "plain.py").write_text(PLAIN)
+    done = subprocess.run(
+        [PROGRAM, "dev", "--once", "-f", "plain.py"], cwd=project, env=ENVIRONMENT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "plain.py has no transfer, so this command moves events" in done.stderr
+    assert "plain.py has no job that registers its topics and consumers" in done.stderr
