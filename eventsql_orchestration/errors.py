@@ -253,6 +253,18 @@ class ConcurrentAppendError(EventSQLError):
     """Another writer appended to this aggregate first: load it again and decide anew."""
 
 
+class AggregateClosedError(EventSQLError):
+    """The aggregate was closed and takes no more changes."""
+
+
+class SubscriptionNotFoundError(EventSQLError):
+    """There is no such subscription: `eventsql store list` names them."""
+
+
+class ProjectionError(EventSQLError):
+    """A projection cannot be rebuilt or used as it is."""
+
+
 class MessageNotFoundError(EventSQLError):
     """The queue holds no such message under this receipt: it was acknowledged, or its visibility timeout ended."""
 

@@ -8,6 +8,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Any, Final, NoReturn, TypeAlias, get_args
 
@@ -34,6 +35,9 @@ Duration: TypeAlias = float | timedelta
 _BETWEEN_URLS: Final = re.compile(r"\s+(?=[a-zA-Z0-9+]+://)")
 """A URL may hold spaces itself."""
 
+
+# A number with a positive exponent in JSON text; strings are skipped.
+_LARGE_NUMBER: Final = re.compile(r'"(?:[^"\\]|\\.)*"|(-?\d(?:\.\d+)?e\+\d+)')
 
 # An escape of NUL in JSON text: its backslash is not itself escaped by another one.
 _ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -183,13 +187,18 @@ def check_metadata(
 
 
 def encode_json(what: str, data: Mapping[str, Any]) -> str:
-    """`data` as JSON text, or `ValidationError` where PostgreSQL cannot store it."""
+    """`data` as JSON text, or `ValidationError` where PostgreSQL cannot store it.
+
+    A float of 1e16 and more is written without an exponent and with one decimal: jsonb would make a whole number of it.
+    """
     if not isinstance(data, Mapping):
         raise ValidationError(f"{what} must be a mapping, not {type(data).__name__}")
     try:
         text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValidationError(f"{what} cannot be written as JSON: {error}") from None
+    if "e+" in text:
+        text = _LARGE_NUMBER.sub(lambda found: f"{Decimal(found[1]):f}.0" if found[1] else found[0], text)
     if _ESCAPED_NUL.search(text):
         raise ValidationError(f"{what} holds a NUL character, which PostgreSQL cannot store")
     return check_text(what, text)

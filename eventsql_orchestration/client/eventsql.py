@@ -23,6 +23,7 @@ from eventsql_orchestration.shards.barriers import Barriers, HeldBack
 from eventsql_orchestration.shards.cluster import Cluster, OnShardDown
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import Unfinished
+from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
@@ -119,6 +120,12 @@ class EventSQL:
     def listener(self) -> Listener:
         """Listens to the only database. Raises `SingleShardError` if there are several."""
         return self._only("listener").listener
+
+    @property
+    def store(self) -> Store:
+        """The event store of the only database. Raises `SingleShardError` if there are several."""
+        shard = self._only("store")
+        return Store(shard.database, notifier=shard.notifier, listener=shard.listener)
 
     def _only(self, name: str) -> Shard:
         if self._cluster.lone is not None:

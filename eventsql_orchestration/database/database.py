@@ -29,7 +29,7 @@ from eventsql_orchestration.database.connections import (
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, permission_error
 from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.database.sessions import ISOLATION, open_session, watch
-from eventsql_orchestration.database.single_statement import SingleStatement
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.database.translation import (
     describe,
     driver_error,
@@ -227,6 +227,13 @@ class Database:
         self.ensure_schema()
         with self._checked_out() as (connection, notes):
             return statement.execute(connection, notes, values)
+
+    @checks_itself
+    def fetch(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[RawRow]:
+        """Execute a statement that gives rows in its own transaction on a pooled connection. See `execute`."""
+        self.ensure_schema()
+        with self._checked_out() as (connection, notes):
+            return statement.fetch(connection, notes, values)
 
     def dedicated(self) -> Connection:
         """A connection outside the pool, in autocommit mode; the caller closes it.

@@ -36,6 +36,9 @@ LOG: Final = "log"
 BUFFER: Final = "buffer"
 """The kind of a notification of new events in the buffer."""
 
+STORE: Final = "store"
+"""The kind of a notification of new changes in the event store."""
+
 NOTIFY_INTERVAL: Final = 0.005
 """Seconds between two notifications of the same kind and topic: each commits under a lock of the whole database. The
 calls within this time become one notification at its end."""

@@ -8,9 +8,10 @@ preparing at each execution. Measured for publishing one event, whose wait for t
 from __future__ import annotations
 
 import re
+import struct
 import zlib
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import psycopg
 from psycopg import errors, generators, sql
@@ -19,6 +20,11 @@ from psycopg.pq.abc import PGresult
 
 from eventsql_orchestration.database.connections import UTF8, Connection
 from eventsql_orchestration.database.sessions import is_pooled
+
+RawRow: TypeAlias = tuple[bytes | None, ...]
+"""The columns of a row in PostgreSQL's binary format; None for NULL."""
+
+_NULL_ITEM: Final = (-1).to_bytes(4, signed=True)
 
 _PLACEHOLDER: Final = re.compile(r"%\((\w+)\)s")
 
@@ -30,9 +36,12 @@ class SingleStatement:
     """A named statement with named placeholders. The server infers their types.
 
     A connection prepares the statement at the first execution; a connection to a pooler by transactions does not.
+    Without `prepare`, the server plans each execution. A statement that reads tables needs that: a plan from when they
+    were small would stay.
     """
 
-    def __init__(self, name: str, query: sql.SQL) -> None:
+    def __init__(self, name: str, query: sql.SQL, *, prepare: bool = True) -> None:
+        self._prepares = prepare
         text = query.as_string()
         self._placeholders = list(dict.fromkeys(_PLACEHOLDER.findall(text)))
         numbers = {placeholder: f"${number}" for number, placeholder in enumerate(self._placeholders, 1)}
@@ -47,28 +56,37 @@ class SingleStatement:
         `values` are in PostgreSQL's binary format. `prepared` notes the statements of this connection, and lasts as
         long as the connection. Raises `psycopg.Error`, with nothing written for a connection inside a transaction.
         """
+        return _checked(self._run(connection, prepared, values), ExecStatus.COMMAND_OK).command_tuples or 0
+
+    def fetch(
+        self, connection: Connection, prepared: dict[Any, Any], values: Mapping[str, bytes | None]
+    ) -> list[RawRow]:
+        """As `execute`, for a statement that gives rows: their columns in PostgreSQL's binary format, None for NULL."""
+        return raw_rows(_checked(self._run(connection, prepared, values), ExecStatus.TUPLES_OK))
+
+    def _run(self, connection: Connection, prepared: dict[Any, Any], values: Mapping[str, bytes | None]) -> PGresult:
         if connection.pgconn.transaction_status != TransactionStatus.IDLE:
             raise psycopg.ProgrammingError("the connection is in a transaction, which would not be committed")
         pgconn, row = connection.pgconn, [values[placeholder] for placeholder in self._placeholders]
-        if is_pooled(connection):
-            pgconn.send_query_params(self._text, row, param_formats=self._formats)
-            return _written(_result(connection))
+        if not self._prepares or is_pooled(connection):
+            pgconn.send_query_params(self._text, row, param_formats=self._formats, result_format=Format.BINARY)
+            return _result(connection)
 
         if self._name not in prepared:
             # Noted first: after an interruption, the server may have the statement.
             prepared[self._name] = True
             self._prepare(connection)
-        pgconn.send_query_prepared(self._name, row, self._formats)
+        pgconn.send_query_prepared(self._name, row, self._formats, Format.BINARY)
         result = _result(connection)
         if result.status == ExecStatus.FATAL_ERROR and result.error_field(DiagnosticField.SQLSTATE) == _LOST:
             self._prepare(connection)
-            pgconn.send_query_prepared(self._name, row, self._formats)
+            pgconn.send_query_prepared(self._name, row, self._formats, Format.BINARY)
             result = _result(connection)
-        return _written(result)
+        return result
 
     def _prepare(self, connection: Connection) -> None:
         connection.pgconn.send_prepare(self._name, self._text)
-        _written(_result(connection))
+        _checked(_result(connection), ExecStatus.COMMAND_OK)
 
 
 def _result(connection: Connection) -> PGresult:
@@ -79,7 +97,24 @@ def _result(connection: Connection) -> PGresult:
     return next((result for result in results if result.status != ExecStatus.COMMAND_OK), results[-1])
 
 
-def _written(result: PGresult) -> int:
-    if result.status != ExecStatus.COMMAND_OK:
+def _checked(result: PGresult, wanted: ExecStatus) -> PGresult:
+    if result.status != wanted:
         raise errors.error_from_result(result, encoding=UTF8)
-    return result.command_tuples or 0
+    return result
+
+
+def raw_rows(result: PGresult) -> list[RawRow]:
+    """The rows of a result in the format in which the server sent them."""
+    get, columns = result.get_value, range(result.nfields)
+    return [tuple([get(row, column) for column in columns]) for row in range(result.ntuples)]
+
+
+def encode_array(items: Sequence[bytes | None], *, of: int) -> bytes:
+    """An array of one dimension in PostgreSQL's binary format. `of` is the OID of the items' type."""
+    parts = [struct.pack("!iiIii", 1, int(None in items), of, len(items), 1)]
+    for item in items:
+        if item is None:
+            parts.append(_NULL_ITEM)
+        else:
+            parts += (len(item).to_bytes(4), item)
+    return b"".join(parts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
+from psycopg.errors import SerializationFailure
 from psycopg.rows import class_row, scalar_row
 
 from eventsql_orchestration.boundary import checked
@@ -142,7 +143,11 @@ class Queue:
     def _settle(self, statement: str, message: Message, connection: CallersConnection | None) -> None:
         values = {"queue": self.name, "id": message.id, "receipt": message.receipt}
         with self._database.joined(connection) as joined:
-            settled = joined.execute(self._queries(statement), values, prepare=False).rowcount
+            try:
+                settled = joined.execute(self._queries(statement), values, prepare=False).rowcount
+            except SerializationFailure:
+                # Under REPEATABLE READ: somebody has received or settled the message since the transaction began.
+                settled = 0
         if not settled:
             raise MessageNotFoundError(
                 f"queue {self.name!r} has no message {message.id} with this receipt: it was acknowledged or released, "

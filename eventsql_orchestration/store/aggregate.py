@@ -90,10 +90,12 @@ class Aggregate(ABC):
 class SnapshottingAggregate(Aggregate):
     """An aggregate whose state is stored, too, so that loading it replays only the last changes.
 
-    A save stores the state when the version reaches or passes a multiple of `snapshot_every`.
+    A save stores the state when the version reaches or passes a multiple of `snapshot_every`. Raise `snapshot_schema`
+    whenever `state()` changes: snapshots of another schema are left out, and the changes are replayed.
     """
 
     snapshot_every: ClassVar[int] = 100
+    snapshot_schema: ClassVar[int] = 1
 
     @abstractmethod
     def state(self) -> Mapping[str, Any]:

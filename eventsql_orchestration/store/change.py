@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
 
+from eventsql_orchestration.consuming.snapshot_reader import MAX_TRANSACTION
+from eventsql_orchestration.database.single_statement import RawRow
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.validation import check_name, encode_json
+from eventsql_orchestration.validation import (
+    NO_METADATA,
+    check_kind,
+    check_metadata,
+    check_name,
+    check_text,
+    check_whole,
+    encode_json,
+)
+
+CORRELATION: Final = "correlation_id"
+"""The name in a change's metadata of what all changes of one process have in common."""
+
+CAUSATION: Final = "causation_id"
+"""The name in a change's metadata of the change that caused it."""
+
+_MAX_SCHEMA_VERSION: Final = 2**31 - 1
+
+_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
+"""PostgreSQL counts microseconds from here."""
 
 
 def encode(what: str, data: Mapping[str, Any]) -> str:
@@ -23,9 +45,50 @@ def encode(what: str, data: Mapping[str, Any]) -> str:
     return text
 
 
+def check_schema_version(what: str, version: object) -> int:
+    """Return the version of a schema, or raise `ValidationError`: 1 to 2**31 - 1."""
+    return check_whole(what, version, least=1, most=_MAX_SCHEMA_VERSION)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StoreCheckpoint:
+    """A place in the store's global order: all changes up to here were read.
+
+    Checkpoints of one era compare as the changes are ordered. A restored dump begins another era with `eventsql store
+    adopt`. Store a checkpoint as `str()`, and read it with `parse`. Raises `ValidationError`.
+    """
+
+    era: str
+    transaction: int
+    position: int
+
+    def __post_init__(self) -> None:
+        check_name("era of a checkpoint", self.era)
+        if ":" in self.era:
+            raise ValidationError(f"the era of a checkpoint has no colon: {self.era!r}")
+        check_whole("the transaction of a checkpoint", self.transaction, least=0, most=MAX_TRANSACTION)
+        check_whole("the position of a checkpoint", self.position, least=0)
+
+    def __str__(self) -> str:
+        return f"{self.era}:{self.transaction}:{self.position}"
+
+    @classmethod
+    def parse(cls, text: str) -> StoreCheckpoint:
+        """The checkpoint that `str()` wrote. Raises `ValidationError` for anything else."""
+        era, _, place = check_text("text", text).partition(":")
+        transaction, _, position = place.partition(":")
+        try:
+            return cls(era, int(transaction), int(position))
+        except ValueError as error:
+            raise ValidationError(f"a checkpoint is written as era:transaction:position, not {text!r}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Something that happened to an aggregate: its kind, such as `price_raised`, and the data to replay it.
+
+    An append with a change whose `id` the aggregate has already stores nothing, so it can be repeated. `metadata` maps
+    text to text. `schema_version` is the version of the data's form, 1 or more; see `Events`.
 
     The change encodes `data` as JSON at once; later changes of the mapping have no effect. Raises `InvalidNameError`
     for the kind and `ValidationError` for data that JSON would not give back.
@@ -33,27 +96,125 @@ class Change:
 
     kind: str
     data: Mapping[str, Any]
+    id: UUID | None = field(default=None, kw_only=True)
+    metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA, kw_only=True)
+    schema_version: int = field(default=1, kw_only=True)
     encoded: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_name("kind of change", self.kind)
+        check_kind("id of a change", self.id, UUID | None)
+        check_schema_version("schema_version of a change", self.schema_version)
+        object.__setattr__(self, "metadata", check_metadata(self.metadata, of=f" of change {self.kind!r}"))
         object.__setattr__(self, "encoded", encode(f"data of change {self.kind!r}", self.data))
 
+    def caused_by(self, cause: RecordedChange) -> Change:
+        """The same change, whose metadata names a stored change as its cause, and the correlation of that one."""
+        check_kind("cause", cause, RecordedChange)
+        links = {CORRELATION: cause.metadata.get(CORRELATION, cause.reference), CAUSATION: cause.reference}
+        return replace(self, metadata={**self.metadata, **links})
 
-@dataclass(frozen=True, slots=True)
+
 class RecordedChange:
-    """A stored change. An aggregate's first change has version 1."""
+    """A stored change. An aggregate's first change has version 1.
 
-    version: int
-    kind: str
-    data: dict[str, Any]
-    created_at: datetime
+    `checkpoint` is its place in the global order, where it was read in that order. The data is decoded when it is
+    first used.
+    """
+
+    __slots__ = ("_data", "_metadata", "_row", "aggregate_id", "aggregate_type", "checkpoint")
+
+    def __init__(
+        self, aggregate_type: str, aggregate_id: str, row: RawRow, checkpoint: StoreCheckpoint | None = None
+    ) -> None:
+        """`row` has version, kind, data, time, schema version, id and metadata, in PostgreSQL's binary format."""
+        self.aggregate_type = aggregate_type
+        self.aggregate_id = aggregate_id
+        self.checkpoint = checkpoint
+        self._row = row
+        self._data: dict[str, Any] | None = None
+        self._metadata: dict[str, str] | None = None
+
+    @property
+    def version(self) -> int:
+        """The number of changes of the aggregate up to this one."""
+        return int.from_bytes(self._row[0] or b"")
+
+    @property
+    def kind(self) -> str:
+        return (self._row[1] or b"").decode()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        if self._data is None:
+            self._data = _decoded(self._row[2])
+        return self._data
+
+    @property
+    def created_at(self) -> datetime:
+        """When the transaction that appended it began, in UTC."""
+        return _EPOCH + timedelta(microseconds=int.from_bytes(self._row[3] or b"", signed=True))
+
+    @property
+    def schema_version(self) -> int:
+        """The version of the data's form."""
+        return int.from_bytes(self._row[4] or b"")
+
+    @property
+    def id(self) -> UUID | None:
+        """The id that the change was given, if any."""
+        return None if self._row[5] is None else UUID(bytes=self._row[5])
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        if self._metadata is None:
+            self._metadata = _decoded(self._row[6])
+        return self._metadata
+
+    @property
+    def correlation_id(self) -> str | None:
+        return self.metadata.get(CORRELATION)
+
+    @property
+    def causation_id(self) -> str | None:
+        return self.metadata.get(CAUSATION)
+
+    @property
+    def reference(self) -> str:
+        """The id of the change; without one, its aggregate and version, as `order/42@7`."""
+        return str(self.id or f"{self.aggregate_type}/{self.aggregate_id}@{self.version}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RecordedChange):
+            return NotImplemented
+        return self._key == other._key and self._row == other._row
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[str, str, int]:
+        return self.aggregate_type, self.aggregate_id, self.version
+
+    def __repr__(self) -> str:
+        return f"<RecordedChange {self.kind} {self.aggregate_type}/{self.aggregate_id}@{self.version}>"
+
+
+def encode_metadata(change: Change) -> str:
+    """A change's metadata as JSON text."""
+    return json.dumps(change.metadata, ensure_ascii=False) if change.metadata else "{}"
+
+
+def _decoded(jsonb: bytes | None) -> Any:
+    # The first byte is the version of the format.
+    return json.loads((jsonb or b"")[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of an aggregate at `version`."""
+    """The state of an aggregate at `version`. `schema_version` is the version of the state's form."""
 
     version: int
     state: dict[str, Any]
     created_at: datetime
+    schema_version: int = 1

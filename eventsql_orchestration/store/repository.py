@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -15,8 +16,11 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import Publication
 from eventsql_orchestration.publishing.publisher import TransactionPublisher, check_many, check_publication
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
+from eventsql_orchestration.store.change import check_schema_version
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.validation import check_kind, check_name, check_whole
+
+logger = logging.getLogger(__name__)
 
 A = TypeVar("A", bound=Aggregate)
 
@@ -26,13 +30,14 @@ class Repository(Generic[A]):
     """The aggregates of one class.
 
     `publisher` belongs to the database of `store`. Raises `ValidationError` for a class with an invalid
-    `aggregate_type` or `snapshot_every`.
+    `aggregate_type`, `snapshot_every` or `snapshot_schema`.
     """
 
     def __init__(self, store: Store, aggregate_class: type[A], publisher: TransactionPublisher) -> None:
         self._type = check_name("aggregate type", getattr(aggregate_class, "aggregate_type", ""))
         if issubclass(aggregate_class, SnapshottingAggregate):
             check_whole(f"snapshot_every of {aggregate_class.__name__}", aggregate_class.snapshot_every, least=1)
+            check_schema_version(f"snapshot_schema of {aggregate_class.__name__}", aggregate_class.snapshot_schema)
         self._store = store
         self._class = aggregate_class
         self._publisher = publisher
@@ -43,13 +48,25 @@ class Repository(Generic[A]):
         """Load an aggregate, up to `upto_version` if that is given.
 
         An unknown id gives the aggregate before its first change, at version 0. With `connection`, the caller's
-        transaction reads.
+        transaction reads. A snapshot that the class cannot restore is left out, with a warning: all changes are
+        replayed.
         """
         aggregate = self._class(aggregate_id)
         if isinstance(aggregate, SnapshottingAggregate):
-            snapshot = self._store.snapshot(self._type, aggregate_id, upto_version=upto_version, connection=connection)
+            snapshot = self._store.snapshot(
+                self._type, aggregate_id,
+                upto_version=upto_version, schema_version=aggregate.snapshot_schema, connection=connection,
+            )  # fmt: skip
             if snapshot is not None:
-                aggregate.restore_at(snapshot.version, snapshot.state)
+                try:
+                    aggregate.restore_at(snapshot.version, snapshot.state)
+                except Exception as error:  # noqa: BLE001 - the changes are the truth, whatever is wrong with a snapshot
+                    logger.warning(
+                        "%s %r: its snapshot at version %d cannot be restored, so all changes are replayed (%s: %s); "
+                        "raise snapshot_schema of %s when its state() changes",
+                        self._type, aggregate_id, snapshot.version, type(error).__name__, error, self._class.__name__,
+                    )  # fmt: skip
+                    aggregate = self._class(aggregate_id)
         changes = self._store.load(
             self._type, aggregate_id,
             after_version=aggregate.stored_version, upto_version=upto_version, connection=connection,
@@ -65,8 +82,8 @@ class Repository(Generic[A]):
         With `connection`, of psycopg or SQLAlchemy, this joins the caller's transaction; a psycopg connection in
         autocommit mode without one gets a transaction. If the caller's transaction rolls back, load the aggregate
         again. An aggregate without new changes is not saved; publications raise `ValidationError` then. Raises
-        `ConcurrentAppendError` if another writer saved the aggregate first, and the publisher's errors. After any error
-        the aggregate still has its new changes.
+        `ConcurrentAppendError` if another writer saved the aggregate first, and the publisher's errors. After any
+        error the aggregate still has its new changes.
         """
         check_kind("aggregate", aggregate, self._class)
         if connection is not None:
@@ -79,13 +96,18 @@ class Repository(Generic[A]):
                 raise ValidationError(f"{self._type} {aggregate.id!r} has no new changes to publish events of")
             return before
         with self._transaction(connection) as joined:
-            version = self._store.append(joined, self._type, aggregate.id, changes, expected_version=before)
+            version = self._store.append(self._type, aggregate.id, changes, expected_version=before, connection=joined)
             if isinstance(aggregate, SnapshottingAggregate):
                 every = aggregate.snapshot_every
                 if version // every > before // every:
-                    self._store.save_snapshot(joined, self._type, aggregate.id, version, aggregate.state())
+                    self._store.save_snapshot(
+                        self._type, aggregate.id, version, aggregate.state(),
+                        schema_version=aggregate.snapshot_schema, connection=joined,
+                    )  # fmt: skip
             if publications:
                 self._publisher.publish_all(publications, connection=joined)
+        if connection is None:
+            self._store.announce()
         aggregate.mark_saved()
         return version
 

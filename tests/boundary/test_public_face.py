@@ -36,7 +36,15 @@ from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.publishing.publisher import Publisher, TransactionPublisher
 from eventsql_orchestration.queue import Message, Queue
-from eventsql_orchestration.store import Aggregate, Change, RecordedChange, Repository, SnapshottingAggregate, Store
+from eventsql_orchestration.store import (
+    Aggregate,
+    Change,
+    RecordedChange,
+    Repository,
+    SnapshottingAggregate,
+    Store,
+    StoreCheckpoint,
+)
 from eventsql_orchestration.topics.offsets import Earliest
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
@@ -56,6 +64,7 @@ RESULTS = {
 
 EXEMPT = {
     "Database.execute": "only the platform calls it, for each event",
+    "Database.fetch": "only the platform calls it",
     "Database.meaning": "takes the errors of the driver alone",
     "Acknowledgement.finish": "only the publisher calls it, for each event",
     "Aggregate.apply": "the code of users",
@@ -147,7 +156,8 @@ class Face:
             OffsetRange: lambda: OffsetRange("orders", -1, 0, 1),
             Message: lambda: self.queue.receive()[0] if self.queue.send(b"{}") else None,
             Change: lambda: Change("placed", {}),
-            RecordedChange: lambda: RecordedChange(1, "placed", {}, NOON),
+            RecordedChange: self.recorded,
+            StoreCheckpoint: self.store.newest,
             Aggregate: lambda: Order("7"),
             type: lambda: Order,
             Database: lambda: self.one.database,
@@ -169,6 +179,14 @@ class Face:
     @property
     def queue(self) -> Queue:
         return Queue(self.one.database, "commands")
+
+    @property
+    def store(self) -> Store:
+        return Store(self.one.database)
+
+    def recorded(self) -> RecordedChange:
+        self.store.append("order", "7", [Change("placed", {})], expected_version="any")
+        return self.store.load("order", "7")[0]
 
     def connection(self) -> psycopg.Connection[Any]:
         return self.stack.enter_context(psycopg.connect(self.dsns[0]))

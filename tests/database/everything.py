@@ -134,8 +134,8 @@ def use_the_ways(platform: EventSQL) -> None:
     queue.acknowledge(message)
     store = Store(database)
     with database.transaction() as connection:
-        store.append(connection, "order", "é", [Change("placed", {"é": 1})], expected_version=0)
-        store.save_snapshot(connection, "order", "é", 1, {"é": 1})
+        store.append("order", "é", [Change("placed", {"é": 1})], expected_version=0, connection=connection)
+        store.save_snapshot("order", "é", 1, {"é": 1}, connection=connection)
         Timelines(database).append(connection, "all", "é", {"é": 1}, occurred_at=NOON)
         Rollups(database).add(connection, "all", [(NOON, "é", 1, 2)])
         Logs(database).write(connection, "runs", [("é", "a line\\ é", NOON)])

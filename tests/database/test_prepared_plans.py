@@ -120,8 +120,8 @@ def test_the_store_views_and_the_snapshot_reader(platform: EventSQL) -> None:
     for number in range(ROUNDS):
         order = f"order {number}"
         with database.transaction() as connection:
-            store.append(connection, "order", order, [Change("placed", {})], expected_version=0)
-            store.save_snapshot(connection, "order", order, 1, {})
+            store.append("order", order, [Change("placed", {})], expected_version=0, connection=connection)
+            store.save_snapshot("order", order, 1, {}, connection=connection)
             timelines.append(connection, "all", order, {}, occurred_at=NOON)
             rollups.add(connection, "all", [(NOON, "x", 1, 2)])
             logs.write(connection, "runs", [(order, "a line", NOON)])

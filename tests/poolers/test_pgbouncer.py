@@ -368,7 +368,9 @@ def test_queues_stores_and_views_work(pooled_database: Database) -> None:
     noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
     for version in range(8):
         with pooled_database.transaction() as connection:
-            store.append(connection, "order", "1", [Change("raised", {"price": version})], expected_version=version)
+            store.append(
+                "order", "1", [Change("raised", {"price": version})], expected_version=version, connection=connection
+            )
             timelines.append(connection, "orders", "1", {"version": version}, noon)
             rollups.add(connection, "orders", [(noon, "raised", 1, version)])
             logs.write(connection, "orders", [("1", f"version {version}", noon)])

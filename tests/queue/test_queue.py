@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.queue import Message, Queue, QueueDepth
-from tests.fixtures import Until
+from tests.fixtures import Sessions, Until
 
 Again: TypeAlias = Callable[[], Message]
 
@@ -274,6 +274,17 @@ def test_a_stale_acknowledgement_leaves_the_callers_transaction_usable(database:
             queue.acknowledge(message, connection=connection)
         queue.send(b"apology", connection=connection)
     assert [message.body for message in queue.receive()] == [b"apology"]
+
+
+def test_a_late_acknowledgement_under_repeatable_read_is_the_queues_error(queue: Queue, sessions: Sessions) -> None:
+    queue.send(b"work")
+    (message,) = queue.receive()
+    strict = sessions()
+    strict.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    strict.execute("SELECT 1")
+    queue.release(message)
+    with pytest.raises(MessageNotFoundError):
+        queue.acknowledge(message, connection=strict)
 
 
 def test_a_transaction_of_sqlalchemy_sends_and_acknowledges(database: Database, queue: Queue) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import ConcurrentAppendError, InvalidNameError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.store import Aggregate, Repository, SnapshottingAggregate, Store
+from tests.fixtures import SaidBy
 
 TOPIC = "order_events"
 
@@ -316,23 +317,55 @@ def test_loading_from_a_snapshot_replays_the_tail_alone(kept_orders: Repository[
     assert kept_orders.load("1", upto_version=3).applied == 3
 
 
-def test_any_number_of_changes_is_saved_with_one_statement(
-    platform: EventSQL, orders: Repository[Order], monkeypatch: pytest.MonkeyPatch
+def test_snapshots_of_another_schema_are_left_out(
+    platform: EventSQL, store: Store, kept_orders: Repository[KeptOrder]
 ) -> None:
-    order = placed()
+    order = KeptOrder("1")
+    order.place(["a"], 0)
+    for price in range(1, 4):
+        order.raise_price(price)
+    kept_orders.save(order)
+
+    class Renewed(KeptOrder):
+        snapshot_schema = 2
+
+    renewed = Repository(store, Renewed, platform.publisher).load("1")
+    assert (renewed.applied, renewed.price) == (4, 3)
+    for price in range(4, 9):
+        renewed.raise_price(price)
+    Repository(store, Renewed, platform.publisher).save(renewed)
+    assert Repository(store, Renewed, platform.publisher).load("1").applied < 9
+
+
+def test_a_snapshot_that_cannot_be_restored_is_left_out_with_a_warning(
+    kept_orders: Repository[KeptOrder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = KeptOrder("1")
+    order.place(["a"], 0)
+    for price in range(1, 4):
+        order.raise_price(price)
+    kept_orders.save(order)
+
+    def restore(_order: KeptOrder, state: Mapping[str, Any]) -> None:
+        raise KeyError("colour")
+
+    monkeypatch.setattr(KeptOrder, "restore", restore)
+    loaded = kept_orders.load("1")
+    assert (loaded.applied, loaded.price, loaded.version) == (4, 3, 4)
+    assert "snapshot_schema of KeptOrder" in caplog.text
+
+
+def test_any_number_of_changes_is_saved_with_one_statement(
+    platform: EventSQL, orders: Repository[Order], said_by: SaidBy
+) -> None:
+    orders.save(placed())  # a store asks once whether it is the store of this server
+    order = orders.load("1")
     for price in range(101, 150):
         order.raise_price(price)
     with platform.database.transaction() as connection:
-        executed: list[object] = []
-        execute = connection.execute
-
-        def counting(query: Any, *rest: Any, **options: Any) -> Any:
-            executed.append(query)
-            return execute(query, *rest, **options)
-
-        monkeypatch.setattr(connection, "execute", counting)
+        said = said_by(connection)
         orders.save(order, connection=connection)
-    assert len(executed) == 1
+        assert [verb for verb in said.verbs() if verb not in ("SAVEPOINT", "RELEASE")] == ["WITH"]
 
 
 def test_a_class_without_a_usable_type_is_refused(platform: EventSQL, store: Store) -> None:

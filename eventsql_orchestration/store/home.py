@@ -1,0 +1,88 @@
+"""The server whose transaction ids order the changes of a store, and moving a store to another server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_first, fetch_one
+from eventsql_orchestration.errors import DatabaseError
+from eventsql_orchestration.store.change import StoreCheckpoint
+
+_ADOPT: Final = "run `eventsql store adopt`, which gives its changes places of this server"
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What `adopt` has done: the number of changes with new places, and of subscriptions that go on from there."""
+
+    changes: int
+    subscriptions: int
+
+
+@checked
+class Home:
+    """Knows whether the changes of a store are ordered by the transactions of this server.
+
+    Each server counts its own transactions, so neither the order nor a checkpoint of a restored dump means anything
+    here. A physical copy, such as a promoted standby, counts on.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queries = Queries("store", database.schema)
+        self._may_ask: bool | None = None
+
+    def era(self, connection: Connection) -> str:
+        """The era of this store's checkpoints. Raises `DatabaseError` for a restored dump that is not adopted."""
+        _, era, foreign = self._read(connection)
+        if foreign:
+            raise DatabaseError(f"the event store in {self._database} was restored from another server: {_ADOPT}")
+        return era
+
+    def place(self, connection: Connection, checkpoint: StoreCheckpoint | None) -> StoreCheckpoint:
+        """A checkpoint to read on from; None is before the first change.
+
+        Raises `DatabaseError` for a checkpoint of another era, and for a restored dump that is not adopted.
+        """
+        era = self.era(connection)
+        if checkpoint is None:
+            return StoreCheckpoint(era, 0, 0)
+        if checkpoint.era != era:
+            raise DatabaseError(
+                f"checkpoint {checkpoint} is of another server, or of the time before `eventsql store adopt`: find the "
+                "last change that took effect, and go on from the place that `checkpoint_of` gives for it"
+            )
+        return checkpoint
+
+    def adopt(self) -> Adopted:
+        """Give the changes of a restored dump places of this server, in their order, in one transaction.
+
+        Subscriptions go on exactly where they stood. Other checkpoints are of the past era from then on. Writers wait
+        meanwhile. In a store of this server, nothing is done.
+        """
+        with self._database.transaction() as connection:
+            connection.execute(self._queries("hold_home"))
+            server, _, foreign = self._read(connection)
+            if not foreign:
+                return Adopted(0, 0)
+            connection.execute(self._queries("hold_changes"))
+            subscriptions = connection.execute(self._queries("adopt_subscriptions")).rowcount
+            changes = connection.execute(self._queries("adopt_changes")).rowcount
+            for statement in ("forget_places", "forget_transactions"):
+                connection.execute(self._queries(statement))
+            connection.execute(self._queries("settle"), {"server": server})
+            return Adopted(changes, subscriptions)
+
+    def _read(self, connection: Connection) -> tuple[str | None, str, bool]:
+        """The identity of this server, None where the role may not ask; the era; whether the order is of another."""
+        if self._may_ask is None:
+            self._may_ask = bool(fetch_one(connection, self._queries("may_ask_server"), prepare=False)[0])
+        row = fetch_first(connection, self._queries("home"), prepare=False)
+        if row is None:
+            raise DatabaseError(f"table store_home of {self._database} is empty: restore its row from a backup")
+        home, era, ahead = row
+        server = str(fetch_one(connection, self._queries("server"), prepare=False)[0]) if self._may_ask else None
+        return server, str(era), bool(ahead) or (home is not None and server is not None and home != server)
