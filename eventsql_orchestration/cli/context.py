@@ -18,6 +18,7 @@ from eventsql_orchestration.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.database import Database
     from eventsql_orchestration.database.embedded import EmbeddedPostgres
     from eventsql_orchestration.settings import Settings
 
@@ -56,8 +57,9 @@ def open_platform(
 ) -> EventSQL:
     """The platform on the databases of the settings, or on the database of `shard` alone. The caller closes it.
 
-    It keeps the tables of the embedded server up to date. Only `eventsql migrate` changes a database that the user
-    named, so that a mistyped URL leaves no tables anywhere. `migrate` overrides both rules.
+    It keeps the tables of the embedded server up to date. A database that the user named gets its tables from the
+    commands that define topics and consumers, and newer ones from `eventsql migrate` alone: to look at a database of
+    another version, or at a mistyped one, changes nothing in it. `migrate` overrides both rules.
     """
     if migrate is None:
         migrate = settings.dsn is None
@@ -97,6 +99,11 @@ class CliContext:
     def settings(self) -> Settings:
         """Raises `ConfigurationError`."""
         settings = lazy.Settings.load(dsn=self.dsn, db_schema=self.schema, home=self.home)
+        if settings.dsn is not None and not settings.dsn.get_secret_value().strip():
+            named = self.dsn_option if self.dsn is not None else "EVENTSQL_DSN"
+            raise ConfigurationError(
+                f"{named} is empty: give it the database's URL, or leave it out to use the embedded server of --home"
+            )
         keep_secret(*settings.dsns)
         return settings
 
@@ -131,10 +138,20 @@ class CliContext:
             show_items(items, table)
 
     def definitions(self) -> EventSQL:
-        """The platform to define topics and consumers on. Raises `ConfigurationError` if one shard was chosen."""
+        """The platform to define topics and consumers on: it makes the tables of a database that has none.
+
+        Raises `ConfigurationError` if one shard was chosen, and database errors.
+        """
         if self.shard is not None:
             raise ConfigurationError("topics and consumers have to be the same on all shards: leave out --shard")
-        return self.platform()
+        platform = self.platform()
+        try:
+            if len(self.settings.dsns) == 1:
+                _make_tables(platform.database)
+        except BaseException:
+            platform.close()
+            raise
+        return platform
 
     @contextmanager
     def whole_system(self) -> Iterator[EventSQL]:
@@ -158,6 +175,13 @@ class CliContext:
             log = embedded.directory / "postgres.log"
             say(f"the embedded server of {self.settings.home} has died, see {log}: starting it again")
             embedded.start()
+
+
+def _make_tables(database: Database) -> None:
+    # Older tables are left to `eventsql migrate`. For those of EventSQL's Java library, its options matter.
+    if database.revision() is None and not database.has_tables():
+        database.migrate()
+        say(f"made the platform's tables in schema {database.schema!r} of {database}")
 
 
 pass_context = click.make_pass_decorator(CliContext, ensure=True)

@@ -22,7 +22,13 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused
 from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.database.roles import Roles
-from eventsql_orchestration.errors import EventSQLError, ShardsDifferError
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    PermissionDeniedError,
+    ShardsDifferError,
+)
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.java import find_java
@@ -97,7 +103,11 @@ def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
             else:
                 yield from _database(context, platform.shards[0], stalled_after)
     except EventSQLError as error:
-        remedy = None if settings.dsn is None else f"start the server, or correct {context.source('dsn')}"
+        remedy = None
+        if isinstance(error, PermissionDeniedError):
+            remedy = "grant the role what it lacks, or use another role"
+        elif isinstance(error, DatabaseUnavailableError | ConfigurationError) and settings.dsn is not None:
+            remedy = f"start the server, or correct {context.source('dsn')}"
         yield problem("database", redact(error.message), remedy)
     yield _java(context)
 

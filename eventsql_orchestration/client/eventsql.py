@@ -56,7 +56,7 @@ class EventSQL:
     and brings the tables in `schema` up to date unless `migrate` is False. With `transfer`, a thread moves buffered
     events into their logs from the first publication of this object on. With `straight`, batches may go directly to
     their log if no other process holds the topic (publishing/publisher.py). One object serves any number of threads.
-    Close it, or use it as a context manager.
+    Close it, or use it as a context manager. A closed one can be used again: it connects anew.
 
     With several databases, an event whose shard is down fails; with `on_shard_down="wait"`, it waits for up to
     `shard_timeout` seconds. An event whose shard is being added also waits for up to `shard_timeout` seconds.

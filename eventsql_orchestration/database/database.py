@@ -302,7 +302,7 @@ class Database:
             found = "missing" if revision is None else f"at revision {revision}"
             raise SchemaOutdatedError(
                 f"schema {self.schema!r} of {self} is {found}, this package needs {migrations.head()}: run "
-                "`eventsql migrate`"
+                "`eventsql migrate`" + ("" if self.has_tables() else ", or `eventsql topic create` makes the tables")
             )
         self.migrate()
         # The migration may have changed the role's rights.
@@ -330,6 +330,13 @@ class Database:
             return None
         row = connection.execute(queries("revision")).fetchone()
         return None if row is None else str(row[0])
+
+    def has_tables(self) -> bool:
+        """Whether the schema has tables of the platform, also those of EventSQL's Java library."""
+        has_table = Queries("sessions", self.schema)("has_table")
+        with self.errors(), self.engine.connect() as connection:
+            found = driver_connection(connection).execute(has_table, {"table": f'"{self.schema}".topic'}).fetchone()
+        return found == (True,)
 
     @property
     def may_transfer(self) -> bool:

@@ -342,3 +342,63 @@ def test_the_module_is_the_program_too() -> None:
     )
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr == "eventsql: No such command 'frobnicate'; see `eventsql --help`\n"
+
+
+# The tables
+
+
+def test_the_first_topic_makes_the_tables_of_a_named_database(invoke: Run, server: EmbeddedPostgres) -> None:
+    dsn = server.create_database("first_topic")
+    try:
+        for command in (["topic", "list"], ["lag"], ["consumer", "list"]):
+            looked = invoke("--dsn", dsn, *command)
+            assert looked.exit_code == 1
+            assert "is missing" in one_line(looked)
+            assert one_line(looked).endswith("or `eventsql topic create` makes the tables")
+        with closing(psycopg.connect(dsn)) as connection:
+            assert connection.execute("SELECT to_regnamespace('eventsql')").fetchone() == (None,)
+
+        made = invoke("--dsn", dsn, "topic", "create", "rides")
+        assert made.exit_code == 0
+        assert made.stderr.startswith("eventsql: made the platform's tables in schema 'eventsql' of postgresql://")
+        again = invoke("--dsn", dsn, "topic", "create", "prices")
+        assert "made the platform's tables" not in again.stderr
+    finally:
+        server.drop_database("first_topic")
+
+
+def test_tables_of_another_program_or_version_are_left_to_migrate(invoke: Run, server: EmbeddedPostgres) -> None:
+    dsn = server.create_database("other_tables")
+    try:
+        with closing(psycopg.connect(dsn, autocommit=True)) as connection:
+            connection.execute("CREATE SCHEMA eventsql")
+            connection.execute("CREATE TABLE eventsql.topic (name text)")
+        refused = invoke("--dsn", dsn, "topic", "create", "rides")
+        assert refused.exit_code == 1
+        assert "run `eventsql migrate`" in one_line(refused)
+    finally:
+        server.drop_database("other_tables")
+
+
+@pytest.mark.parametrize("url", ["", "  "])
+def test_an_empty_variable_is_named(invoke: Run, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", url)
+    result = invoke("lag")
+    assert result.exit_code == 2
+    assert one_line(result).startswith("eventsql: EVENTSQL_DSN is empty: give it the database's URL")
+
+
+def test_the_doctor_tells_a_role_without_rights_what_it_lacks(invoke: Run, dsn: str, platform: EventSQL) -> None:
+    with platform.database.transaction() as connection:
+        connection.execute("DROP ROLE IF EXISTS without_rights")
+        connection.execute("CREATE ROLE without_rights LOGIN PASSWORD 'x'")
+    try:
+        scheme, _, rest = dsn.partition("://")
+        found = invoke("--dsn", f"{scheme}://without_rights:x@{rest.partition('@')[2]}", "doctor", "--json")
+    finally:
+        with platform.database.transaction() as connection:
+            connection.execute("DROP ROLE without_rights")
+    assert found.exit_code == 1
+    (refused,) = [each for each in json.loads(found.stdout)["findings"] if each["status"] == "problem"]
+    assert "refuses role 'without_rights'" in refused["message"]
+    assert refused["remedy"] == "grant the role what it lacks, or use another role"
