@@ -10,6 +10,7 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Topic
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.store import RecordedChange, Store
 
 _wires: list[Wire[str, str]] = []
 """To the test; one in each process."""
@@ -51,6 +52,21 @@ def hold(dsn: str, topic: str, consumer: str, partition: str, after: str) -> Non
         while platform.consumers.consume_once(topic, consumer, handle, partition=int(partition), max_events=10):
             pass
     say("ended")
+
+
+def hold_subscription(dsn: str, after: str) -> None:
+    """Run a subscription, and stay for ever inside its batch, behind `after` changes."""
+    done = 0
+
+    def handle(change: RecordedChange, connection: Connection) -> None:
+        nonlocal done
+        connection.execute("INSERT INTO public.effects (n) VALUES (%s)", [change.data["n"]])
+        done += 1
+        if done == int(after):
+            say(f"in mid-batch after {done}")
+            wait_to_be_told()
+
+    Store(Database(dsn)).subscribe("mailer", handle, background=False).run_once()
 
 
 def hold_claim(dsn: str, claim_id: str, batch: str, lease: str) -> None:
@@ -130,7 +146,7 @@ def consume(dsn: str, consumer: str) -> None:
 
 
 ROLES: dict[str, Callable[..., None]] = {
-    role.__name__: role for role in (hold, hold_claim, hold_leased, migrate, register, consume)
+    role.__name__: role for role in (hold, hold_subscription, hold_claim, hold_leased, migrate, register, consume)
 }
 
 

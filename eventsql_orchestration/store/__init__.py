@@ -4,6 +4,12 @@ from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggreg
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, StoreCheckpoint
 from eventsql_orchestration.store.repository import Repository
 from eventsql_orchestration.store.store import ExpectedVersion, Store
+from eventsql_orchestration.store.subscription import (
+    StoreDeadLetter,
+    Subscription,
+    SubscriptionLag,
+    SubscriptionOptions,
+)
 
 __all__ = [
     "Aggregate",
@@ -15,4 +21,8 @@ __all__ = [
     "SnapshottingAggregate",
     "Store",
     "StoreCheckpoint",
+    "StoreDeadLetter",
+    "Subscription",
+    "SubscriptionLag",
+    "SubscriptionOptions",
 ]

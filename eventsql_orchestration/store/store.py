@@ -31,6 +31,17 @@ from eventsql_orchestration.store.change import (
 )
 from eventsql_orchestration.store.home import Adopted
 from eventsql_orchestration.store.order import GlobalOrder, fetch_raw, filters
+from eventsql_orchestration.store.subscription import (
+    ChangeHandler,
+    Start,
+    StoreDeadLetter,
+    Subscription,
+    SubscriptionLag,
+    SubscriptionOptions,
+    delete,
+    letters,
+    read_lag,
+)
 from eventsql_orchestration.validation import check_name, check_whole, shown
 
 ExpectedVersion: TypeAlias = int | Literal["any", "exists", "none"]
@@ -42,6 +53,8 @@ _UNBOUNDED: Final = 2**63 - 1
 
 _ATTEMPTS: Final = 3
 """How often an append at any version is tried: another writer may create the aggregate meanwhile."""
+
+_DEFAULT_OPTIONS: Final = SubscriptionOptions()
 
 _TEXT, _INTEGER, _UUID = 25, 23, 2950
 """OIDs of types."""
@@ -267,6 +280,39 @@ class Store:
         if row is None:
             raise ValidationError(f"{aggregate_type} {aggregate_id!r} has no change of version {version}")
         return StoreCheckpoint(era, int(row[0]), row[1])
+
+    # Subscriptions
+
+    def subscribe(
+        self, name: str, handler: ChangeHandler, *, types: Sequence[str] | None = None,
+        kinds: Sequence[str] | None = None, start: Start = "beginning",
+        options: SubscriptionOptions = _DEFAULT_OPTIONS, background: bool = True,
+    ) -> Subscription:  # fmt: skip
+        """Hand each change of these types and kinds to `handler(change, connection)` once, in the global order.
+
+        What the handler writes through `connection` is committed together with the subscription's place. A new
+        subscription begins at `start`; one that exists goes on where it stands. It runs in a thread until
+        `subscription.stop()` or the end of its `with` block. Without `background`, call its `run` or `run_once`.
+
+        Raises `ValidationError`, and `DatabaseError` for a checkpoint of another server.
+        """
+        subscription = Subscription(
+            self.database, name, handler, only=filters(types, kinds), options=options, listener=self.listener
+        )
+        subscription.register(start)
+        return subscription.start() if background else subscription
+
+    def subscriptions(self) -> list[SubscriptionLag]:
+        """The lag of every subscription, by name, with its cause."""
+        return read_lag(self.database)
+
+    def unsubscribe(self, name: str) -> None:
+        """Delete a subscription, with its dead letters. Raises `SubscriptionNotFoundError`."""
+        delete(self.database, name)
+
+    def dead_letters(self, name: str) -> list[StoreDeadLetter]:
+        """The changes that a subscription has given up, in that order."""
+        return letters(self.database, name)
 
     def adopt(self) -> Adopted:
         """Give the changes of a dump that was restored into this server places in its order, in one transaction.

@@ -27,6 +27,7 @@ def fresh(server: EmbeddedPostgres) -> Iterator[str]:
     server.drop_database(name)
 
 
+@pytest.mark.filterwarnings("ignore:Did not recognize type 'xid8'")  # SQLAlchemy does not know it
 def test_the_tables_are_those_that_the_package_names_and_describes(dsn: str) -> None:
     with Database(f"{dsn}?options=-csearch_path%3Deventsql") as database, database.engine.connect() as connection:
         made = sqlalchemy.inspect(connection).get_table_names()

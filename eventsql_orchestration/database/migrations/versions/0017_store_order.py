@@ -77,6 +77,8 @@ CREATE TABLE store_subscription (
     eql_name text PRIMARY KEY,
     eql_transaction xid8 NOT NULL,
     eql_position bigint NOT NULL,
+    eql_types text[],
+    eql_kinds text[],
     eql_handled bigint NOT NULL DEFAULT 0,
     eql_attempts integer NOT NULL DEFAULT 0,
     eql_failure text,

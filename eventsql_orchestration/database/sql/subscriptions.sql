@@ -1,0 +1,105 @@
+-- register -- A new subscription at a place; an old one keeps its place. The row notes what is read, for the lag.
+INSERT INTO {schema}.store_subscription (eql_name, eql_transaction, eql_position, eql_types, eql_kinds)
+VALUES (%(name)s, %(transaction)s::xid8, %(position)s, %(types)s::text[], %(kinds)s::text[])
+ON CONFLICT (eql_name) DO UPDATE SET eql_types = EXCLUDED.eql_types, eql_kinds = EXCLUDED.eql_kinds;
+
+-- lock -- The place of a subscription, its failed attempts, and the seconds until the next one. No row if another process has
+-- it.
+SELECT eql_transaction::text, eql_position, eql_attempts,
+       greatest(0, extract(epoch FROM eql_retry_at - clock_timestamp()))::float8
+FROM {schema}.store_subscription
+WHERE eql_name = %(name)s
+FOR UPDATE SKIP LOCKED;
+
+-- exists -- Whether there is a subscription, locked or not.
+SELECT FROM {schema}.store_subscription WHERE eql_name = %(name)s;
+
+-- advance -- A subscription has handled the changes up to a place.
+UPDATE {schema}.store_subscription
+SET eql_transaction = %(transaction)s::xid8,
+    eql_position = %(position)s,
+    eql_handled = eql_handled + %(handled)s,
+    eql_handled_at = clock_timestamp(),
+    eql_attempts = 0,
+    eql_failure = NULL,
+    eql_retry_at = NULL
+WHERE eql_name = %(name)s;
+
+-- record_failure -- The next change of a subscription failed; it is tried again later.
+UPDATE {schema}.store_subscription
+SET eql_attempts = %(attempts)s,
+    eql_failure = %(failure)s,
+    eql_retry_at = clock_timestamp() + make_interval(secs => %(backoff)s)
+WHERE eql_name = %(name)s;
+
+-- bury -- A change that a subscription has given up.
+INSERT INTO {schema}.store_dead_letter (
+    eql_subscription, eql_type, eql_aggregate_id, eql_version, eql_attempts, eql_failure
+) VALUES (%(name)s, %(type)s, %(id)s, %(version)s, %(attempts)s, %(failure)s);
+
+-- letters -- The changes that a subscription has given up, in that order.
+SELECT eql_id, eql_subscription, eql_type, eql_aggregate_id, eql_version, eql_attempts, eql_failure, eql_created_at
+FROM {schema}.store_dead_letter
+WHERE eql_subscription = %(name)s
+ORDER BY eql_id;
+
+-- lock_letter -- A letter that is still there and that no other process redrives.
+SELECT FROM {schema}.store_dead_letter WHERE eql_id = %(letter)s FOR UPDATE SKIP LOCKED;
+
+-- delete_letter -- A letter whose change was handled after all.
+DELETE FROM {schema}.store_dead_letter WHERE eql_id = %(letter)s;
+
+-- fail_letter -- A letter whose change failed again.
+UPDATE {schema}.store_dead_letter
+SET eql_attempts = eql_attempts + 1, eql_failure = %(failure)s
+WHERE eql_id = %(letter)s;
+
+-- unregister -- A subscription goes, with its dead letters.
+DELETE FROM {schema}.store_subscription WHERE eql_name = %(name)s;
+
+-- lag -- How far each subscription is behind: changes that can be read, counted up to a limit; committed changes beyond the
+-- horizon; changes that were given up.
+SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql_attempts, s.eql_failure,
+       greatest(0, extract(epoch FROM s.eql_retry_at - clock_timestamp()))::float8, s.eql_handled_at,
+       (
+           SELECT count(*) FROM (
+               SELECT FROM {schema}.aggregate_change change
+               WHERE (change.eql_transaction, change.eql_position) > (s.eql_transaction, s.eql_position)
+                 AND change.eql_transaction < pg_snapshot_xmin(pg_current_snapshot())
+                 AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
+                 AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+               LIMIT %(limit)s
+           ) readable
+       ) + (
+           SELECT count(*) FROM (
+               SELECT FROM {schema}.adopted_change adopted
+               JOIN {schema}.aggregate_change change
+                   ON change.eql_type = adopted.eql_type AND change.eql_aggregate_id = adopted.eql_aggregate_id
+                   AND change.eql_version = adopted.eql_version
+               WHERE s.eql_transaction = '0'::xid8 AND adopted.eql_position > s.eql_position
+                 AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
+                 AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+               LIMIT %(limit)s
+           ) old
+       ),
+       (
+           SELECT count(*) FROM {schema}.aggregate_change change
+           WHERE change.eql_transaction >= pg_snapshot_xmin(pg_current_snapshot())
+             AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
+             AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+       ),
+       (SELECT count(*) FROM {schema}.store_dead_letter letter WHERE letter.eql_subscription = s.eql_name)
+FROM {schema}.store_subscription s
+ORDER BY s.eql_name;
+
+-- oldest_writer -- The transaction at the horizon: its process, its age in seconds, its application and database; or the name
+-- of a prepared transaction.
+SELECT a.pid, extract(epoch FROM clock_timestamp() - a.xact_start)::float8, a.application_name, a.datname::text,
+       NULL::text
+FROM pg_stat_activity a
+WHERE a.backend_xid = pg_snapshot_xmin(pg_current_snapshot())::xid AND a.pid <> pg_backend_pid()
+UNION ALL
+SELECT NULL::integer, extract(epoch FROM clock_timestamp() - p.prepared)::float8, ''::text, p.database::text, p.gid
+FROM pg_prepared_xacts p
+WHERE p.transaction = pg_snapshot_xmin(pg_current_snapshot())::xid
+LIMIT 1;

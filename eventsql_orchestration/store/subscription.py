@@ -1,0 +1,425 @@
+"""Subscriptions: a handler gets each change of the store once, in order, and its effects commit with its place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, Literal, Self, TypeAlias
+
+import psycopg
+
+from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consuming.batch import check_handler
+from eventsql_orchestration.consuming.dead_letter_values import describe
+from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF, transaction_lost
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.notifications import STORE, Listener
+from eventsql_orchestration.database.rows import fetch_all, fetch_first
+from eventsql_orchestration.errors import DatabaseError, EventSQLError, SubscriptionNotFoundError, ValidationError
+from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
+from eventsql_orchestration.store.order import Filters, GlobalOrder, fetch_raw
+from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, shown
+
+logger = logging.getLogger(__name__)
+
+ChangeHandler: TypeAlias = Callable[[RecordedChange, Connection], object]
+"""Takes one change, and the connection whose transaction moves the subscription past it."""
+
+Start: TypeAlias = Literal["beginning", "now"] | StoreCheckpoint
+"""Where a new subscription begins."""
+
+FAULT_DELAY: Final = 5.0
+"""Seconds until a subscription goes on after an error that is not a failure of a change."""
+
+_COUNTED: Final = 100_000
+"""How many waiting changes are counted at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriptionOptions:
+    """How a subscription reads and retries: changes per transaction, attempts per change, seconds between two looks."""
+
+    batch: int = 100
+    max_attempts: int = 5
+    polling_delay: Duration = 0.5
+
+    def __post_init__(self) -> None:
+        check_whole("batch", self.batch, least=1, most=100_000)
+        check_whole("max_attempts", self.max_attempts, least=1, most=1_000)
+        check_seconds("polling_delay", self.polling_delay, zero=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one transaction of a subscription did.
+
+    `handled` changes took effect. With `more`, further changes wait. `due_in` is the time in seconds until a failed
+    change is tried again. `active` is False if another process has the subscription.
+    """
+
+    handled: int = 0
+    more: bool = False
+    due_in: float | None = None
+    active: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDeadLetter:
+    """A change that a subscription has given up after `attempts` attempts; `failure` is the last one's."""
+
+    id: int
+    subscription: str
+    aggregate_type: str
+    aggregate_id: str
+    version: int
+    attempts: int
+    failure: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class OldestWriter:
+    """The transaction that readers of the store wait for: what it is, and its age in seconds."""
+
+    description: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriptionLag:
+    """How far a subscription is behind.
+
+    `waiting` changes can be handled now (counted up to 100,000). `held_back` changes are committed and wait for
+    `held_back_by`, the oldest transaction that may still write. `attempts`, `failure` and `retry_in` tell of the next
+    change, if it failed. `dead_letters` were given up.
+    """
+
+    name: str
+    checkpoint: StoreCheckpoint
+    handled: int
+    waiting: int
+    held_back: int
+    held_back_by: OldestWriter | None
+    attempts: int
+    failure: str | None
+    retry_in: float | None
+    dead_letters: int
+    handled_at: datetime | None
+
+
+class _FailedError(Exception):
+    """A change could not be handled: `before` others of its batch were handled before it, and rolled back with it."""
+
+    def __init__(self, change: RecordedChange, before: int, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.change = change
+        self.before = before
+        self.cause = cause
+
+
+class _CommitFailedError(Exception):
+    """The transaction of `handled` changes could not be committed."""
+
+    def __init__(self, changes: list[RecordedChange], cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.changes = changes
+        self.cause = cause
+
+
+@checked
+class Subscription:
+    """Hands the changes of the store to one handler, each once, in the global order.
+
+    The effects that a handler has through its connection are committed together with the subscription's place. Any
+    number of processes may run the subscription: one at a time has it. A change that fails is tried again after 1 s,
+    2 s, up to 60 s; later changes wait for it. After its last attempt it becomes a dead letter, and the subscription
+    goes on.
+
+    `Store.subscribe` makes and starts one.
+    """
+
+    def __init__(
+        self, database: Database, name: str, handler: ChangeHandler,
+        *, only: Filters, options: SubscriptionOptions, listener: Listener | None = None,
+    ) -> None:  # fmt: skip
+        check_handler(handler, "change", "connection")
+        self.name = check_name("name of a subscription", name)
+        self._database = database
+        self._handler = handler
+        self._only = only
+        self._options = options
+        self._listener = listener
+        self._order = GlobalOrder(database)
+        self._queries = Queries("subscriptions", database.schema)
+        self._one_by_one = 0
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def register(self, start: Start = "beginning") -> None:
+        """Make the subscription's row, at a place, unless it is there.
+
+        Raises `DatabaseError` for a checkpoint of another server or era.
+        """
+        if not isinstance(start, StoreCheckpoint) and start not in ("beginning", "now"):
+            raise ValidationError(f"start must be 'beginning', 'now' or a StoreCheckpoint, not {shown(start)}")
+        with self._database.transaction() as connection:
+            if start == "now":
+                place = self._order.newest(connection)
+            else:
+                given = start if isinstance(start, StoreCheckpoint) else None
+                place = self._order.home.place(connection, given)
+            values = {"name": self.name, "transaction": str(place.transaction), "position": place.position}
+            connection.execute(self._queries("register"), {**values, **self._only})
+
+    # One transaction at a time
+
+    def run_once(self) -> Progress:
+        """Handle the next changes, in one transaction. Raises database errors; a handler's errors are recorded.
+
+        Raises `SubscriptionNotFoundError` if the subscription was deleted.
+        """
+        limit = 1 if self._one_by_one else self._options.batch
+        try:
+            progress = self._handle(limit)
+        except _FailedError as failed:
+            if failed.before:
+                # These succeed again, and then the failing change is the first of its batch.
+                self._one_by_one = failed.before
+                return Progress(more=True)
+            return self._record(failed.change, failed.cause)
+        except _CommitFailedError as failed:
+            if len(failed.changes) > 1:
+                # One of them is to blame.
+                self._one_by_one = len(failed.changes)
+                return Progress(more=True)
+            return self._record(failed.changes[0], failed.cause)
+        self._one_by_one = max(0, self._one_by_one - progress.handled)
+        return progress
+
+    def _handle(self, limit: int) -> Progress:
+        changes: list[RecordedChange] = []
+        handled = False
+        try:
+            with self._database.transaction() as connection:
+                locked = self._lock(connection)
+                if locked is None:
+                    return Progress(active=False)
+                after, _, due_in = locked
+                if due_in:
+                    return Progress(due_in=due_in)
+
+                # Before the changes are read: what commits in between is not passed.
+                newest = self._order.newest(connection)
+                changes = self._order.read(connection, after, self._only, limit)
+                for number, change in enumerate(changes):
+                    self._call(change, number, connection)
+
+                places = [each.checkpoint for each in changes[-1:] if each.checkpoint is not None]
+                reached = max([after, *places, *([newest] if len(changes) < limit else [])])
+                if reached > after:
+                    self._advance(connection, reached, len(changes))
+                handled = True
+        except (psycopg.Error, DatabaseError) as error:
+            if not handled or not changes or not _rejects(error):
+                raise
+            raise _CommitFailedError(changes, error) from error
+        return Progress(len(changes), more=len(changes) == limit)
+
+    def _call(self, change: RecordedChange, number: int, connection: Connection) -> None:
+        try:
+            self._handler(change, connection)
+            _check_transaction(connection)
+        except Exception as error:
+            if connection.closed:
+                raise
+            raise _FailedError(change, number, error) from error
+
+    def _lock(self, connection: Connection) -> tuple[StoreCheckpoint, int, float] | None:
+        """The place, the failed attempts, and the seconds until the next one; None if another process has the row."""
+        start = self._order.home.place(connection, None)
+        row = fetch_first(connection, self._queries("lock"), {"name": self.name}, prepare=False)
+        if row is None:
+            if fetch_first(connection, self._queries("exists"), {"name": self.name}, prepare=False) is None:
+                raise SubscriptionNotFoundError(f"subscription {self.name!r} does not exist: subscribe again")
+            return None
+        transaction, position, attempts, due_in = row
+        return StoreCheckpoint(start.era, int(transaction), position), attempts, due_in or 0.0
+
+    def _advance(self, connection: Connection, to: StoreCheckpoint, handled: int) -> None:
+        values = {
+            "name": self.name, "transaction": str(to.transaction), "position": to.position, "handled": handled
+        }  # fmt: skip
+        connection.execute(self._queries("advance"), values)
+
+    def _record(self, change: RecordedChange, error: BaseException) -> Progress:
+        """Note that the next change failed, or give it up after its last attempt."""
+        with self._database.transaction() as connection:
+            locked = self._lock(connection)
+            place = change.checkpoint
+            assert place is not None, "a change that was read in the global order has a place"
+            if locked is None or locked[0] >= place:
+                # Another process has it, or has handled it meanwhile.
+                return Progress(active=locked is not None)
+
+            attempts = locked[1] + 1
+            failure = describe(error)
+            values = {"name": self.name, "attempts": attempts, "failure": failure}
+            if attempts < self._options.max_attempts:
+                backoff = min(FIRST_BACKOFF * 2.0 ** min(attempts - 1, 30), MAX_BACKOFF)
+                connection.execute(self._queries("record_failure"), {**values, "backoff": backoff})
+                logger.warning(
+                    "subscription %s will try %s again in %.0f s (attempt %d of %d failed: %s)",
+                    self.name, change.reference, backoff, attempts, self._options.max_attempts, failure,
+                )  # fmt: skip
+                return Progress(due_in=backoff)
+
+            of = {"type": change.aggregate_type, "id": change.aggregate_id, "version": change.version}
+            connection.execute(self._queries("bury"), {**values, **of})
+            self._advance(connection, place, 0)
+        logger.error("subscription %s gave %s up after %d attempts: %s", self.name, change.reference, attempts, failure)
+        return Progress(more=True)
+
+    # In the background
+
+    def start(self) -> Self:
+        """Run in a thread until `stop`."""
+        if self._thread is None or not self._thread.is_alive():
+            self._stop = threading.Event()
+            self._thread = start_thread(f"subscription-{self.name}", self.run, self._stop)
+        return self
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """Let the thread finish its transaction and end; False if it has not ended after `timeout` seconds."""
+        self._stop.set()
+        self._wake.set()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, stop: threading.Event) -> None:
+        """Handle changes until `stop` is set: at once on a notification, and every `polling_delay` seconds."""
+        unsubscribe = None if self._listener is None else self._listener.subscribe(STORE, None, self._wake.set)
+        try:
+            while not stop.is_set():
+                self._wake.clear()
+                delay = check_seconds("polling_delay", self._options.polling_delay, zero=False)
+                try:
+                    progress = self.run_once()
+                except SubscriptionNotFoundError as error:
+                    logger.error("%s", error)
+                    return
+                except (psycopg.Error, EventSQLError) as error:
+                    logger.warning("subscription %s goes on in %.0f s: %s", self.name, FAULT_DELAY, error)
+                    delay = FAULT_DELAY
+                else:
+                    if progress.more:
+                        continue
+                    delay = min(delay, progress.due_in or delay)
+                self._wait(stop, delay)
+        finally:
+            if unsubscribe is not None:
+                unsubscribe()
+
+    def _wait(self, stop: threading.Event, delay: float) -> None:
+        # `stop()` wakes the subscription; another event that stops it is looked at after the delay.
+        if not stop.is_set():
+            self._wake.wait(delay)
+
+    # Dead letters
+
+    def redrive(self) -> int:
+        """Hand the changes that were given up to the handler again, each in its own transaction.
+
+        Gives the number of letters that were handled, and are gone. The others note their new failure.
+        """
+        done = 0
+        for letter in letters(self._database, self.name):
+            values = {"letter": letter.id}
+            try:
+                with self._database.transaction() as connection:
+                    if fetch_first(connection, self._queries("lock_letter"), values, prepare=False) is None:
+                        continue
+                    self._call(self._change_of(letter, connection), 0, connection)
+                    connection.execute(self._queries("delete_letter"), values)
+                done += 1
+            except _FailedError as failed:
+                with self._database.connection() as connection:
+                    failure = describe(failed.cause)
+                    connection.execute(self._queries("fail_letter"), {**values, "failure": failure})
+        return done
+
+    def _change_of(self, letter: StoreDeadLetter, connection: Connection) -> RecordedChange:
+        values = {
+            "type": letter.aggregate_type, "id": letter.aggregate_id,
+            "after_version": letter.version - 1, "upto_version": letter.version,
+        }  # fmt: skip
+        (row,) = fetch_raw(connection, Queries("store", self._database.schema)("load"), values)
+        return RecordedChange(letter.aggregate_type, letter.aggregate_id, row)
+
+
+def _check_transaction(connection: Connection) -> None:
+    if transaction_lost(connection):
+        raise DatabaseError(
+            "the handler has ended or broken its transaction, so the change was not handled: use "
+            "`with connection.transaction():` for a part that may fail, and leave commit and rollback out"
+        )
+
+
+def _rejects(error: BaseException) -> bool:
+    """Whether the server refused a commit for what the transaction has written, as by a deferred constraint."""
+    cause = error if isinstance(error, psycopg.Error) else error.__cause__
+    return isinstance(cause, psycopg.IntegrityError | psycopg.errors.RaiseException | psycopg.DataError)
+
+
+def letters(database: Database, name: str) -> list[StoreDeadLetter]:
+    """The changes that a subscription has given up, in that order."""
+    with database.connection() as connection:
+        rows = fetch_all(connection, Queries("subscriptions", database.schema)("letters"), {"name": name})
+        return [StoreDeadLetter(*row) for row in rows]
+
+
+def read_lag(database: Database) -> list[SubscriptionLag]:
+    """The lag of every subscription, by name."""
+    queries = Queries("subscriptions", database.schema)
+    with database.connection() as connection:
+        rows = fetch_all(connection, queries("lag"), {"limit": _COUNTED}, prepare=False)
+        if not rows:
+            return []
+        era = GlobalOrder(database).home.era(connection)
+        writer = fetch_first(connection, queries("oldest_writer"), prepare=False)
+    oldest = None if writer is None else _oldest(*writer)
+    return [
+        SubscriptionLag(
+            name, StoreCheckpoint(era, int(transaction), position), handled, waiting, held_back,
+            oldest if held_back else None, attempts, failure, retry_in, dead, handled_at,
+        )
+        for name, transaction, position, handled, attempts, failure, retry_in, handled_at, waiting, held_back, dead
+        in rows
+    ]  # fmt: skip
+
+
+def _oldest(pid: int | None, seconds: float, application: str, database: str, prepared: str | None) -> OldestWriter:
+    if prepared is not None:
+        return OldestWriter(f"prepared transaction {prepared!r} in database {database!r}", seconds)
+    return OldestWriter(f"process {pid} ({application or 'no name'}) in database {database!r}", seconds)
+
+
+def delete(database: Database, name: str) -> None:
+    """Delete a subscription, with its dead letters. Raises `SubscriptionNotFoundError`."""
+    with database.connection() as connection:
+        deleted = connection.execute(Queries("subscriptions", database.schema)("unregister"), {"name": name}).rowcount
+    if not deleted:
+        raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")

@@ -1,0 +1,263 @@
+"""A subscription hands each change to its handler once, in order, whatever commits late, fails or is killed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.errors import DatabaseError, SubscriptionNotFoundError, ValidationError
+from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
+from tests.fixtures import Sessions, Spawn, Until
+from tests.store.test_order import adopted, put, restored
+
+
+@pytest.fixture
+def store(database: Database) -> Store:
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, n int)")
+    return Store(database)
+
+
+def effect(change: RecordedChange, connection: Connection) -> None:
+    connection.execute("INSERT INTO public.effects (n) VALUES (%s)", [change.data["n"]])
+
+
+def effects(store: Store) -> list[int]:
+    with store.database.connection() as connection:
+        return [n for (n,) in connection.execute("SELECT n FROM public.effects ORDER BY id")]
+
+
+def subscribed(store: Store, handler: Any = effect, **options: Any) -> Subscription:
+    limits = {each: options.pop(each) for each in ("batch", "max_attempts") if each in options}
+    return store.subscribe("mailer", handler, background=False, options=SubscriptionOptions(**limits), **options)
+
+
+def drain(subscription: Subscription) -> int:
+    handled = 0
+    while True:
+        progress = subscription.run_once()
+        handled += progress.handled
+        if not progress.more:
+            return handled
+
+
+def due_now(store: Store) -> None:
+    with store.database.connection() as connection:
+        connection.execute("UPDATE eventsql.store_subscription SET eql_retry_at = now()")
+
+
+def test_each_change_takes_effect_once(store: Store) -> None:
+    put(store, "1", 1, 2, 3)
+    subscription = subscribed(store, batch=2)
+    assert drain(subscription) == 3
+    put(store, "2", 4)
+    assert drain(subscribed(store)) == 1
+    assert effects(store) == [1, 2, 3, 4]
+    assert drain(subscription) == 0
+
+
+def test_a_new_subscription_begins_where_it_is_told(store: Store) -> None:
+    put(store, "1", 1, 2, 3)
+    assert drain(subscribed(store, start=store.checkpoint_of("order", "1", 1))) == 2
+    store.unsubscribe("mailer")
+    assert drain(subscribed(store, start="now")) == 0
+    put(store, "1", 4)
+    assert drain(subscribed(store, start="beginning")) == 1
+    assert effects(store) == [2, 3, 4]
+    with pytest.raises(ValidationError):
+        subscribed(store, start="yesterday")
+
+
+def test_a_subscription_passes_what_it_does_not_read(store: Store) -> None:
+    subscription = subscribed(store, types=["rider"])
+    put(store, "1", *range(10))
+    assert drain(subscription) == 0
+    assert store.subscriptions()[0].checkpoint == store.newest()
+    put(store, "1", 11, of="rider")
+    assert drain(subscription) == 1
+    assert effects(store) == [11]
+
+
+def test_a_change_that_took_its_place_first_and_commits_last_is_handled_in_its_place(
+    store: Store, sessions: Sessions
+) -> None:
+    early = sessions()
+    subscription = subscribed(store)
+    put(store, "1", 1, connection=early)
+    put(store, "2", 2)
+    assert drain(subscription) == 0
+    (lag,) = store.subscriptions()
+    assert (lag.waiting, lag.held_back) == (0, 1)
+    assert lag.held_back_by is not None
+    assert f"process {early.info.backend_pid} " in lag.held_back_by.description
+
+    early.commit()
+    assert store.subscriptions()[0].waiting == 2
+    assert drain(subscription) == 2
+    assert effects(store) == [1, 2]
+
+
+def test_a_late_commit_between_looking_at_the_newest_and_reading_is_not_passed(
+    store: Store, sessions: Sessions
+) -> None:
+    """A change of another type commits while the batch runs, and one that is wanted commits with it."""
+    early = sessions()
+    put(store, "1", 1, connection=early, of="rider")
+
+    def during(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        early.commit()
+        put(store, "2", 2)
+
+    put(store, "0", 0, of="rider")
+    assert drain(subscribed(store, types=["rider"])) == 0
+    early.commit()
+    early = sessions()
+    put(store, "3", 3, connection=early, of="rider")
+    assert drain(subscribed(store, during, types=["rider"])) == 2
+    assert drain(subscribed(store, types=["rider"])) == 1
+    assert effects(store) == [1, 0, 3]
+
+
+def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) -> None:
+    put(store, "1", 1, 2, 3)
+    broken = {2}
+
+    def picky(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        if change.data["n"] in broken:
+            raise ValueError("not today")
+
+    subscription = subscribed(store, picky)
+    assert drain(subscription) == 1
+    (lag,) = store.subscriptions()
+    assert (effects(store), lag.attempts, lag.failure) == ([1], 1, "ValueError: not today")
+    assert subscription.run_once().due_in
+    due_now(store)
+    broken.clear()
+    assert drain(subscription) == 2
+    assert effects(store) == [1, 2, 3]
+    assert store.subscriptions()[0].attempts == 0
+
+
+@pytest.mark.parametrize("how", ["raises", "breaks the transaction", "ends the transaction", "fails at the commit"])
+def test_a_change_that_keeps_failing_becomes_a_dead_letter(store: Store, how: str) -> None:
+    put(store, "1", 1, 2, 3)
+    mended = False
+    with store.database.connection() as connection:
+        connection.execute("ALTER TABLE public.effects ADD UNIQUE (n) DEFERRABLE INITIALLY DEFERRED")
+
+    def broken(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        if change.data["n"] != 2 or mended:
+            return
+        if how == "raises":
+            raise ValueError("never")
+        if how == "breaks the transaction":
+            try:
+                connection.execute("SELECT 1/0")
+            except psycopg.Error:
+                return
+        if how == "ends the transaction":
+            connection.pgconn.exec_(b"ROLLBACK")
+        if how == "fails at the commit":
+            effect(change, connection)
+
+    subscription = subscribed(store, broken, max_attempts=2)
+    for _ in range(3):
+        drain(subscription)
+        due_now(store)
+    assert effects(store) == [1, 3]
+    (letter,) = store.dead_letters("mailer")
+    assert (letter.aggregate_type, letter.aggregate_id, letter.version, letter.attempts) == ("order", "1", 2, 2)
+    assert store.subscriptions()[0].dead_letters == 1
+
+    if how == "raises":
+        assert subscription.redrive() == 0
+        assert store.dead_letters("mailer")[0].attempts == 3
+    mended = True
+    assert subscription.redrive() == 1
+    assert store.dead_letters("mailer") == []
+    assert effects(store) == [1, 3, 2]
+
+
+def test_one_of_several_processes_has_a_subscription(store: Store) -> None:
+    put(store, "1", 1, 2)
+    second = subscribed(store)
+
+    def slow(change: RecordedChange, connection: Connection) -> None:
+        assert not second.run_once().active
+        effect(change, connection)
+
+    assert drain(subscribed(store, slow)) == 2
+    assert second.run_once().active
+    assert effects(store) == [1, 2]
+
+
+def test_a_killed_subscriber_neither_skips_nor_repeats(store: Store, spawn: Spawn) -> None:
+    put(store, "1", *range(10))
+    worker = spawn("hold_subscription", 3)
+    assert worker.line() == "in mid-batch after 3"
+    worker.kill()
+    subscription = subscribed(store)
+    while not (progress := subscription.run_once()).active:
+        # The server notices that the process is gone.
+        pass
+    assert progress.handled == 10
+    assert effects(store) == list(range(10))
+
+
+def test_a_running_subscription_is_woken_by_an_append(platform: EventSQL, until: Until) -> None:
+    seen = threading.Event()
+    place = platform.store
+    hour = SubscriptionOptions(polling_delay=3_600.0)
+    with place.subscribe("mailer", lambda change, _: seen.set() if change.kind == "last" else None, options=hour):
+        until(lambda: platform.listener.listening)
+        until(lambda: place.subscriptions()[0].waiting == 0)
+        while not seen.is_set():
+            # An append that the subscription is reading at the same time needs no notification.
+            place.append("order", "1", [Change("last", {})], expected_version="any")
+            seen.wait(1.0)
+
+
+def test_a_deleted_subscription_says_so(store: Store) -> None:
+    subscription = subscribed(store)
+    store.unsubscribe("mailer")
+    with pytest.raises(SubscriptionNotFoundError):
+        subscription.run_once()
+    with pytest.raises(SubscriptionNotFoundError):
+        store.unsubscribe("mailer")
+
+
+@pytest.fixture
+def halfway(store: Store) -> Subscription:
+    adopted(store.database, 2)
+    subscription = subscribed(store, batch=3)
+    put(store, "1", 3, 4)
+    put(store, "2", 5, 6)
+    assert subscription.run_once().handled == 3
+    return subscription
+
+
+def test_a_subscription_goes_on_where_it_stood_in_a_restored_store(store: Store, halfway: Subscription) -> None:
+    restored(store.database)
+    with pytest.raises(DatabaseError, match="eventsql store adopt"):
+        halfway.run_once()
+    assert store.adopt().subscriptions == 1
+    put(store, "3", 7)
+    assert drain(halfway) == 4
+    assert effects(store) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_handler_that_would_never_run_is_refused(store: Store) -> None:
+    async def later(change: RecordedChange, connection: Connection) -> None: ...
+
+    for wrong in (later, None, lambda: None):
+        with pytest.raises(ValidationError):
+            subscribed(store, wrong)
+    assert store.subscriptions() == []
