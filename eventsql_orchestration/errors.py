@@ -157,6 +157,10 @@ class RedefinitionError(RegistryError):
 # Publishing
 
 
+class CaptureError(EventSQLError):
+    """The changes of a table cannot be captured, or are not captured."""
+
+
 class PublisherClosedError(EventSQLError):
     """The publisher is closed and takes no more events: open another."""
 

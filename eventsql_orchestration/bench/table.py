@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from eventsql_orchestration.bench.benchmark import Benchmark, option
+from eventsql_orchestration.bench.capture import Capture
 from eventsql_orchestration.bench.dagster import Dagster
 from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.figures import Buffered, Consume, Idle, Latency, Publish, Retention, Transfer
@@ -42,6 +43,19 @@ class All(Benchmark):
         return [figure for benchmark in benchmarks for figure in benchmark.measure(session)]
 
 
-_ALONE: Final = (Stream, Single, Publish, Latency, Transfer, Consume, Idle, Buffered, Retention, Spark, Dagster)
+_ALONE: Final = (
+    Stream,
+    Single,
+    Publish,
+    Latency,
+    Transfer,
+    Consume,
+    Idle,
+    Buffered,
+    Capture,
+    Retention,
+    Spark,
+    Dagster,
+)
 
 BENCHMARKS: Final = MappingProxyType({each.name: each for each in (*_ALONE, All)})

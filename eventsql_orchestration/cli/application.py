@@ -205,6 +205,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("topic", "Create, list, describe, alter and delete topics, and drop events by retention."),
     _LoadedWhenCalled("consumer", "Create, list, describe, pause, resume and delete consumers."),
     _LoadedWhenCalled("publish", "Publish JSON lines, CSV or Parquet to TOPIC."),
+    _LoadedWhenCalled("capture", "Publish the changes of a table's rows to a topic."),
     _LoadedWhenCalled("transfer", "Move published events into their topics' logs."),
     _LoadedWhenCalled("consume", "Print the events that a consumer has left, and commit its offsets.", "events"),
     _LoadedWhenCalled("tail", "Print events as JSON lines, without committing anything.", "events"),

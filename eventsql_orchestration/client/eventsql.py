@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.capture.captures import Capture, Captures
 from eventsql_orchestration.client.admin import ClusterDeadLetters, ClusterLag, ClusterRepartitioner, ClusterSeeker
 from eventsql_orchestration.client.buffered import AsyncPublisher, BufferedPublisher
 from eventsql_orchestration.client.consumers import ClusterConsumers, ClusterRetainer, ClusterTransfer
@@ -126,6 +127,18 @@ class EventSQL:
         """The event store of the only database. Raises `SingleShardError` if there are several."""
         shard = self._only("store")
         return Store(shard.database, notifier=shard.notifier, listener=shard.listener)
+
+    @property
+    def captures(self) -> Captures:
+        """The captures of tables of the only database. Raises `SingleShardError` if there are several."""
+        return Captures(self._only("captures").database)
+
+    def capture(
+        self, table: str, topic: str,
+        *, key: Sequence[str] | None = None, columns: Sequence[str] | None = None, snapshot: bool = True,
+    ) -> Capture:  # fmt: skip
+        """Publish each change of a row of `table` to `topic`, as part of its transaction. See `Captures.create`."""
+        return self.captures.create(table, topic, key=key, columns=columns, snapshot=snapshot)
 
     def _only(self, name: str) -> Shard:
         if self._cluster.lone is not None:

@@ -38,7 +38,7 @@ from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_de
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.resources import EventSQLResource, TopicResource
 from eventsql_orchestration.dagster.tags import DEV_TAG, SPARK_POOL
-from eventsql_orchestration.dagster.topics import topic_asset, topic_key, topic_observations
+from eventsql_orchestration.dagster.topics import table_asset, topic_asset, topic_key, topic_observations
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "range_asset",
     "share_runs",
     "spark_progress",
+    "table_asset",
     "topic_asset",
     "topic_key",
     "topic_observations",

@@ -13,11 +13,12 @@ from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.register import topic_missing
 from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.errors import DatabaseUnavailableError, TopicNotFoundError
+from eventsql_orchestration.errors import DatabaseUnavailableError, InvalidNameError, TopicNotFoundError
 from eventsql_orchestration.model import Topic, check_topic_name
 from eventsql_orchestration.storage.reading import LogReader
 
 TOPIC_PREFIX: Final = "topic"
+TABLE_PREFIX: Final = "table"
 TOPIC_GROUP: Final = "topics"
 KINDS: Final = frozenset({"eventsql", "postgresql"})
 
@@ -31,6 +32,39 @@ Columns: TypeAlias = Mapping[str, str] | Sequence[dg.TableColumn] | dg.TableSche
 def topic_key(name: str) -> dg.AssetKey:
     """The asset key of a topic: `topic/<name>`. Raises `InvalidNameError`."""
     return dg.AssetKey([TOPIC_PREFIX, check_topic_name(name)])
+
+
+def table_asset(
+    table: str,
+    *,
+    description: str | None = None,
+    owners: Sequence[str] = (),
+    group_name: str | None = TOPIC_GROUP,
+    columns: Columns | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> dg.AssetSpec:
+    """A table whose changes are captured to a topic, as an external asset: `table/<schema>/<name>`.
+
+    `table` is a name with its schema, such as `public.orders`. Name the asset among the `deps` of its topic's asset.
+    Raises `InvalidNameError` for a name without a schema.
+    """
+    schema, _, name = table.partition(".")
+    if not schema or not name:
+        raise InvalidNameError(f"table {table!r} is not usable: take its name with its schema, such as public.orders")
+    return dg.AssetSpec(
+        key=dg.AssetKey([TABLE_PREFIX, schema, name]),
+        description=description or f"Table {table}, whose changes are events.",
+        metadata={
+            "table": table,
+            **({} if columns is None else {COLUMN_SCHEMA: column_schema(columns)}),
+            **(metadata or {}),
+        },
+        group_name=group_name,
+        owners=list(owners),
+        kinds={"table", "postgresql"},
+        tags=dict(tags or {}),
+    )
 
 
 def topic_asset(

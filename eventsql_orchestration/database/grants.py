@@ -37,7 +37,8 @@ TRIGGER: Final = "event_buffer_granted"
 FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
-    "redefine_topic", "events",
+    "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
+    "capture_page", "forget_captures",
 )  # fmt: skip
 """The platform's functions."""
 
@@ -94,7 +95,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     "reader": (
         *_DEFINITIONS,
         *_BUFFERED,
-        "SELECT ON {s}.shard_fence, {s}.consumer, {s}.consumer_claim, {s}.redriven_dead_letter",
+        "SELECT ON {s}.shard_fence, {s}.consumer, {s}.consumer_claim, {s}.redriven_dead_letter, {s}.capture",
         # It has its caller's rights: reading a topic takes SELECT on the log, too.
         "EXECUTE ON FUNCTION {s}.events",
     ),

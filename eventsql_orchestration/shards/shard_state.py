@@ -119,7 +119,15 @@ class ShardStore:
         with self._database.core() as connection:
             lock_registry(connection)
             driver = driver_connection(connection)
-            yield self._state(driver, self._database.revision()), Bootstrap(driver, self._queries)
+            state = self._state(driver, self._database.revision())
+            captured = fetch_first(driver, Queries("capture", self._database.schema)("any_capture"))
+            if state.name is None and captured is not None:
+                table, topic = captured
+                raise ShardSetError(
+                    f"{self._database} cannot become a shard: its table {table} is captured to topic {topic!r}, "
+                    f"and keys may belong to another shard. `eventsql capture drop {table} {topic}` ends that"
+                )
+            yield state, Bootstrap(driver, self._queries)
 
     def activate(self) -> None:
         """Let this shard take events. For a new shard, this row decides the addition."""

@@ -12,6 +12,7 @@ from sqlalchemy.dialects.postgresql import insert
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
 from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
+from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
@@ -176,6 +177,14 @@ class Registry:
         with self._database.core() as connection:
             lock_registry(connection)
             lock_topic(connection, name)
+            captured = fetch_all(
+                driver_connection(connection),
+                Queries("capture", self._database.schema)("captured_tables"),
+                {"topic": name},
+            )
+            if captured and not force:
+                tables_of = ", ".join(table for (table,) in captured)
+                raise _kept(name, f"tables that are captured to it ({tables_of}), whose changes nobody would get")
             consumers = sorted({state.name for state in consumer_states(connection, name, lock=True)})
             if consumers and not force:
                 raise _kept(name, f"consumers ({', '.join(consumers)}), which would lose their offsets")

@@ -49,6 +49,10 @@ FIGURES: dict[str, list[str]] = {
         "raw_copy",
     ],
     "retention": ["retention_of_oldest_half"],
+    "capture": [
+        "bulk_update", "bulk_update_captured", "bulk_update_ratio", "update_of_one_row", "update_of_one_row_captured",
+        "update_of_one_row_ratio",
+    ],
 }  # fmt: skip
 
 LONG = {"stream --through-buffer --hold-xmin", "transfer", "consume", "buffered --in-flight 100"}

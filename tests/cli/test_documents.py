@@ -113,6 +113,11 @@ def test_the_example_of_a_table_goes_on_where_it_was(dsn: str) -> None:
     assert again["prices"] == {"rice": 2, "salt": 1}
 
 
+def test_the_example_of_a_capture_has_the_row_and_its_change(dsn: str) -> None:
+    names = play(examples(REPOSITORY / "docs" / "change_capture.md")[0], localhost=dsn)
+    assert [(change["op"], change["after"]["status"]) for change in names["changes"]] == [("r", "new"), ("u", "paid")]
+
+
 def lines(document: Path) -> list[list[str]]:
     """The words of each `eventsql …` that a document shows, without remarks."""
     shown = re.findall(r"(?:^|`|\$ |\.venv/bin/)eventsql ([a-z-][^`|)\n]*)", document.read_text("utf-8"), re.MULTILINE)

@@ -46,7 +46,8 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     commands = result.stdout.partition("Commands:\n")[2].splitlines()
     names = [line.split()[0] for line in commands if line.startswith("  ") and line[2:3].isalpha() and "  " in line[2:]]
     assert names == [
-        "init", "dev", "migrate", "doctor", "topic", "consumer", "publish", "transfer", "consume", "tail", "lag",
+        "init", "dev", "migrate", "doctor", "topic", "consumer", "publish", "capture", "transfer", "consume",
+        "tail", "lag",
         "seek", "dlt", "trace", "backfill", "shard", "roles", "server", "completion", "bench",
     ]  # fmt: skip
 
@@ -58,7 +59,7 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
      "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
      "consumer pause", "consumer resume", "dlt list", "dlt show", "dlt redrive", "seek", "trace",
      "bench stream", "bench all", "backfill run", "backfill list", "backfill delete", "server status", "server url",
-     "server stop"],
+     "server stop", "capture create", "capture list", "capture drop"],
 )  # fmt: skip
 def test_every_command_has_help_and_needs_nothing_for_it(invoke: Run, directory: Path, command: str) -> None:
     (directory / "eventsql.toml").write_text("not TOML")

@@ -149,6 +149,16 @@ def use_the_ways(platform: EventSQL) -> None:
             "eql_id bigint, note pg_catalog.text)"
         )
         connection.execute("INSERT INTO eventsql.notes (eql_id, note) VALUES (1, 'é')")
+        connection.execute("CREATE TABLE public.eventsql_seen (id integer PRIMARY KEY, note pg_catalog.text)")
+        connection.execute("INSERT INTO public.eventsql_seen VALUES (1, 'é')")
+    platform.registry.register_topic(Topic("seen", 2))
+    platform.capture("public.eventsql_seen", "seen", columns=["note"])
+    with database.connection() as connection:
+        connection.execute("UPDATE public.eventsql_seen SET id = 2, note = NULL")
+        connection.execute("TRUNCATE public.eventsql_seen")
+    platform.transfer.run_once()
+    assert [event.key for event in platform.reader.read("seen")] == ["1", "1", "2", None, None]
+    platform.captures.drop("public.eventsql_seen", "seen")
     reader = SnapshotReader(database, "notes", ["note"])
     assert [row.values for row in reader.read(only={"note": "é"})] == [("é",)]
     assert reader.held_back() == 0

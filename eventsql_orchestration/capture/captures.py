@@ -1,0 +1,376 @@
+"""Captures: triggers on a table write an event for each change of a row, in the transaction that changes it.
+
+The functions in the database do the work (`capture_changes` and `capture_page`, migration 0018). This module makes the
+triggers, drives the first snapshot page by page, and removes both.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from builtins import list as list_of
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.database import Database, Queries, driver_connection
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, query_all
+from eventsql_orchestration.errors import (
+    CaptureError,
+    DatabaseBusyError,
+    InvalidNameError,
+    RedefinitionError,
+    ShardError,
+    ValidationError,
+)
+from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.topics.catalog import existing_topic, lock_registry
+from eventsql_orchestration.validation import check_text, shown
+
+logger = logging.getLogger(__name__)
+
+PAGE_ROWS: Final = 2_000
+"""The most rows of a page of a snapshot. Their writers wait for as long as the page takes, some 50 ms."""
+
+LOCK_SECONDS: Final = 0.5
+"""The longest that one attempt makes writers of a table wait for a transaction that does not end."""
+
+RETRY_SECONDS: Final = 30.0
+"""Seconds for which a lock is tried again."""
+
+_TRIGGERS: Final = {
+    "insert": "REFERENCING NEW TABLE AS new_rows",
+    "update": "REFERENCING OLD TABLE AS old_rows NEW TABLE AS new_rows",
+    "delete": "REFERENCING OLD TABLE AS old_rows",
+    "truncate": "",
+}
+"""The operations that are captured, and the rows that each trigger sees."""
+
+_PART: Final = r'("(?:[^"]|"")+"|[^".\s]+)'
+_TABLE_NAME: Final = re.compile(rf"{_PART}(?:\.{_PART})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """The capture of `table` to `topic`.
+
+    `columns` is None if all columns are captured. `snapshot` is `none`, `running` or `done`, and `snapshot_rows` the
+    number of rows that it has published. `problem` says why changes are not captured; None if they are.
+    """
+
+    id: int
+    table: str
+    topic: str
+    key: tuple[str, ...]
+    columns: tuple[str, ...] | None
+    snapshot: str
+    snapshot_rows: int
+    created_at: datetime
+    problem: str | None = None
+
+
+class _Table(NamedTuple):
+    """A table, as the statement `table` describes it."""
+
+    relation: int
+    schema: str
+    name: str
+    kind: str
+    persistence: str
+    inherits: bool
+    reserved: bool
+    owner: str
+    platform_owner: str
+    trusted: bool
+    primary_key: list[str]
+    readable: bool
+    hidden: bool
+
+    def __str__(self) -> str:
+        return f"{self.schema}.{self.name}"
+
+
+class _Columns(NamedTuple):
+    """Names of columns, with their numbers in the table."""
+
+    names: list[str]
+    numbers: list[int]
+
+
+@checked
+class Captures:
+    """Creates, lists and drops the captures of tables of one database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queries = Queries("capture", database.schema)
+
+    def create(
+        self, table: str, topic: str,
+        *, key: Sequence[str] | None = None, columns: Sequence[str] | None = None, snapshot: bool = True,
+        on_rows: Callable[[int], None] = lambda _rows: None,
+    ) -> Capture:  # fmt: skip
+        """Capture the changes of `table` to `topic` from now on, and publish the rows that it has now.
+
+        `table` is a name as in SQL; without a schema it is of `public`.
+        `key` are the columns of a unique key, by default the primary key. It tells rows apart and chooses their
+        partition. `columns` are captured beside the key, by default all. With `snapshot`, the call publishes the rows
+        that exist, and returns when it has read them all; `on_rows` gets their number after each page. Writers go on.
+        If the call ends early, the same call again goes on with the snapshot.
+
+        Raises `TopicNotFoundError`; `CaptureError` for a table that cannot be captured; `ValidationError` for unknown
+        columns; `RedefinitionError` if the capture exists with another key or other columns; `DatabaseBusyError` if
+        writers' transactions do not end.
+        """
+        table = _qualified_name(table)
+        made = self._locking(table, lambda: self._create(table, topic, key, columns, snapshot=snapshot))
+        if snapshot:
+            self._snapshot(made, on_rows)
+        return next(each for each in self.list() if each.id == made)
+
+    def list(self) -> list[Capture]:
+        """All captures, by table and topic."""
+        rows = query_all(self._database, self._queries("list"), {"schema": self._database.schema})
+        return [_as_capture(*row) for row in rows]
+
+    def idle_triggers(self) -> list_of[tuple[str, str]]:
+        """Tables with triggers of captures that were deleted with their topic: table and topic. They do nothing."""
+        rows = query_all(self._database, self._queries("idle_triggers"), {"schema": self._database.schema})
+        return [(table, topic) for table, topic in rows]
+
+    def drop(self, table: str, topic: str) -> None:
+        """Capture the changes of `table` to `topic` no more; the events stay.
+
+        Triggers that the deletion of a topic has left go too. Raises `CaptureError` if there is no such capture, and
+        `DatabaseBusyError` if transactions on the table do not end.
+        """
+        table = _qualified_name(table)
+        self._locking(table, lambda: self._drop(table, topic))
+
+    def _locking(self, table: str, attempt: Callable[[], Any]) -> Any:
+        """Try a change of a table's triggers until its lock is free. Later writers wait behind each attempt."""
+        retry = Backoff(RETRY_SECONDS)
+        while True:
+            try:
+                return attempt()
+            except DatabaseBusyError as error:
+                if not retry.lasts():
+                    raise DatabaseBusyError(
+                        f"transactions that use table {table!r} did not end in time, and nothing was changed: try "
+                        "again later"
+                    ) from error
+
+    def _create(
+        self, table: str, topic: str, key: Sequence[str] | None, columns: Sequence[str] | None, *, snapshot: bool
+    ) -> int:
+        with self._database.core() as connection:
+            driver = driver_connection(connection)
+            lock_registry(connection)
+            _limit(driver)
+            if existing_topic(connection, topic).shards is not None:
+                raise ShardError(
+                    f"table {table!r} cannot be captured: this database is a shard, and a row's key may belong to "
+                    "another one. Capture it to a platform on one database"
+                )
+            found = self._capturable(driver, table)
+            driver.execute(
+                sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(sql.Identifier(found.schema, found.name))
+            )
+            chosen_key, chosen = self._chosen(driver, found, key, columns)
+
+            existing = fetch_first(driver, self._queries("existing"), {"relation": found.relation, "topic": topic})
+            if existing is not None:
+                capture, key_names, column_names = existing
+                if (key_names, column_names) != (chosen_key.names, None if chosen is None else chosen.names):
+                    raise RedefinitionError(
+                        f"table {str(found)!r} is captured to topic {topic!r} with another key or other columns: drop "
+                        f"it first with `eventsql capture drop {found} {topic}`"
+                    )
+                return int(capture)
+            return self._insert(driver, found, topic, chosen_key, chosen, snapshot=snapshot)
+
+    def _capturable(self, driver: psycopg.Connection[Any], table: str) -> _Table:
+        """The table of this name. Raises `CaptureError` if it cannot be captured."""
+        own = {"table": table, "schema": self._database.schema}
+        row = fetch_first(driver, self._queries("table"), own)
+        if row is None:
+            raise CaptureError(f"table {table!r} does not exist: name it as in SQL, with its schema")
+        found = _Table(*row)
+        if found.reserved:
+            reason = "it is a table of the system or of the platform"
+        elif found.kind == "p" or found.inherits:
+            reason = "it has partitions or is one, and changes of a partition pass its triggers by"
+        elif found.kind != "r":
+            reason = "it is no table"
+        elif found.persistence != "p":
+            reason = "it is temporary or unlogged, and a crash empties it without a change"
+        elif not found.trusted:
+            reason = (
+                f"its owner {found.owner} has fewer rights than {found.platform_owner}, as whom its triggers run: "
+                f'GRANT "{found.platform_owner}" TO "{found.owner}"'
+            )
+        elif not found.readable:
+            reason = f'role {found.platform_owner} may not read it: GRANT SELECT ON {found} TO "{found.platform_owner}"'
+        elif found.hidden:
+            reason = f"its row security hides rows from role {found.platform_owner}"
+        else:
+            return found
+        raise CaptureError(f"table {table!r} cannot be captured: {reason}")
+
+    def _chosen(
+        self, driver: psycopg.Connection[Any], table: _Table, key: Sequence[str] | None, columns: Sequence[str] | None
+    ) -> tuple[_Columns, _Columns | None]:
+        """The columns of the key, and those that are captured; None for all."""
+        described = {
+            name: (number, virtual, ambiguous)
+            for name, number, virtual, ambiguous in fetch_all(
+                driver, self._queries("columns"), {"relation": table.relation}
+            )
+        }
+
+        def numbered(what: str, names: Sequence[str]) -> _Columns:
+            if isinstance(names, str) or not names or len(set(names)) < len(names):
+                raise ValidationError(
+                    f"{what} must be names of columns, each once, and at least one: not {shown(names)}"
+                )
+            for name in names:
+                check_text(what, name)
+                if name not in described:
+                    raise ValidationError(f"table {str(table)!r} has no column {name!r}")
+                if described[name][1]:
+                    raise ValidationError(f"column {name!r} of table {str(table)!r} is computed when it is read")
+            return _Columns(list(names), [described[name][0] for name in names])
+
+        if key is None and not table.primary_key:
+            raise CaptureError(
+                f"table {str(table)!r} has no primary key: name the columns of a unique key, none of them NULL"
+            )
+        chosen = numbered("key", table.primary_key if key is None else key)
+        if ambiguous := [name for name in chosen.names if described[name][2]]:
+            raise CaptureError(
+                f"column {ambiguous[0]!r} of table {str(table)!r} cannot be a key: its type is not one of "
+                "PostgreSQL's own, or its collation takes different texts for equal"
+            )
+        return chosen, None if columns is None else numbered("columns", columns)
+
+    def _insert(
+        self, driver: psycopg.Connection[Any], table: _Table, topic: str, key: _Columns, columns: _Columns | None,
+        *, snapshot: bool,
+    ) -> int:  # fmt: skip
+        values = {
+            "topic": topic, "relation": table.relation, "name": str(table), "key_names": key.names,
+            "key_numbers": key.numbers, "column_names": None if columns is None else columns.names,
+            "column_numbers": None if columns is None else columns.numbers,
+            "snapshot": "running" if snapshot else "none",
+        }  # fmt: skip
+        row = fetch_first(driver, self._queries("insert_capture"), values)
+        assert row is not None
+        capture, transaction = row
+        missing = fetch_first(driver, self._queries("missing"), {"capture": capture})
+        if missing is not None and missing[0] is not None:
+            raise CaptureError(
+                f"table {str(table)!r} {missing[0]}: name the columns of a primary key or of a unique index, none of "
+                "them NULL and the index not deferrable"
+            )
+        for operation, rows in _TRIGGERS.items():
+            driver.execute(
+                sql.SQL(
+                    "CREATE TRIGGER {name} AFTER {operation} ON {table} {rows} FOR EACH STATEMENT "
+                    "EXECUTE FUNCTION {function}({capture}, {transaction}, {topic})"
+                ).format(
+                    name=sql.Identifier(f"eventsql_capture_{capture}_{operation}"), operation=sql.SQL(operation),
+                    table=sql.Identifier(table.schema, table.name), rows=sql.SQL(rows),
+                    function=sql.Identifier(self._database.schema, "capture_changes"),
+                    capture=sql.Literal(str(capture)), transaction=sql.Literal(transaction), topic=sql.Literal(topic),
+                )
+            )  # fmt: skip
+        logger.info("table %s is captured to topic %r", table, topic)
+        return int(capture)
+
+    def _snapshot(self, capture: int, on_rows: Callable[[int], None]) -> None:
+        """Publish the pages of a first snapshot that are left.
+
+        A page locks its rows without waiting. Where another transaction has one of them, the page gets smaller, and a
+        page of one row waits.
+        """
+        rows, size, retry = 0, PAGE_ROWS, Backoff(RETRY_SECONDS)
+        while True:
+            try:
+                with self._database.transaction() as connection:
+                    _limit(connection)
+                    values = {"capture": capture, "most": size, "waiting": size == 1}
+                    page = fetch_first(connection, self._queries("page"), values)
+            except DatabaseBusyError as error:
+                if size == 1 and not retry.lasts():
+                    raise DatabaseBusyError(
+                        f"another transaction holds a row of the captured table, and the snapshot stands after {rows} "
+                        "rows: create the capture again to go on"
+                    ) from error
+                size = max(1, size // 8)
+                continue
+            if page is None or page[0] is None:
+                return
+            rows, size, retry = rows + page[0], min(PAGE_ROWS, size * 2), Backoff(RETRY_SECONDS)
+            on_rows(rows)
+
+    def _drop(self, table: str, topic: str) -> None:
+        with self._database.core() as connection:
+            driver = driver_connection(connection)
+            _limit(driver)
+            found = fetch_first(driver, self._queries("table"), {"table": table, "schema": self._database.schema})
+            relation = None if found is None else found[0]
+            triggers: Sequence[tuple[Any, ...]] = ()
+            if found is not None:
+                # Before the capture's row: a writer locks the table first, too.
+                driver.execute(
+                    sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(sql.Identifier(found[1], found[2]))
+                )
+                own = {"schema": self._database.schema, "relation": relation, "topic": topic}
+                triggers = fetch_all(driver, self._queries("triggers_of"), own)
+                for (name,) in triggers:
+                    driver.execute(
+                        sql.SQL("DROP TRIGGER {} ON {}").format(
+                            sql.Identifier(name), sql.Identifier(found[1], found[2])
+                        )
+                    )
+            forgotten = {"topic": topic, "relation": relation, "name": table}
+            deleted = driver.execute(self._queries("delete_capture"), forgotten).rowcount
+            if not deleted and not triggers:
+                raise CaptureError(
+                    f"table {table!r} is not captured to topic {topic!r}: `eventsql capture list` shows the captures"
+                )
+
+
+def _qualified_name(table: str) -> str:
+    """The name of a table with its schema; a name without one is of the schema `public`."""
+    found = _TABLE_NAME.fullmatch(check_text("table", table))
+    if found is None:
+        raise InvalidNameError(
+            f"table {shown(table)} is not usable: take its name as in SQL, with its schema, such as public.orders"
+        )
+    return table if found[2] else f"public.{table}"
+
+
+def _limit(driver: psycopg.Connection[Any]) -> None:
+    """Bound how long the transaction waits for each lock."""
+    driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(LOCK_SECONDS * 1000)}ms"])
+
+
+def _as_capture(  # noqa: PLR0917 - the columns of a row
+    number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: str, rows: int,
+    created_at: datetime, exists: bool, triggers: int,
+) -> Capture:  # fmt: skip
+    problem = None
+    if not exists:
+        problem = "the table is gone"
+    elif triggers < len(_TRIGGERS):
+        problem = f"{len(_TRIGGERS) - triggers} of its triggers are gone or disabled"
+    return Capture(
+        number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,
+        problem,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""`eventsql capture`: the tables whose changes are events of a topic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Final, TypeAlias
+
+import click
+from rich.progress import TimeElapsedColumn
+
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import Columns, counted, progress_bar, same, say
+from eventsql_orchestration.cli.parameters import AsJson, TopicName, argument, command, option
+
+_Table: TypeAlias = Annotated[str, argument()]
+
+_COLUMNS: Final[Columns] = {
+    **same("table", "topic"),
+    "key": lambda each: ", ".join(each.key),
+    "columns": lambda each: "all" if each.columns is None else ", ".join(each.columns),
+    "snapshot": lambda each: f"{each.snapshot}, {counted(each.snapshot_rows, 'row')}",
+    "created (UTC)": "created_at",
+    "problem": "problem",
+}
+_JSON: Final[Columns] = {
+    **same("table", "topic"),
+    "key": lambda each: list(each.key),
+    "columns": lambda each: None if each.columns is None else list(each.columns),
+    **same("snapshot", "snapshot_rows", "created_at", "problem"),
+}
+
+
+@click.group()
+def capture() -> None:
+    """Publish the changes of a table's rows to a topic."""
+
+
+@command(capture, short_help="Capture the changes of TABLE to TOPIC from now on.")
+def create(
+    context: CliContext,
+    *,
+    table: _Table,
+    topic: TopicName,
+    key: Annotated[
+        tuple[str, ...], option("Column of a unique key, instead of the primary key; repeat it.", metavar="COLUMN")
+    ],
+    columns: Annotated[
+        tuple[str, ...],
+        option("Capture this column, and no others but the key; repeat it.", "--column", metavar="COLUMN"),
+    ],
+    no_snapshot: Annotated[bool, option("Leave out the rows that the table has now.")],
+) -> None:
+    """Capture the changes of TABLE to TOPIC from now on, after the rows that TABLE has.
+
+    A transaction that changes TABLE also publishes its changes. The rows that TABLE has now are published too, while
+    writers go on. If that ends early, run the command again: it goes on. TABLE is a name as in SQL, of the schema
+    public if it names none.
+    """
+    with context.definitions() as platform, _progress() as update:
+        made = platform.captures.create(
+            table, topic, key=key or None, columns=columns or None, snapshot=not no_snapshot, on_rows=update
+        )
+    read = "" if no_snapshot else f"; {counted(made.snapshot_rows, 'row')} read"
+    say(f"table {made.table} is captured to topic {topic!r}{read}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    with progress_bar("{task.description}", TimeElapsedColumn()) as progress:
+        task = progress.add_task("waiting for the table's writers", total=None)
+        yield lambda rows: progress.update(task, description=f"{counted(rows, 'row')} read")
+
+
+@command(capture, "list", short_help="List the captures.")
+def list_captures(context: CliContext, as_json: AsJson) -> None:
+    """List the captures, and tables with triggers that a deleted topic has left."""
+    with context.platform() as platform:
+        captures, idle = platform.captures.list(), platform.captures.idle_triggers()
+    context.show_items(captures, as_json=as_json, json=_JSON, table=_COLUMNS)
+    for table, topic in idle:
+        say(
+            f"table {table} has triggers of a deleted capture, which do nothing: remove them with "
+            f"`eventsql capture drop {table} {topic}`"
+        )
+
+
+@command(capture, short_help="Capture the changes of TABLE to TOPIC no more.")
+def drop(context: CliContext, table: _Table, topic: TopicName) -> None:
+    """Capture the changes of TABLE to TOPIC no more; the events stay."""
+    with context.definitions() as platform:
+        platform.captures.drop(table, topic)
+    say(f"table {table} is not captured to topic {topic!r} any more")

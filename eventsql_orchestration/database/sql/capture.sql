@@ -1,0 +1,104 @@
+-- table -- A table to be captured: its oid, schema, name, kind, persistence; whether it is a partition or has
+-- inheritance; whether it is a table of the system or the platform; its owner, the owner of the platform's function, and
+-- whether the first may become the second; its primary key; whether its row security binds the platform's owner.
+SELECT c.oid::bigint, n.nspname, c.relname, c.relkind::text, c.relpersistence::text,
+       c.relispartition OR EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid OR i.inhparent = c.oid),
+       n.nspname = ANY (ARRAY['pg_catalog', 'information_schema', 'pg_toast']) OR n.nspname = %(schema)s,
+       pg_get_userbyid(c.relowner), pg_get_userbyid(f.proowner), pg_has_role(c.relowner, f.proowner, 'MEMBER'),
+       ARRAY(
+           SELECT a.attname
+           FROM pg_index i
+           CROSS JOIN LATERAL unnest(i.indkey::smallint[]) WITH ORDINALITY AS k (number, place)
+           JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = k.number
+           WHERE i.indrelid = c.oid AND i.indisprimary
+           ORDER BY k.place
+       )::text[],
+       has_table_privilege(f.proowner, c.oid, 'SELECT'),
+       c.relrowsecurity AND (c.relforcerowsecurity OR NOT pg_has_role(f.proowner, c.relowner, 'USAGE'))
+           AND NOT EXISTS (SELECT FROM pg_roles r WHERE r.oid = f.proowner AND (r.rolsuper OR r.rolbypassrls))
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+JOIN pg_proc f ON f.proname = 'capture_changes'
+JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s
+WHERE c.oid = to_regclass(%(table)s);
+
+-- columns -- The columns of a table: name, number, whether its values come from other columns at each reading, and
+-- whether two values that are not the same text can be equal, or its type is not the system's.
+SELECT a.attname, a.attnum, a.attgenerated = 'v',
+       base.oid >= 16384 OR coalesce(NOT k.collisdeterministic, false)
+FROM pg_attribute a
+JOIN pg_type t ON t.oid = a.atttypid
+JOIN pg_type base ON base.oid = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
+LEFT JOIN pg_collation k ON k.oid = a.attcollation
+WHERE a.attrelid = %(relation)s::oid AND a.attnum > 0 AND NOT a.attisdropped
+ORDER BY a.attnum;
+
+-- existing -- The capture of a table to a topic: id, names of the key and of the columns.
+SELECT eql_id, eql_key_names, eql_column_names
+FROM {schema}.capture
+WHERE eql_relation = %(relation)s::oid AND eql_topic = %(topic)s;
+
+-- insert_capture -- Note a capture; gives its id and the number of this transaction.
+INSERT INTO {schema}.capture
+    (eql_topic, eql_relation, eql_table, eql_key_names, eql_key_numbers, eql_column_names, eql_column_numbers,
+     eql_snapshot)
+VALUES (%(topic)s, %(relation)s::oid, %(name)s, %(key_names)s, %(key_numbers)s::smallint[], %(column_names)s,
+        %(column_numbers)s::smallint[], %(snapshot)s)
+RETURNING eql_id, pg_current_xact_id()::text;
+
+-- missing -- Why a capture cannot tell the rows of its table apart; NULL if it can.
+SELECT part.missing
+FROM {schema}.capture captured
+CROSS JOIN LATERAL {schema}.capture_columns(captured, captured.eql_relation) part
+WHERE captured.eql_id = %(capture)s;
+
+-- page -- Publish the next rows of a first snapshot; gives their number, NULL if the snapshot is complete.
+SELECT {schema}.capture_page(%(capture)s, %(most)s, %(waiting)s);
+
+-- part triggers -- The triggers of captures, each with the arguments that it was made with.
+(SELECT g.oid, g.tgrelid, g.tgname, g.tgenabled, string_to_array(
+     encode(g.tgargs, 'escape'), '\000'
+ ) AS arguments
+ FROM pg_trigger g
+ JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes'
+ JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s)
+
+-- list -- The captures: id, table as it is called now, topic, key, columns, state of the snapshot and its rows, time of
+-- creation, whether the table exists, and how many of its four triggers would run.
+SELECT captured.eql_id, coalesce(c.nspname || '.' || c.relname, captured.eql_table), captured.eql_topic,
+       captured.eql_key_names, captured.eql_column_names, captured.eql_snapshot, captured.eql_snapshot_rows,
+       captured.eql_created_at, c.relname IS NOT NULL, (
+           SELECT count(*) FROM {triggers} g
+           WHERE g.arguments[1] = captured.eql_id::text AND g.tgenabled::text = ANY (ARRAY['O', 'A'])
+       )
+FROM {schema}.capture captured
+LEFT JOIN (
+    SELECT c.oid, n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+) c ON c.oid = coalesce(
+    (SELECT g.tgrelid FROM {triggers} g WHERE g.arguments[1] = captured.eql_id::text LIMIT 1), captured.eql_relation
+)
+ORDER BY 2, 3;
+
+-- triggers_of -- The triggers of captures of a table to a topic, whether the capture still exists or not.
+SELECT g.tgname FROM {triggers} g WHERE g.tgrelid = %(relation)s::oid AND g.arguments[3] = %(topic)s ORDER BY 1;
+
+-- idle_triggers -- Tables with triggers of captures that do not exist any more, which do nothing: table, topic.
+SELECT DISTINCT n.nspname || '.' || c.relname, g.arguments[3]
+FROM {triggers} g
+JOIN pg_class c ON c.oid = g.tgrelid
+JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE NOT EXISTS (SELECT FROM {schema}.capture captured WHERE captured.eql_id::text = g.arguments[1])
+ORDER BY 1, 2;
+
+-- delete_capture -- Forget the capture of a table to a topic, by its oid or, if it is gone, by its name.
+DELETE FROM {schema}.capture captured
+WHERE eql_topic = %(topic)s AND (
+    eql_relation = %(relation)s::oid
+    OR (eql_table = %(name)s AND NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = captured.eql_relation))
+);
+
+-- captured_tables -- The tables that are captured to a topic.
+SELECT eql_table FROM {schema}.capture WHERE eql_topic = %(topic)s ORDER BY eql_table;
+
+-- any_capture -- A capture of this database, if there is one: table and topic.
+SELECT eql_table, eql_topic FROM {schema}.capture LIMIT 1;

@@ -1,0 +1,293 @@
+"""Captures are made, refused, changed and dropped; what is dropped breaks no writer."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.capture import captures
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import (
+    CaptureError,
+    DatabaseBusyError,
+    InvalidNameError,
+    RedefinitionError,
+    RegistryError,
+    ShardError,
+    ShardSetError,
+    TopicNotFoundError,
+    ValidationError,
+)
+from eventsql_orchestration.shards.add_shard import ShardAddition
+from tests.capture.replay import differences, events
+from tests.fixtures import Sessions
+
+
+@pytest.fixture
+def orders(platform: EventSQL, session: Connection) -> EventSQL:
+    """A platform with a table `orders` that is captured to the topic `changes`."""
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, status text, secret text)")
+    platform.registry.register_topic(Topic("changes"))
+    platform.capture("orders", "changes")
+    return platform
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("public.absent", ""),
+        ("public.seen", "CREATE VIEW seen AS SELECT 1 AS id"),
+        ("public.split", "CREATE TABLE split (id int PRIMARY KEY) PARTITION BY HASH (id)"),
+        ("public.child", "CREATE TABLE parent (id int); CREATE TABLE child (PRIMARY KEY (id)) INHERITS (parent)"),
+        ("public.parent", "CREATE TABLE parent (id int PRIMARY KEY); CREATE TABLE child () INHERITS (parent)"),
+        ("public.volatile", "CREATE UNLOGGED TABLE volatile (id int PRIMARY KEY)"),
+        ("public.keyless", "CREATE TABLE keyless (id int)"),
+        ("public.late", "CREATE TABLE late (id int PRIMARY KEY DEFERRABLE)"),
+        ("public.moody", "CREATE TYPE mood AS ENUM ('fine'); CREATE TABLE moody (id mood PRIMARY KEY)"),
+        ("eventsql.topic", ""),
+        ("pg_catalog.pg_class", ""),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_be_captured_is_refused(
+    platform: EventSQL, session: Connection, name: str, made: str
+) -> None:
+    session.execute(made.encode() or b"SELECT")
+    platform.registry.register_topic(Topic("changes"))
+    with pytest.raises(CaptureError):
+        platform.capture(name, "changes")
+    assert platform.captures.list() == []
+
+
+@pytest.mark.parametrize("name", ["", "a.b.c", "a b", '"a', "a;b c", "x\x00"])
+def test_a_name_that_is_no_tables_is_refused(platform: EventSQL, name: str) -> None:
+    platform.registry.register_topic(Topic("changes"))
+    with pytest.raises(ValidationError):
+        platform.capture(name, "changes")
+
+
+def test_a_key_must_be_unique_and_never_null(platform: EventSQL, session: Connection) -> None:
+    session.execute(
+        "CREATE TABLE orders (id int PRIMARY KEY, code text UNIQUE, sure text NOT NULL UNIQUE, partial int NOT NULL, "
+        "part int NOT NULL, whole int NOT NULL)"
+    )
+    session.execute("CREATE UNIQUE INDEX ON orders (partial) WHERE partial > 0")
+    session.execute("CREATE UNIQUE INDEX ON orders (part, whole)")
+    platform.registry.register_topic(Topic("changes"))
+    for key in (["code"], ["partial"], ["part"], ["id", "sure"]):
+        with pytest.raises(CaptureError):
+            platform.capture("orders", "changes", key=key)
+    for wrong in ([], ["absent"], ["id", "id"], "id"):
+        with pytest.raises(ValidationError):
+            platform.capture("orders", "changes", key=wrong)
+    assert platform.capture("orders", "changes", key=["sure"]).key == ("sure",)
+    platform.captures.drop("orders", "changes")
+    assert platform.capture("orders", "changes", key=["whole", "part"]).key == ("whole", "part")
+
+
+def test_a_topic_must_exist_and_a_name_be_one(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+    with pytest.raises(TopicNotFoundError):
+        platform.capture("orders", "changes")
+    with pytest.raises(InvalidNameError):
+        platform.capture("orders; DROP TABLE orders", "changes")
+
+
+def test_a_shard_cannot_capture_and_a_captured_database_cannot_become_one(
+    orders: EventSQL, server: object, session: Connection
+) -> None:
+    new = EventSQL(server.create_database("another"))  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(ShardSetError):
+            ShardAddition(orders.shards, new.shards[0]).execute()
+        orders.captures.drop("orders", "changes")
+        ShardAddition(orders.shards, new.shards[0]).execute()
+        with pytest.raises(ShardError):
+            orders.capture("orders", "changes")
+    finally:
+        new.close()
+        server.drop_database("another")  # type: ignore[attr-defined]
+
+
+# Changed
+
+
+def test_a_repeated_capture_changes_nothing_and_another_key_is_refused(orders: EventSQL, session: Connection) -> None:
+    before = orders.captures.list()
+    assert orders.capture("public.orders", "changes") == before[0]
+    with pytest.raises(RedefinitionError):
+        orders.capture("orders", "changes", columns=["status"])
+    assert orders.captures.list() == before
+
+
+def test_one_table_can_go_to_two_topics_and_two_tables_to_one(orders: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE more (id integer PRIMARY KEY)")
+    orders.registry.register_topic(Topic("others"))
+    orders.capture("orders", "others", columns=["status"])
+    orders.capture("more", "changes")
+    session.execute("INSERT INTO orders VALUES (1, 'new', 'x')")
+    session.execute("INSERT INTO more VALUES (1)")
+    assert [each["source"]["table"] for each in events(session)] == ["orders", "more"]
+    orders.transfer.run_once()
+    assert [event.key for event in orders.reader.read("others")] == ["1"]
+
+
+def test_columns_that_are_not_captured_are_in_no_event(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, status text, secret text)")
+    platform.registry.register_topic(Topic("changes"))
+    capture = platform.capture("orders", "changes", columns=["status"])
+    assert capture.columns == ("status",)
+    session.execute("INSERT INTO orders VALUES (1, 'new', 'hush')")
+    session.execute("UPDATE orders SET secret = 'other'")
+    session.execute("ALTER TABLE orders ADD COLUMN more text DEFAULT 'hush'")
+    session.execute("ALTER TABLE orders RENAME COLUMN status TO state")
+    session.execute("ALTER TABLE orders RENAME COLUMN secret TO status")
+    session.execute("UPDATE orders SET state = 'paid', status = 'hush'")
+    session.execute("ALTER TABLE orders DROP COLUMN state")
+    session.execute("DELETE FROM orders")
+    assert [(each["op"], each["before"], each["after"]) for each in events(session)] == [
+        ("c", None, {"id": 1, "status": "new"}),
+        ("u", {"id": 1, "state": "new"}, {"id": 1, "state": "paid"}),
+        ("d", {"id": 1}, None),
+    ]
+
+
+def test_a_changed_table_goes_on_being_captured(orders: EventSQL, session: Connection) -> None:
+    session.execute("INSERT INTO orders VALUES (1, 'new', 'x')")
+    for change in (
+        "ALTER TABLE orders ADD COLUMN amount numeric DEFAULT 1.50",
+        "ALTER TABLE orders DROP COLUMN secret",
+        "ALTER TABLE orders RENAME COLUMN id TO number",
+        "ALTER TABLE orders ALTER COLUMN number TYPE bigint",
+        "ALTER TABLE orders ALTER COLUMN amount TYPE text",
+        "ALTER TABLE orders DROP CONSTRAINT orders_pkey, ADD UNIQUE (number)",
+        "ALTER TABLE orders RENAME TO purchase",
+        "CREATE SCHEMA shop",
+        "ALTER TABLE purchase SET SCHEMA shop",
+        "VACUUM FULL shop.purchase",
+    ):
+        session.execute(change.encode())
+        (table,) = (
+            session.execute("SELECT tgrelid::regclass::text FROM pg_trigger WHERE tgname ~ 'update'").fetchone() or ()
+        )
+        session.execute(f"UPDATE {table} SET status = status || '!'".encode())
+    assert differences(session, "shop.purchase", "number::text") == []
+    assert orders.captures.list()[0].table == "shop.purchase"
+    assert events(session)[-1]["source"]["schema"] == "shop"
+
+
+@pytest.mark.parametrize(
+    "change", ["ALTER TABLE orders DROP COLUMN id", "ALTER TABLE orders DROP CONSTRAINT orders_pkey"]
+)
+def test_a_table_without_its_key_refuses_changes_and_says_what_to_do(
+    orders: EventSQL, session: Connection, change: str
+) -> None:
+    session.execute(change.encode())
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState) as refused:
+        session.execute(
+            "INSERT INTO orders (status) VALUES ('new')" if "COLUMN" in change else "INSERT INTO orders VALUES (1)"
+        )
+    assert refused.value.diag.message_hint == "Run: eventsql capture drop public.orders changes"
+    orders.captures.drop("orders", "changes")
+    session.execute(
+        "INSERT INTO orders (status) VALUES ('new')" if "COLUMN" in change else "INSERT INTO orders VALUES (1)"
+    )
+
+
+# Dropped
+
+
+def triggers(session: Connection) -> int:
+    return session.execute("SELECT FROM pg_trigger WHERE tgname LIKE 'eventsql_capture%'").rowcount
+
+
+def test_a_dropped_capture_leaves_nothing(orders: EventSQL, session: Connection) -> None:
+    orders.captures.drop("public.orders", "changes")
+    assert triggers(session) == 0
+    assert orders.captures.list() == []
+    session.execute("INSERT INTO orders VALUES (1, 'new', 'x')")
+    assert events(session) == []
+    with pytest.raises(CaptureError):
+        orders.captures.drop("orders", "changes")
+
+
+def test_a_topic_with_captures_is_deleted_by_force_alone_and_its_tables_stay_writable(
+    orders: EventSQL, session: Connection
+) -> None:
+    with pytest.raises(RegistryError):
+        orders.registry.unregister_topic("changes")
+    session.execute("INSERT INTO orders VALUES (1, 'new', 'x')")
+    orders.registry.unregister_topic("changes", force=True)
+    session.execute("UPDATE orders SET status = 'paid'")
+    session.execute("TRUNCATE orders")
+    assert orders.captures.list() == []
+    assert orders.captures.idle_triggers() == [("public.orders", "changes")]
+    orders.captures.drop("orders", "changes")
+    assert orders.captures.idle_triggers() == []
+    assert triggers(session) == 0
+
+
+def test_a_topic_that_comes_again_does_not_get_changes_of_a_former_capture(
+    orders: EventSQL, session: Connection
+) -> None:
+    orders.registry.unregister_topic("changes", force=True)
+    orders.registry.register_topic(Topic("changes", 2))
+    session.execute("INSERT INTO orders VALUES (1, 'new', 'x')")
+    assert events(session) == []
+    orders.capture("orders", "changes")
+    session.execute("UPDATE orders SET status = 'paid'")
+    assert [each["op"] for each in events(session)] == ["r", "u"]
+
+
+def test_a_dropped_tables_capture_is_shown_and_can_be_dropped(orders: EventSQL, session: Connection) -> None:
+    session.execute("DROP TABLE orders")
+    assert orders.captures.list()[0].problem == "the table is gone"
+    orders.captures.drop("public.orders", "changes")
+    assert orders.captures.list() == []
+
+
+def test_a_disabled_trigger_is_a_problem(orders: EventSQL, session: Connection) -> None:
+    session.execute("ALTER TABLE orders DISABLE TRIGGER USER")
+    assert orders.captures.list()[0].problem is not None
+
+
+def test_a_capture_waits_for_writers_and_gives_up(
+    platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(captures, "RETRY_SECONDS", 0.2)
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+    platform.registry.register_topic(Topic("changes"))
+    writer = sessions()
+    writer.execute("INSERT INTO orders VALUES (1)")
+    with pytest.raises(DatabaseBusyError):
+        platform.capture("orders", "changes")
+    assert triggers(session) == 0
+    writer.commit()
+    platform.capture("orders", "changes")
+    assert differences(session, "orders", "id::text") == []
+
+
+def test_a_dump_that_is_restored_goes_on_with_other_numbers(orders: EventSQL, session: Connection) -> None:
+    # As a restore makes it: the same names, with another oid and without the numbers of dropped columns.
+    session.execute("ALTER TABLE orders ADD COLUMN last text")
+    session.execute("ALTER TABLE orders DROP COLUMN secret")
+    session.execute("CREATE TABLE restored (LIKE orders INCLUDING ALL)")
+    definitions = session.execute(
+        "SELECT pg_get_triggerdef(oid) FROM pg_trigger WHERE tgrelid = 'orders'::regclass"
+    ).fetchall()
+    session.execute("DROP TABLE orders")
+    session.execute("ALTER TABLE restored RENAME TO orders")
+    for (definition,) in definitions:
+        session.execute(sql.SQL(definition))
+    assert orders.captures.list()[0].problem is None
+    session.execute("INSERT INTO orders VALUES (1, 'new', 'last')")
+    session.execute("UPDATE orders SET last = 'more'")
+    assert differences(session, "orders", "id::text") == []
+    orders.captures.drop("orders", "changes")
+    assert triggers(session) == 0
+    assert orders.captures.list() == []

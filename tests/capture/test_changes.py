@@ -1,0 +1,269 @@
+"""The changes of a captured table are events of its topic, whatever statement makes them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.topics.partitioner import partition_of_key
+from tests.capture.replay import differences, events
+from tests.fixtures import Sessions
+
+
+@pytest.fixture
+def orders(platform: EventSQL, session: Connection) -> EventSQL:
+    """A platform with a table `orders` that is captured to the topic `changes` of four partitions."""
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, status text, amount numeric)")
+    platform.registry.register_topic(Topic("changes", 4))
+    platform.capture("orders", "changes")
+    return platform
+
+
+def told(session: Connection) -> list[tuple[Any, ...]]:
+    """Each change: operation, key, and the statuses before and after."""
+
+    def status(row: dict[str, Any] | None) -> Any:
+        return None if row is None else row["status"]
+
+    return [(each["op"], each["key"], status(each["before"]), status(each["after"])) for each in events(session)]
+
+
+def test_each_operation_is_an_event_with_the_row_before_and_after(orders: EventSQL, session: Connection) -> None:
+    session.execute("INSERT INTO orders VALUES (1, 'new', 1.50), (2, 'new', NULL)")
+    session.execute("UPDATE orders SET status = 'paid' WHERE id = 1")
+    session.execute("DELETE FROM orders WHERE id = 2")
+    session.execute("UPDATE orders SET status = 'paid' WHERE id > 5")
+    assert told(session) == [
+        ("c", "1", None, "new"), ("c", "2", None, "new"), ("u", "1", "new", "paid"), ("d", "2", "new", None),
+    ]  # fmt: skip
+    session.execute("TRUNCATE orders")
+    assert [each["partition"] for each in events(session) if each["op"] == "t"] == [0, 1, 2, 3]
+    assert differences(session, "orders", "id::text") == []
+
+
+def test_an_event_has_debeziums_envelope_and_the_librarys_partition(orders: EventSQL, session: Connection) -> None:
+    session.execute("INSERT INTO orders VALUES (7, 'new', 1.50)")
+    orders.transfer.run_once()
+    (event,) = orders.reader.read("changes")
+    assert (event.key, event.partition) == ("7", partition_of_key("7", 4))
+    assert event.metadata == {"op": "c", "table": "public.orders"}
+    (envelope,) = events(session)
+    assert envelope["before"] is None
+    assert envelope["after"] == {"id": 7, "status": "new", "amount": "1.50"}
+    source = envelope["source"]
+    assert envelope["ts_ms"] == source.pop("ts_ms")
+    assert source.pop("txId") > 0
+    assert source == {
+        "version": "1", "connector": "eventsql", "name": "changes", "snapshot": "false",
+        "db": session.info.dbname, "schema": "public", "table": "orders",
+    }  # fmt: skip
+
+
+def test_a_rolled_back_change_is_no_event(orders: EventSQL, sessions: Sessions, session: Connection) -> None:
+    writer = sessions()
+    writer.execute("INSERT INTO orders VALUES (1, 'new', 1)")
+    writer.execute("SAVEPOINT before")
+    writer.execute("UPDATE orders SET status = 'paid'")
+    writer.execute("ROLLBACK TO before")
+    writer.commit()
+    writer.execute("DELETE FROM orders")
+    writer.rollback()
+    assert told(session) == [("c", "1", None, "new")]
+
+
+def test_an_update_that_changes_nothing_is_no_event(orders: EventSQL, session: Connection) -> None:
+    session.execute("INSERT INTO orders VALUES (1, 'new', 1)")
+    session.execute("UPDATE orders SET status = 'new'")
+    assert told(session) == [("c", "1", None, "new")]
+
+
+def test_a_changed_key_is_a_deletion_and_a_creation(orders: EventSQL, session: Connection) -> None:
+    session.execute("INSERT INTO orders VALUES (1, 'one', 1), (2, 'two', 2)")
+    session.execute("UPDATE orders SET id = -id WHERE id = 1")
+    assert told(session)[2:] == [("d", "1", "one", None), ("c", "-1", None, "one")]
+
+
+STATEMENTS = (
+    "INSERT INTO orders SELECT i, 'new', i FROM generate_series({a}, {b}) i ON CONFLICT DO NOTHING",
+    """INSERT INTO orders SELECT i, 'again', i FROM generate_series({a}, {b}) i
+    ON CONFLICT (id) DO UPDATE SET status = orders.status || 'x'""",
+    "UPDATE orders SET amount = amount + 1 WHERE id BETWEEN {a} AND {b}",
+    "UPDATE orders SET id = -id WHERE id BETWEEN {a} AND {b} AND -id NOT IN (SELECT id FROM orders)",
+    "UPDATE orders SET status = repeat('long', 3000) WHERE id = {a}",
+    "DELETE FROM orders WHERE id BETWEEN {a} AND {b}",
+    """WITH gone AS (DELETE FROM orders WHERE id BETWEEN {a} AND {b} RETURNING *)
+    INSERT INTO orders SELECT id, 'moved', amount FROM gone""",
+    """WITH one AS (UPDATE orders SET status = 'a' WHERE id = {a} RETURNING 1)
+    UPDATE orders SET status = 'b' WHERE id = {b}""",
+    "COPY orders FROM STDIN",
+    "TRUNCATE orders",
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_changes_tell_the_table_after_every_statement(orders: EventSQL, session: Connection, seed: int) -> None:
+    choice = random.Random(seed)
+    for number in range(60):
+        statement = choice.choices(STATEMENTS, weights=[6, 6, 6, 6, 2, 4, 4, 4, 2, 1])[0]
+        if statement.startswith("COPY"):
+            with session.cursor().copy(statement) as copy:
+                copy.write_row((1000 + number, "copied", None))
+        else:
+            low = choice.randint(-8, 8)
+            session.execute(statement.format(a=low, b=low + choice.randint(0, 6)).encode())
+        if choice.random() < 0.3:
+            orders.transfer.run_once()
+        assert differences(session, "orders", "id::text") == [], statement
+
+
+@pytest.mark.parametrize(
+    ("moment", "body"),
+    [
+        ("AFTER UPDATE OF amount", "UPDATE orders SET status = status || '!' WHERE id = NEW.id"),
+        ("AFTER INSERT", "UPDATE orders SET status = 'numbered' WHERE id = NEW.id"),
+        ("AFTER INSERT", "DELETE FROM orders WHERE id = NEW.id AND id = 2"),
+        ("AFTER DELETE", "INSERT INTO orders VALUES (OLD.id, 'kept', 0)"),
+        ("BEFORE INSERT", "DELETE FROM orders WHERE id = NEW.id"),
+        ("BEFORE UPDATE OF amount", "UPDATE orders SET status = 'before' WHERE id = NEW.id + 1"),
+    ],
+)
+def test_triggers_that_change_the_same_table_do_not_mislead(
+    orders: EventSQL, session: Connection, moment: str, body: str
+) -> None:
+    session.execute("INSERT INTO orders VALUES (1, 'old', 1), (3, 'old', 1)")
+    session.execute(
+        "CREATE FUNCTION meddle() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN {body}; RETURN coalesce(NEW, OLD); END $$"
+    )
+    session.execute(f"CREATE TRIGGER meddle {moment} ON orders FOR EACH ROW EXECUTE FUNCTION meddle()")
+    for statement in (
+        "INSERT INTO orders VALUES (2, 'new', 2), (4, 'new', 2)",
+        "UPDATE orders SET amount = 3 WHERE id = 1",
+        "DELETE FROM orders WHERE id IN (1, 4)",
+    ):
+        session.execute(statement.encode())
+        assert differences(session, "orders", "id::text") == [], statement
+
+
+def test_cascades_within_the_table_and_from_others_are_captured(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE customer (id integer PRIMARY KEY)")
+    session.execute(
+        "CREATE TABLE orders (id integer PRIMARY KEY, parent integer REFERENCES orders ON DELETE CASCADE "
+        "ON UPDATE CASCADE, customer integer REFERENCES customer ON DELETE SET NULL ON UPDATE CASCADE)"
+    )
+    platform.registry.register_topic(Topic("changes"))
+    platform.capture("orders", "changes")
+    session.execute("INSERT INTO customer VALUES (1), (2)")
+    session.execute("INSERT INTO orders VALUES (1, NULL, 1), (2, 1, 1), (3, 2, 2), (4, NULL, 2)")
+    for statement in (
+        "UPDATE customer SET id = 9 WHERE id = 1",
+        "UPDATE orders SET id = 8 WHERE id = 1",
+        "UPDATE orders SET id = 18 WHERE id = 8",
+        "DELETE FROM customer WHERE id = 2",
+        "DELETE FROM orders WHERE id = 18",
+    ):
+        session.execute(statement.encode())
+        assert differences(session, "orders", "id::text") == [], statement
+    assert session.execute("SELECT id FROM orders").fetchall() == [(4,)]
+
+
+def test_a_merge_is_captured(orders: EventSQL, session: Connection) -> None:
+    if session.info.server_version < 150000:
+        return
+    session.execute("INSERT INTO orders VALUES (1, 'old', 1), (2, 'old', 2)")
+    session.execute(
+        "MERGE INTO orders o USING (VALUES (1, 'gone'), (2, 'paid'), (3, 'new'), (11, 'again')) v (id, status) "
+        "ON o.id = v.id WHEN MATCHED AND v.status = 'gone' THEN DELETE "
+        "WHEN MATCHED THEN UPDATE SET status = v.status "
+        "WHEN NOT MATCHED THEN INSERT VALUES (CASE v.id WHEN 11 THEN 1 ELSE v.id END, v.status, 0)"
+    )
+    assert differences(session, "orders", "id::text") == []
+    assert session.execute("SELECT status FROM orders WHERE id = 1").fetchone() == ("again",)
+
+
+def test_a_topic_that_is_repartitioned_gets_changes_in_its_new_partitions(
+    orders: EventSQL, session: Connection
+) -> None:
+    orders.registry.register_consumer(Consumer("changes", "mirror", partitioned=True))
+    session.execute("INSERT INTO orders SELECT i, 'new', i FROM generate_series(1, 20) i")
+    orders.repartitioner.repartition("changes", 7)
+    session.execute("UPDATE orders SET status = 'paid'")
+    session.execute("TRUNCATE orders")
+    changes = events(session)
+    assert {each["partition"] for each in changes if each["op"] == "t"} == set(range(7))
+    for each in changes:
+        if each["op"] == "u":
+            assert each["partition"] == partition_of_key(each["key"], 7)
+
+
+def test_a_key_of_several_columns_is_a_json_array_of_their_texts(platform: EventSQL, session: Connection) -> None:
+    session.execute('CREATE TABLE "Lines" (n smallint, "order" text, x int, PRIMARY KEY ("order", n))')
+    platform.registry.register_topic(Topic("changes", 2))
+    session.execute("""INSERT INTO "Lines" VALUES (1, 'a"b', 0)""")
+    platform.capture('"Lines"', "changes")
+    session.execute('UPDATE "Lines" SET x = 1')
+    session.execute("""UPDATE "Lines" SET "order" = 'c'""")
+    assert [(each["op"], each["key"]) for each in events(session)] == [
+        ("r", r'["a\"b", "1"]'), ("u", r'["a\"b", "1"]'), ("d", r'["a\"b", "1"]'), ("c", '["c", "1"]'),
+    ]  # fmt: skip
+
+
+def test_keys_that_are_equal_and_not_the_same_text_are_two_keys(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE orders (id numeric PRIMARY KEY, status text)")
+    platform.registry.register_topic(Topic("changes"))
+    platform.capture("orders", "changes")
+    session.execute("INSERT INTO orders VALUES (1.0, 'new')")
+    session.execute("UPDATE orders SET id = 1.00")
+    assert told(session)[1:] == [("d", "1.0", "new", None), ("c", "1.00", None, "new")]
+    assert differences(session, "orders", "id::text") == []
+
+
+# Transactions of other isolation levels
+
+
+@pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
+def test_a_transaction_of_a_stricter_level_is_captured(
+    orders: EventSQL, sessions: Sessions, session: Connection, level: psycopg.IsolationLevel
+) -> None:
+    writer = sessions()
+    writer.isolation_level = level
+    writer.execute("INSERT INTO orders VALUES (1, 'new', 1)")
+    writer.execute("UPDATE orders SET status = 'paid'")
+    writer.commit()
+    assert differences(session, "orders", "id::text") == []
+
+
+def test_a_transaction_that_began_before_the_capture_must_begin_anew(
+    platform: EventSQL, sessions: Sessions, session: Connection
+) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, status text)")
+    platform.registry.register_topic(Topic("changes"))
+    writer = sessions()
+    writer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    writer.execute("SELECT 1")
+    platform.capture("orders", "changes")
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        writer.execute("INSERT INTO orders VALUES (1, 'new')")
+    writer.rollback()
+    writer.execute("INSERT INTO orders VALUES (1, 'new')")
+    writer.commit()
+    assert differences(session, "orders", "id::text") == []
+
+
+def test_a_transaction_with_an_older_definition_of_the_topic_must_begin_anew(
+    orders: EventSQL, sessions: Sessions, session: Connection
+) -> None:
+    writer = sessions()
+    writer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    writer.execute("SELECT 1")
+    orders.registry.register_consumer(Consumer("changes", "mirror", partitioned=True))
+    session.execute("INSERT INTO orders VALUES (1, 'new', 1)")
+    orders.transfer.run_once()
+    orders.repartitioner.repartition("changes", 9)
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        writer.execute("INSERT INTO orders VALUES (2, 'new', 1)")

@@ -1,0 +1,51 @@
+"""`eventsql capture`: tables whose changes are events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from click.testing import Result
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.database import Connection
+
+Run = Callable[..., Result]
+
+
+def test_a_capture_is_created_listed_and_dropped(run: Run, platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, code text NOT NULL UNIQUE, status text, secret text)")
+    session.execute("INSERT INTO orders VALUES (1, 'a', 'new', 'x')")
+    platform.registry.register_topic(Topic("changes"))
+    made = run("capture", "create", "orders", "changes", "--key", "code", "--column", "status")
+    assert made.exit_code == 0, made.output
+    assert "public.orders" in made.output
+    assert "1 row read" in made.output
+    shown = run("capture", "list", "--json")
+    (capture,) = json.loads(shown.stdout)
+    assert capture.pop("created_at")
+    assert capture == {
+        "table": "public.orders", "topic": "changes", "key": ["code"], "columns": ["status"], "snapshot": "done",
+        "snapshot_rows": 1, "problem": None,
+    }  # fmt: skip
+    assert "public.orders" in run("capture", "list").output
+    assert run("capture", "drop", "orders", "changes").exit_code == 0
+    assert json.loads(run("capture", "list", "--json").stdout) == []
+
+
+def test_the_list_names_triggers_that_a_deleted_topic_has_left(
+    run: Run, platform: EventSQL, session: Connection
+) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+    platform.registry.register_topic(Topic("changes"))
+    assert run("capture", "create", "orders", "changes", "--no-snapshot").exit_code == 0
+    assert run("topic", "delete", "changes").exit_code == 1
+    assert run("topic", "delete", "changes", "--force").exit_code == 0
+    assert "eventsql capture drop public.orders changes" in run("capture", "list").output
+
+
+def test_what_cannot_be_captured_is_said(run: Run, platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("changes"))
+    assert run("capture", "create", "absent", "changes").exit_code == 1
+    assert run("capture", "create", "a b", "changes").exit_code == 2
+    assert run("capture", "drop", "absent", "changes").exit_code == 1
