@@ -17,11 +17,13 @@ from eventsql_orchestration.database import CallersConnection, driver_connection
 from eventsql_orchestration.errors import (
     RedefinitionError,
     RegistryError,
+    ShardError,
     ShardSetError,
     ShardUnavailableError,
     WrongShardError,
 )
 from eventsql_orchestration.model import Publication, Topic
+from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement
 from eventsql_orchestration.publishing.publisher import Publisher, check_many, check_publication, read_ahead
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
@@ -116,6 +118,26 @@ class ClusterPublisher:
             lambda shard, shards: shard.publisher.publish(publication, placed=shards),
             topic=publication.topic,
         )
+
+    def statement(self, publication: Publication, *, paramstyle: ParamStyle = "pyformat") -> Statement:
+        """One event as SQL and its parameters, for the transaction of a driver that `publish` does not take.
+
+        `paramstyle` is the driver's: "pyformat" for psycopg, also its `AsyncConnection`, and psycopg2; "named" for
+        `sqlalchemy.text`, whose `AsyncConnection` and `AsyncSession` execute it; "numeric_dollar" for asyncpg, whose
+        parameters are a tuple. Run it in a transaction of the platform's database; the event is published when that
+        commits. It chooses the partition as `publish` does. Run it once and soon: it fails in the database, and
+        publishes nothing, if the topic was redefined since. To know the topic, it asks the database every few seconds,
+        on a connection of the platform. With `transfer`, the platform moves the event to its log.
+
+        Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, and `ShardError` for a platform of several shards: then
+        use the `publisher` of `EventSQL.shard_of(key)`, and a connection to that shard.
+        """
+        if self._lone is None:
+            raise ShardError(
+                "a statement is for one database, and this platform has several: use "
+                "platform.shard_of(key).publisher.statement(…) and a connection to that shard"
+            )
+        return self._lone.statement(publication, paramstyle=paramstyle)
 
     def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """Publish any number of events, of any topics, in order and in one commit on each shard; gives their number.

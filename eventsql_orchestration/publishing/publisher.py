@@ -25,6 +25,7 @@ from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.model import Publication, Topic, check_partition
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement, rendered
 from eventsql_orchestration.publishing.log_writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.sharding import ANYWHERE, ShardSet
 from eventsql_orchestration.topics.partitioner import Partitioner, default_partition
@@ -109,6 +110,18 @@ class Publisher:
                 return
             self._registry.forget(topic.name)
         raise _redefined([publication.topic])
+
+    def statement(self, publication: Publication, *, paramstyle: ParamStyle = "pyformat") -> Statement:
+        """See `ClusterPublisher.statement`."""
+        topic = self._definition(publication.topic, None)
+        partition = self._partition(publication, topic)
+        values = {
+            "topic": topic.name, "partitions": topic.partitions, "layout": topic.layout, "partition": partition,
+            "key": publication.key, "value": publication.value,
+            "metadata": copy_format.encode_metadata(publication.metadata).decode(),
+        }  # fmt: skip
+        self._on_published()
+        return rendered(self._queries("publish_statement").as_string(), values, paramstyle)
 
     def publish_all(
         self, publications: Iterable[Publication], *, connection: CallersConnection | None = None,

@@ -56,6 +56,7 @@ def publish(platform: EventSQL, dsn: str) -> None:
     with psycopg.connect(dsn, client_encoding="UTF8") as mine:
         for event in events:
             platform.publisher.publish(event, connection=mine)
+            mine.execute(*platform.publisher.statement(event))
         platform.publisher.publish_all(events, connection=mine)
         mine.commit()
     platform.publisher.publish(Publication("whole", b"1"))
