@@ -75,6 +75,9 @@ _IMPORTED_BY_RUNS: Final = (
 )
 """Modules that Dagster imports only in a run, found by comparing `sys.modules` of a run and its server."""
 
+_POOLED_STORAGE: Final = "eventsql_orchestration.dagster.pooled_storage"
+"""A module by its name: its import takes a second, and instances with another storage do without it."""
+
 
 def execute_run(instance: dg.DagsterInstance, run_id: str, *, resume: bool) -> None:
     """Execute a run in this process, as `dagster api execute_run` and `dagster api resume_run` do."""
@@ -100,7 +103,10 @@ def import_storage(ref: InstanceRef) -> None:
     """Import the modules that an instance and a run need, without a connection."""
     for data in ref:
         if isinstance(data, ConfigurableClassData) and data is not ref.run_launcher_data:
-            importlib.import_module(data.module_name)
+            module = importlib.import_module(data.module_name)
+            if data.module_name == _POOLED_STORAGE:
+                # The launcher's instance has created the tables.
+                module.tables_exist()
     for name in _IMPORTED_BY_RUNS:
         # A run imports those that a version of Dagster has elsewhere.
         with contextlib.suppress(ImportError):

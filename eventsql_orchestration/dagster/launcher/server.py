@@ -6,18 +6,21 @@ of sockets. The server ends when the other end is closed and the runs under way 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import os
 import select
 import signal
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
-from typing import Any, Final
+from typing import Any, Final, Never
 
 import dagster as dg
 
@@ -294,7 +297,21 @@ def main() -> None:
         return
     work = ForkServer(channel, location, files, exits, max_runs=int(hello["max_runs"])).serve()
     if work is not None:
-        sys.exit(work())
+        _end(work())
+
+
+def _end(code: int) -> Never:
+    """End as a Python program does, but leave the memory as it is.
+
+    To tear down modules and objects one by one would take a fifth of the processor time of a short run.
+    """
+    # Both are what Python itself calls. `multiprocessing` ends its children in the same way.
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,14 @@ def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = No
 def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
     """The content of `dagster.yaml`; deploy/dagster.yaml is the same."""
     return {
-        "storage": {"postgres": {"postgres_url": {"env": STORAGE_VARIABLE}}},
+        # Dagster's own storage connects anew for each access.
+        "storage": {
+            "custom": {
+                "module": "eventsql_orchestration.dagster.pooled_storage",
+                "class": "PooledPostgresStorage",
+                "config": {"postgres_url": {"env": STORAGE_VARIABLE}},
+            }
+        },
         "run_coordinator": {
             "module": "dagster.core.run_coordinator",
             "class": "QueuedRunCoordinator",

@@ -1,0 +1,147 @@
+"""`PooledPostgresStorage`: Dagster's storage in PostgreSQL, with connections that are used again.
+
+`DagsterPostgresStorage` connects anew for each access, which is some 50 times in a short run. To connect costs more
+than most accesses do, in the process and in the server.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final, Self, cast
+from weakref import WeakSet
+
+from dagster._serdes import ConfigurableClassData
+from dagster_postgres import (
+    DagsterPostgresStorage,
+    PostgresEventLogStorage,
+    PostgresRunStorage,
+    PostgresScheduleStorage,
+)
+from dagster_postgres.utils import pg_config, pg_url_from_config
+from sqlalchemy import Connection, Engine, create_engine
+
+_POOL_SIZE: Final = 5
+"""Connections that an instance keeps. Threads that need more connect for one access, as in Dagster's own storage."""
+
+_RECYCLE_AFTER: Final = 600.0
+"""Seconds until a connection is replaced: a server's process grows with the tables that it has seen."""
+
+
+_ENGINES: Final[WeakSet[Engine]] = WeakSet()
+
+_COMPLETE: Final[set[str | None]] = set()
+"""URLs of storages whose tables exist; None stands for every storage."""
+
+
+def tables_exist() -> None:
+    """Tell that the tables of every storage exist. This process and its forks do not look for them."""
+    _COMPLETE.add(None)
+
+
+def _engine(url: str) -> Engine:
+    """A pool of connections. A connection that broke is replaced when it is taken."""
+    engine = create_engine(
+        url, isolation_level="AUTOCOMMIT", pool_size=_POOL_SIZE, max_overflow=-1, pool_pre_ping=True,
+        pool_use_lifo=True, pool_recycle=_RECYCLE_AFTER,
+    )  # fmt: skip
+    _ENGINES.add(engine)
+    return engine
+
+
+def _leave_connections() -> None:
+    """Leave the connections to the parent of this process. psycopg 2 does not close another process's connection."""
+    for engine in list(_ENGINES):
+        engine.dispose(close=False)
+
+
+os.register_at_fork(after_in_child=_leave_connections)
+
+
+class _RunStorage(PostgresRunStorage):
+    """Looks for a column that came with a later version until it is there, not at each access."""
+
+    _has_run_stats = False
+
+    def __init__(self, url: str, engine: Engine) -> None:
+        super().__init__(url, should_autocreate_tables=False)
+        self._engine = engine
+
+    def dispose(self) -> None:
+        super().dispose()
+        self._engine.dispose()
+
+    def has_run_stats_index_cols(self) -> bool:
+        self._has_run_stats = self._has_run_stats or super().has_run_stats_index_cols()
+        return self._has_run_stats
+
+
+class _EventLogStorage(PostgresEventLogStorage):
+    """Looks for a column that came with a later version until it is there, not at each access."""
+
+    def __init__(self, url: str, engine: Engine) -> None:
+        super().__init__(url, should_autocreate_tables=False)
+        self._engine = engine
+        self._columns: set[str] = set()
+
+    def dispose(self) -> None:
+        super().dispose()
+        self._engine.dispose()
+
+    def has_asset_key_col(self, column_name: str) -> bool:
+        if column_name not in self._columns and super().has_asset_key_col(column_name):
+            self._columns.add(column_name)
+        return column_name in self._columns
+
+    def _has_asset_key_index_cols_on_connection(self, conn: Connection) -> bool:  # noqa: ARG002 - as Dagster calls it
+        return self.has_asset_key_index_cols()
+
+
+class _ScheduleStorage(PostgresScheduleStorage):
+    def __init__(self, url: str, engine: Engine) -> None:
+        super().__init__(url, should_autocreate_tables=False)
+        self._engine = engine
+        self._has_instigators = False
+
+    def dispose(self) -> None:
+        super().dispose()
+        self._engine.dispose()
+
+    def _has_instigators_table(self, conn: Connection) -> bool:
+        self._has_instigators = self._has_instigators or super()._has_instigators_table(conn)
+        return self._has_instigators
+
+
+class PooledPostgresStorage(DagsterPostgresStorage):
+    """Dagster's storage in PostgreSQL, with at most five connections that an open instance keeps.
+
+    The configuration is that of `DagsterPostgresStorage`, without `auth_provider`. In dagster.yaml it is a storage of
+    the kind `custom`.
+    """
+
+    def __init__(
+        self,
+        postgres_url: str,
+        should_autocreate_tables: bool = True,
+        inst_data: ConfigurableClassData | None = None,
+    ) -> None:
+        if should_autocreate_tables and _COMPLETE.isdisjoint({None, postgres_url}):
+            DagsterPostgresStorage(postgres_url)
+            _COMPLETE.add(postgres_url)
+
+        super().__init__(postgres_url, should_autocreate_tables=False, inst_data=inst_data)
+        self.should_autocreate_tables = should_autocreate_tables
+        engine = _engine(postgres_url)
+        self._run_storage = _RunStorage(postgres_url, engine)
+        self._event_log_storage = _EventLogStorage(postgres_url, engine)
+        self._schedule_storage = _ScheduleStorage(postgres_url, engine)
+
+    @classmethod
+    def config_type(cls) -> dict[str, Any]:
+        """The options in dagster.yaml."""
+        options = cast("dict[str, Any]", pg_config())
+        return {name: option for name, option in options.items() if name != "auth_provider"}
+
+    @classmethod
+    def from_config_value(cls, inst_data: ConfigurableClassData | None, config_value: Any) -> Self:
+        """The storage of a dagster.yaml."""
+        return cls(pg_url_from_config(config_value), config_value.get("should_autocreate_tables", True), inst_data)

@@ -1,0 +1,186 @@
+"""Dagster's storage keeps its connections, survives their end and a fork, and leaves none behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from textwrap import dedent
+from threading import Barrier
+from typing import Any
+
+import dagster as dg
+import psycopg
+import pytest
+import sqlalchemy as sa
+import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
+from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
+from dagster._core.storage.runs.sql_run_storage import SqlRunStorage
+from dagster._core.storage.schedules.sql_schedule_storage import SqlScheduleStorage
+from dagster_postgres import DagsterPostgresStorage
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster import write_instance
+from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
+from eventsql_orchestration.dagster.pooled_storage import PooledPostgresStorage
+
+
+@pytest.fixture
+def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
+    return write_instance(tmp_path, dsn)
+
+
+@pytest.fixture
+def instance(home: Path) -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.from_config(str(home)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def connects(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """What SQLAlchemy's engines of this process connect."""
+    made: list[object] = []
+
+    def count(connection: object, _: object) -> None:
+        made.append(connection)
+
+    sa.event.listen(sa.Engine, "connect", count)
+    yield made
+    sa.event.remove(sa.Engine, "connect", count)
+
+
+@dg.op
+def said() -> None:
+    dg.get_dagster_logger().info("said")
+
+
+@dg.job
+def saying() -> None:
+    said()
+
+
+def sessions(platform: EventSQL) -> int:
+    """The connections of psycopg 2, which only Dagster's storage uses."""
+    with platform.database.connection() as connection:
+        found = connection.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ~ 'event_logs|runs'"
+            " AND pid <> pg_backend_pid()"
+        ).fetchone()
+    assert found is not None
+    return int(found[0])
+
+
+def test_a_run_uses_one_or_two_connections(instance: dg.DagsterInstance, connects: list[object]) -> None:
+    assert saying.execute_in_process(instance=instance).success
+    assert 1 <= len(connects) <= 2
+
+
+def test_a_closed_instance_leaves_no_connection(home: Path, platform: EventSQL) -> None:
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        instance.get_runs_count()
+        assert sessions(platform) == 1
+    assert sessions(platform) == 0
+
+
+def test_threads_get_more_connections_than_are_kept(instance: dg.DagsterInstance, connects: list[object]) -> None:
+    threads = 9
+    storage = instance.run_storage
+    at_once = Barrier(threads)
+
+    def access() -> None:
+        with storage.connect() as connection:  # type: ignore[attr-defined]  # of the storages with SQL
+            at_once.wait(30)
+            connection.execute(sa.text("SELECT 1"))
+
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(access) for _ in range(threads)]:
+            done.result()
+    assert len(connects) == threads
+    del connects[:]
+    instance.get_runs_count()
+    assert not connects
+
+
+def test_an_access_after_the_end_of_all_connections_succeeds(
+    instance: dg.DagsterInstance, platform: EventSQL, connects: list[object]
+) -> None:
+    assert saying.execute_in_process(instance=instance).success
+    with platform.database.connection() as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND query ~ 'event_logs|runs' AND pid <> pg_backend_pid()"
+        )
+    del connects[:]
+    assert instance.get_runs_count() == 1
+    assert connects
+
+
+def test_a_fork_leaves_the_connection_of_its_parent(home: Path) -> None:
+    program = """
+        import os, sys
+        import dagster as dg
+        import sqlalchemy as sa
+
+        def backend(instance):
+            with instance.run_storage.connect() as connection:
+                return connection.execute(sa.text("SELECT pg_backend_pid()")).scalar_one()
+
+        with dg.DagsterInstance.from_config(sys.argv[1]) as instance:
+            before = backend(instance)
+            child = os.fork()
+            if child == 0:
+                os._exit(int(backend(instance) == before))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child used the parent's connection"
+            assert backend(instance) == before, "the child closed the parent's connection"
+    """
+    subprocess.run([sys.executable, "-c", dedent(program), str(home)], check=True, timeout=120)
+
+
+def test_tables_are_created_where_they_are_missing(dsn: str, platform: EventSQL) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE SCHEMA dagster_dev")
+    storage = PooledPostgresStorage(storage_url(dsn))
+    assert storage.run_storage.get_runs_count() == 0
+    assert sessions(platform) == 1
+    storage.run_storage.dispose()
+
+
+def test_a_column_that_a_migration_adds_is_seen(instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: Any = instance.run_storage
+    events: Any = instance.event_log_storage
+    for owner, name, arguments in (
+        (SqlRunStorage, "has_run_stats_index_cols", ()),
+        (SqlEventLogStorage, "has_asset_key_col", ("column",)),
+    ):
+        answers = iter([False, True])
+        monkeypatch.setattr(owner, name, lambda *_, answers=answers: next(answers))
+        storage = runs if owner is SqlRunStorage else events
+        assert [getattr(storage, name)(*arguments) for _ in range(4)] == [False, True, True, True]
+
+
+def test_the_storages_still_have_the_private_names_that_are_replaced(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE SCHEMA dagster_dev")
+    storage = DagsterPostgresStorage(storage_url(dsn))
+    for part in ("_run_storage", "_event_log_storage", "_schedule_storage"):
+        assert isinstance(vars(vars(storage)[part])["_engine"], sa.Engine)
+    assert callable(SqlRunStorage.has_run_stats_index_cols)
+    assert callable(SqlEventLogStorage.has_asset_key_col)
+    assert callable(SqlScheduleStorage._has_instigators_table)
+
+
+def test_the_configuration_is_that_of_dagsters_storage(home: Path) -> None:
+    file = home / "dagster.yaml"
+    config = yaml.safe_load(file.read_text())
+    custom = config["storage"]["custom"]
+    custom["config"]["auth_provider"] = {"gcp_wif": {}}
+    file.write_text(yaml.safe_dump(config))
+    with pytest.raises(dg.DagsterInvalidConfigError):
+        dg.DagsterInstance.from_config(str(home)).get_runs_count()
+    config["storage"] = {"postgres": {"postgres_url": {"env": STORAGE_VARIABLE}}}
+    file.write_text(yaml.safe_dump(config))
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        assert instance.get_runs_count() == 0
