@@ -80,13 +80,16 @@ class Daemon:
     transfers: bool
     """Whether its schedule transfers the events."""
 
-    def publish(self, partition: int) -> float:
-        """Publish an event in a transaction. Transfer it, unless the daemon does. Gives the time of the publication."""
+    def publish(self, *partitions: int) -> float:
+        """Publish an event to each partition in one transaction. Transfer them, unless the daemon does.
+
+        Gives the time of the publication.
+        """
         now = time.time()
         platform = self.session.platform
         with self.session.databases[0].transaction() as connection:
-            event = Publication(self.topic, str(now).encode(), partition=partition)
-            platform.publisher.publish(event, connection=connection)
+            events = (Publication(self.topic, str(now).encode(), partition=partition) for partition in partitions)
+            platform.publisher.publish_all(events, connection=connection)
         if not self.transfers:
             platform.transfer.run_once([self.topic])
         return now
@@ -112,7 +115,15 @@ class Daemon:
 
     def await_quiet(self) -> None:
         """Wait until no run is under way."""
-        self.await_(lambda: all(run.dagster_run.status in FINISHED for run in self.runs()), "the end of all runs")
+        self.await_(lambda: self.ended_runs() == self._count("runs"), "the end of all runs")
+
+    def ended_runs(self) -> int:
+        """The number of runs that have ended so far."""
+        return self._count("runs", *(status.value for status in FINISHED))
+
+    def begun_steps(self) -> int:
+        """The number of steps that have begun so far."""
+        return self._count("event_logs", dg.DagsterEventType.STEP_START.value, column="dagster_event_type")
 
     def first_step(self, run_id: str) -> float | None:
         """When the first step of a run began."""
@@ -126,7 +137,16 @@ class Daemon:
             "AND type OPERATOR(pg_catalog.=) %s"
         )
         table = sql.Identifier(self.storage, "job_ticks")
-        row = self.session.connection.execute(count.format(table), [kind]).fetchone()
+        return self._number(count.format(table), [kind])
+
+    def _count(self, table: str, *values: str, column: str = "status") -> int:
+        """The rows of a table of the storage, or those with one of some values. To read the runs would delay them."""
+        count = sql.SQL("SELECT pg_catalog.count(*) FROM {} WHERE %s OR {} OPERATOR(pg_catalog.=) ANY (%s)")
+        query = count.format(sql.Identifier(self.storage, table), sql.Identifier(column))
+        return self._number(query, [not values, list(values)])
+
+    def _number(self, query: sql.Composed, parameters: Sequence[object]) -> int:
+        row = self.session.connection.execute(query, parameters).fetchone()
         assert row is not None, "an aggregate gives one row"
         return int(row[0])
 
@@ -207,23 +227,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def cold_starts(running: Daemon, runs: int, *, within: float = SENSOR_LOOP) -> list[float]:
-    """Seconds from publish to the first step of a run, for each run. No other run is under way.
+    """Seconds from publish to the first step of a run, for each run from rest.
 
-    An event is published after a random delay of up to `within` seconds.
+    At rest, no run is under way, and Dagster has looked at the sensor since the last run. An event is published after a
+    random delay of up to `within` seconds. A run before them is not measured: it waits for the import of the location.
     """
+    running.await_quiet()
+    before = running.ended_runs()
+    running.publish(0)
+    running.await_(lambda: running.ended_runs() > before, "the first run")
     delays = []
     for number in range(runs):
         running.await_quiet()
-        time.sleep(random.uniform(0, within))  # noqa: S311 - any moment of the loop
-        seen = {run.dagster_run.run_id for run in running.runs()}
+        time.sleep(SENSOR_LOOP + random.uniform(0, within))  # noqa: S311 - any moment of the loop
+        steps = running.begun_steps()
         published = running.publish(0)
 
-        def first_steps(seen: set[str] = seen) -> list[float]:
-            new = {run.dagster_run.run_id for run in running.runs()} - seen
-            return [began for run_id in new if (began := running.first_step(run_id)) is not None]
+        def begun(before: int = steps) -> bool:
+            return running.begun_steps() > before
 
-        running.await_(lambda: bool(first_steps()), "the first step of a run")
-        delays.append(min(first_steps()) - published)
+        running.await_(begun, "the first step of a run")
+        began = running.first_step(running.runs()[0].dagster_run.run_id)
+        assert began is not None, "a step has begun"
+        delays.append(began - published)
         running.session.report("cold starts", number + 1, runs)
     return delays
 
@@ -360,11 +386,9 @@ def runs_at_once(running: Daemon, runs: int) -> RunRate:
 
     Call it once before with one run: the first run of a fork server waits for the import of the location.
     """
-    seen, meter = len(running.runs()), Meter({"daemon": [running.process]})
-    for partition in range(runs):
-        running.publish(partition)
-    running.await_(lambda: len(running.runs()) >= seen + runs, "runs")
-    running.await_quiet()
+    seen, meter = running.ended_runs(), Meter({"daemon": [running.process]})
+    running.publish(*range(runs))
+    running.await_(lambda: running.ended_runs() >= seen + runs, "the end of all runs")
 
     records = running.runs()[:runs]
     began = min(run.create_timestamp.timestamp() for run in records)

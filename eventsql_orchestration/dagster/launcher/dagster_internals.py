@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import dagster as dg
 from dagster._cli.api import _execute_run_command_body, _resume_run_command_body
@@ -28,7 +28,7 @@ from dagster._core.remote_representation.code_location import GrpcServerCodeLoca
 from dagster._core.run_coordinator import QueuedRunCoordinator
 from dagster._core.secrets.env_file import get_env_var_dict
 from dagster._core.storage.tags import GRPC_INFO_TAG
-from dagster._core.workspace.context import BaseWorkspaceRequestContext
+from dagster._core.workspace.context import BaseWorkspaceRequestContext, IWorkspaceProcessContext
 from dagster._serdes import ConfigurableClass, ConfigurableClassData, deserialize_value, serialize_value
 from dagster._utils import get_run_crash_explanation
 from dagster._utils.hosted_user_process import recon_repository_from_origin
@@ -41,6 +41,7 @@ __all__ = [
     "ConfigurableClass",
     "ConfigurableClassData",
     "DagsterUserCodeUnreachableError",
+    "IWorkspaceProcessContext",
     "InstanceRef",
     "LaunchRunContext",
     "RepositoryPythonOrigin",
@@ -50,6 +51,7 @@ __all__ = [
     "add_location_environment",
     "capture_interrupts",
     "code_server",
+    "code_servers",
     "default_launcher",
     "deserialize_value",
     "execute_run",
@@ -149,6 +151,12 @@ def code_server(workspace: BaseWorkspaceRequestContext | None, location: str) ->
         and origin.host not in {"localhost", "127.0.0.1", "::1"}
     )
     return CodeServer(found.server_id, remote)
+
+
+def code_servers(workspace: IWorkspaceProcessContext[Any]) -> dict[str, str]:
+    """The locations of a workspace now, each with the id of its code server; empty if none is known."""
+    now = workspace.create_request_context()
+    return {name: code_server(now, name).id if now.has_code_location(name) else "" for name in now.code_location_names}
 
 
 def launched_by_queue(instance: dg.DagsterInstance) -> bool:

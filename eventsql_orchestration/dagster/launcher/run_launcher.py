@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
-from weakref import WeakKeyDictionary
 
 import dagster as dg
 
@@ -35,7 +35,7 @@ _UNFORKABLE_FOR: Final = 600.0
 """Seconds for which a location that cannot be forked is launched as Dagster does, unless it is reloaded earlier."""
 
 _WATCH_EVERY: Final = 2.0
-"""Seconds between two looks for runs that a process of another machine wants to end."""
+"""Seconds between two looks for runs that a process of another machine wants to end, and for unused servers."""
 
 
 class LauncherClosedError(internals.DagsterUserCodeUnreachableError):
@@ -50,6 +50,7 @@ class _Slot:
     """The present server of a location, or the reason why it has none."""
 
     lock: threading.Lock
+    location: str
     server: ServerProcess | None = None
     code_server: str = ""
     replaced_code_server: str = ""
@@ -58,16 +59,17 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Servers:
-    """The servers of an instance, and the thread that looks for runs to be terminated."""
+    """The servers of an instance, and the thread that looks for runs to be terminated and for servers to be ended."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     slots: dict[str, _Slot] = field(default_factory=dict)
     ending: list[ServerProcess] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
     watch: threading.Thread | None = None
+    workspace: weakref.ref[internals.IWorkspaceProcessContext[Any]] | None = None
 
 
-_SHARED: Final[WeakKeyDictionary[dg.DagsterInstance, _Servers]] = WeakKeyDictionary()
+_SHARED: Final[weakref.WeakKeyDictionary[dg.DagsterInstance, _Servers]] = weakref.WeakKeyDictionary()
 _SHARING: Final = threading.Lock()
 
 
@@ -153,7 +155,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         origin, location = run.job_code_origin.repository_origin, run.remote_job_origin.location_name
         code_server = internals.code_server(context.workspace, location)
         with self._servers.lock:
-            slot = self._servers.slots.setdefault(f"{location} {origin.get_id()}", _Slot(threading.Lock()))
+            if context.workspace is not None:
+                self._servers.workspace = weakref.ref(context.workspace.process_context)
+            slot = self._servers.slots.setdefault(f"{location} {origin.get_id()}", _Slot(threading.Lock(), location))
         for _ in range(_ATTEMPTS):
             server = None
             try:
@@ -201,7 +205,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 except Unforkable:
                     slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR
                     raise
-                self._watch_for_terminations()
+                self._watch()
             return slot.server
 
     def _start(self, location: str, origin: internals.RepositoryPythonOrigin, *, remote: bool) -> ServerProcess:
@@ -254,7 +258,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     def check_run_worker_health(self, run: dg.DagsterRun) -> internals.CheckRunHealthResult:
         """Whether the process of a run is alive."""
         # Runs may be left from before a restart of this process.
-        self._watch_for_terminations()
+        self._watch()
         status = internals.WorkerStatus
         worker = Worker.of(run.run_id, run.tags)
         if worker is None:
@@ -292,29 +296,51 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 raise TimeoutError(f"runs are still under way after {timeout} s")
             time.sleep(0.01)
 
-    def _watch_for_terminations(self) -> None:
+    def _watch(self) -> None:
         with self._servers.lock:
             if self._servers.watch is None:
-                self._servers.watch = start_thread("terminations", self._end_terminated_runs)
+                self._servers.watch = start_thread("launcher", self._look_again_and_again)
 
-    def _end_terminated_runs(self) -> None:
+    def _look_again_and_again(self) -> None:
         ended: set[str] = set()
-        canceling = dg.RunsFilter(statuses=[dg.DagsterRunStatus.CANCELING])
         while not self._servers.closed.wait(_WATCH_EVERY):
             if not self.has_instance:
                 return
             try:
-                runs = self._instance.get_runs(canceling)
+                self._end_unused_servers()
+                ended = self._end_terminated_runs(ended)
             except Exception as error:  # noqa: BLE001 - the storage may be away for a while
-                logger.warning("runs that are to be terminated are not known at present: %s", error)
+                logger.warning("runs and code locations are not known at present: %s", error)
+
+    def _end_unused_servers(self) -> None:
+        """End the servers of locations that were removed from the workspace, or reloaded."""
+        workspace = None if self._servers.workspace is None else self._servers.workspace()
+        if workspace is None:
+            return
+        code_servers = internals.code_servers(workspace)
+        with self._servers.lock:
+            slots = list(self._servers.slots.values())
+        for slot in slots:
+            # The import of a location holds the lock.
+            if not slot.lock.acquire(blocking=False):
                 continue
-            for run in runs:
-                worker = Worker.of(run.run_id, run.tags)
-                requested = run.tags.get(TERMINATE_TAG) == run.run_id and run.run_id not in ended
-                if requested and worker is not None and worker.is_here:
-                    ended.add(run.run_id)
-                    try:
-                        worker.interrupt()
-                    except PermissionError as error:
-                        logger.warning("process %s of run %s cannot be ended: %s", worker.pid, run.run_id, error)
-            ended &= {run.run_id for run in runs}
+            try:
+                # A launch may have a newer view of the workspace, and the code server of a location with an error is
+                # not known.
+                if code_servers.get(slot.location) not in {"", slot.code_server, slot.replaced_code_server}:
+                    self._end(slot)
+            finally:
+                slot.lock.release()
+
+    def _end_terminated_runs(self, ended: set[str]) -> set[str]:
+        """End the runs here that another process wants to end, but those that were `ended` before; gives all."""
+        for run in (runs := self._instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.CANCELING]))):
+            worker = Worker.of(run.run_id, run.tags)
+            requested = run.tags.get(TERMINATE_TAG) == run.run_id and run.run_id not in ended
+            if requested and worker is not None and worker.is_here:
+                ended.add(run.run_id)
+                try:
+                    worker.interrupt()
+                except PermissionError as error:
+                    logger.warning("process %s of run %s cannot be ended: %s", worker.pid, run.run_id, error)
+        return ended & {run.run_id for run in runs}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import dagster as dg
 import pytest
@@ -74,8 +74,12 @@ defs = dg.Definitions(jobs=[short, in_processes])
 class Deployment:
     """An instance with the launcher, and a workspace of locations in the directories `<root>/<name>`."""
 
-    def __init__(self, root: Path, instance: dg.DagsterInstance, workspace: WorkspaceProcessContext) -> None:
+    def __init__(
+        self, root: Path, instance: dg.DagsterInstance, workspace: WorkspaceProcessContext,
+        targets: list[PythonFileTarget],
+    ) -> None:  # fmt: skip
         self.root = root
+        self.targets = targets
         self.instance = instance
         self.workspace = workspace
 
@@ -84,6 +88,11 @@ class Deployment:
         launcher = self.instance.run_launcher
         assert isinstance(launcher, PreforkRunLauncher)
         return launcher
+
+    def remove(self, location: str) -> None:
+        """Remove a location from the workspace."""
+        self.targets[:] = [target for target in self.targets if target.location_name != location]
+        self.workspace.refresh_workspace()
 
     def create(self, then: str = "", *, job: str = "short", location: str = "first") -> str:
         """Create a run whose step does `then`; gives its id."""
@@ -138,6 +147,11 @@ class Deployment:
         """The engine's messages in a run's log."""
         return [entry.message for entry in self.instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)]
 
+    def errors(self, run_id: str) -> list[object]:
+        """The errors that the engine's messages in a run's log report."""
+        logs = self.instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)
+        return [entry.get_dagster_event().engine_event_data.error for entry in logs]
+
     def servers(self, location: str = "first") -> list[int]:
         """The processes that have loaded a location for forks, in their order."""
         lines = (self.root / location / "imports").read_text().splitlines()
@@ -155,12 +169,16 @@ def write_location(root: Path, name: str, *, version: str = "1", before: str = "
 
 
 @contextmanager
-def deployed(root: Path, *names: str, before: str = "", **options: int) -> Iterator[Deployment]:
-    """A deployment of locations, with the launcher's options."""
+def deployed(
+    root: Path, *names: str, before: str = "", config: Mapping[str, Any] | None = None, **options: int
+) -> Iterator[Deployment]:
+    """A deployment of locations, with the launcher's options; `config` is the rest of dagster.yaml."""
     home = root / "home"
     home.mkdir()
     launcher = {"module": "eventsql_orchestration.dagster", "class": "PreforkRunLauncher", "config": options}
-    (home / "dagster.yaml").write_text(yaml.safe_dump({"run_launcher": launcher, "telemetry": {"enabled": False}}))
+    (home / "dagster.yaml").write_text(
+        yaml.safe_dump({"run_launcher": launcher, "telemetry": {"enabled": False}, **(config or {})})
+    )
     targets = [
         PythonFileTarget(
             python_file=str(write_location(root, name, before=before)), attribute=None,
@@ -171,7 +189,7 @@ def deployed(root: Path, *names: str, before: str = "", **options: int) -> Itera
     with ExitStack() as stack:
         instance = stack.enter_context(dg.DagsterInstance.from_config(str(home)))
         workspace = stack.enter_context(WorkspaceProcessContext(instance, CompositeTarget(targets=targets)))
-        deployment = Deployment(root, instance, workspace)
+        deployment = Deployment(root, instance, workspace, targets)
         yield deployment
         for name in names:
             deployment.go(location=name)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import dagster as dg
 import psutil
 import pytest
+from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import QueuedRunCoordinatorDaemon
 
 from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext
 from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, LauncherClosedError, PreforkRunLauncher
 from tests.dagster.conftest import await_
-from tests.dagster.launcher.conftest import Deployment, descriptors, write_location
+from tests.dagster.launcher.conftest import Deployment, deployed, descriptors, write_location
 
 # Of a code server that a reload replaced: see `_code_servers_are_collected_here`.
 pytestmark = pytest.mark.filterwarnings(r"ignore:subprocess \d+ is still running:ResourceWarning")
 
 SUCCESS, FAILURE, CANCELED = (dg.DagsterRunStatus(name) for name in ("SUCCESS", "FAILURE", "CANCELED"))
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether a process has ended; its entry in the process table may be left."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_each_run_is_a_process_of_its_own_forked_from_the_one_that_imported_the_location(
@@ -150,6 +157,27 @@ def test_a_reload_of_the_location_replaces_the_server(deployment: Deployment) ->
     assert deployment.seen(late)[1] == replaced
 
 
+def test_the_server_of_a_removed_location_ends_before_the_launcher_and_after_its_runs(tmp_path: Path) -> None:
+    with deployed(tmp_path, "first", "second") as deployment:
+        runs = {name: deployment.waiting(location=name) for name in ("first", "second")}
+        servers = {name: psutil.Process(deployment.servers(name)[-1]) for name in runs}
+        opened = descriptors(servers["second"].pid)
+        deployment.remove("second")
+        await_(lambda: descriptors(servers["second"].pid) < opened, "the end of the launcher's socket")
+        deployment.go(location="second")
+        assert deployment.ended(runs["second"]) is SUCCESS
+        await_(lambda: ended(servers["second"]), "the end of the server")
+        assert deployment.launcher.check_run_worker_health(deployment.run(runs["first"])).status.value == "RUNNING"
+        assert not ended(servers["first"])
+
+
+def test_the_server_of_a_reloaded_location_ends_without_a_further_run(deployment: Deployment) -> None:
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    server = psutil.Process(deployment.servers()[-1])
+    deployment.workspace.reload_code_location("first")
+    await_(lambda: ended(server), "the end of the server")
+
+
 def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployment) -> None:
     """Threads of the daemon that ask an instance for its launcher at the same time make several."""
     assert deployment.ended(deployment.launch()) is SUCCESS
@@ -171,6 +199,51 @@ def test_runs_of_two_locations_see_their_own_modules_and_environment(deployment:
     for name, run in runs.items():
         deployment.go(location=name)
         assert deployment.ended(run) is SUCCESS
+
+
+def test_a_launch_that_is_refused_goes_back_into_the_queue(tmp_path: Path) -> None:
+    queue = {"max_user_code_failure_retries": 5, "user_code_failure_retry_delay": 0}
+    coordinator = {"module": "dagster", "class": "QueuedRunCoordinator", "config": queue}
+    with deployed(tmp_path, "first", config={"run_coordinator": coordinator}, max_runs=1) as deployment:
+        first = deployment.waiting()
+        second = deployment.create()
+        deployment.instance.submit_run(second, deployment.workspace.create_request_context())
+        with QueuedRunCoordinatorDaemon(interval_seconds=1) as daemon:
+            list(daemon.run_iteration(deployment.workspace))
+            assert deployment.run(second).status is dg.DagsterRunStatus.QUEUED
+            assert any("re-submitting the run into the queue" in message for message in deployment.said(second))
+            assert any("TooManyRunsError" in str(error) for error in deployment.errors(second))
+
+            deployment.go()
+            assert deployment.ended(first) is SUCCESS
+            server = psutil.Process(deployment.servers()[-1])
+            await_(lambda: not server.children(), "the end of the first process")
+            list(daemon.run_iteration(deployment.workspace))
+            assert deployment.ended(second) is SUCCESS
+    assert len(deployment.servers()) == 1
+
+
+def test_runs_go_on_and_begin_while_the_code_server_is_dead(tmp_path: Path) -> None:
+    with deployed(tmp_path, "first") as deployment:
+        running = deployment.waiting()
+        prepared = deployment.create()
+        workspace = deployment.workspace.create_request_context()
+        (code_server,) = (
+            each
+            for each in psutil.Process().children()
+            if not ended(each) and "grpc" in each.cmdline() and str(tmp_path) in " ".join(each.cmdline())
+        )
+        code_server.kill()
+        code_server.wait(30)
+        deployment.launcher.launch_run(LaunchRunContext(deployment.run(prepared), workspace))
+        assert deployment.ended(prepared) is SUCCESS
+        deployment.go()
+        assert deployment.ended(running) is SUCCESS
+        # Dagster starts another code server, which may have other code.
+        deployment.workspace.reload_code_location("first")
+        following = deployment.launch()
+        assert deployment.ended(following) is SUCCESS
+        assert deployment.seen(following)[1] == deployment.servers()[-1] != deployment.servers()[0]
 
 
 @pytest.mark.parametrize("runs", [10, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
