@@ -14,7 +14,7 @@ from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench import dagster_daemon
-from eventsql_orchestration.bench.dagster_daemon import Handled, RunRate, Traffic, steady_traffic
+from eventsql_orchestration.bench.dagster_daemon import Handled, RunRate, Traffic, TransferHistory, steady_traffic
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import BenchmarkError
 
@@ -110,6 +110,8 @@ def test_every_part_is_measured_or_the_chosen_one(
     for name, value in (("cold_starts", [1.0, 3.0]), ("drained", [0.02]), ("ticks_per_minute", 60.0)):
         monkeypatch.setattr(dagster_daemon, name, lambda *_, value=value: value)
     monkeypatch.setattr(dagster_daemon, "runs_at_once", lambda *_: RunRate(0.5, 1.0))
+    monkeypatch.setattr(dagster_daemon, "transfer_at_rest", lambda *_: TransferHistory(0.0, 720.0))
+    monkeypatch.setattr(dagster_daemon, "transfer_delays", lambda *_: [0.2])
     monkeypatch.setattr(dagster_daemon, "daemon", lambda *_, **__: contextlib.nullcontext())
     runs = Traffic([Handled(float(n), n + 0.05, process=n // 2) for n in range(4)])
     monkeypatch.setattr(dagster_daemon, "steady_traffic", lambda *_: runs)
@@ -119,7 +121,8 @@ def test_every_part_is_measured_or_the_chosen_one(
     assert {figure["name"]: figure["value"] for figure in figures} == {
         "dagster_cold_start": 1_000.0, "dagster_draining": 20.0,
         "dagster_steady": pytest.approx(50.0), "dagster_steady_around_handover": pytest.approx(50.0),
-        "dagster_gap_at_handover": pytest.approx(1_000.0),
+        "dagster_gap_at_handover": pytest.approx(1_000.0), "dagster_transfer_at_rest": 0.0,
+        "dagster_transfer": 200.0, "dagster_transferred_and_consumed": pytest.approx(50.0),
         "dagster_ticks_3_sensors": 20.0, "dagster_ticks_1_sensor_3_partitions": 60.0, "dagster_runs": 0.5,
     }  # fmt: skip
     (only, _) = json.loads(run("bench", "dagster", "--quick", "--json", "--only", "draining").stdout)[:2]
