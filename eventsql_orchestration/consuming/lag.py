@@ -91,7 +91,7 @@ class LagReader:
         in_log = self._reader.count(state.topic, after=after, partition=partition)
         if in_log:
             waits.append(self._reader.seconds_behind(state.topic, after=after, partition=partition))
-        cause, detail = _cause(state, in_log, not_moved)
+        cause, detail = cause_of(state, in_log, not_moved)
         if cause is LagCause.WAITING and (until := self._held_back(state, ahead)) is not None:
             cause, detail = LagCause.HELD_BACK, until
         return ConsumerLag(
@@ -104,7 +104,11 @@ class LagReader:
         )  # fmt: skip
 
 
-def _cause(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause, str]:
+def cause_of(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause, str]:
+    """Why a consumer partition is behind by so many events in the log and in the buffer, and a sentence about it.
+
+    It does not know whether the partition is held back.
+    """
     if not in_log and not not_moved:
         return LagCause.NONE, ""
     if state.paused:

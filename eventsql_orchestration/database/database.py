@@ -174,14 +174,16 @@ class Database:
             yield connection
 
     @contextmanager
-    def core(self) -> Iterator[sqlalchemy.Connection]:
+    def core(self, *, one_snapshot: bool = False) -> Iterator[sqlalchemy.Connection]:
         """A transaction for SQLAlchemy Core in which the tables of `tables` are those of `schema`.
 
-        SQLAlchemy qualifies no names of functions and operators, so only the system's own are found in it.
+        With `one_snapshot`, all its statements see the database as it was at the first of them. SQLAlchemy qualifies no
+        names of functions and operators, so only the system's own are found in it.
         """
         self.ensure_schema()
         engine = self.engine.execution_options(
-            isolation_level="READ COMMITTED", schema_translate_map={None: self.schema}
+            isolation_level="REPEATABLE READ" if one_snapshot else "READ COMMITTED",
+            schema_translate_map={None: self.schema},
         )
         with self.errors(), engine.begin() as connection:
             connection.exec_driver_sql(statement("sessions", "plain"))

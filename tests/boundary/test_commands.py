@@ -26,13 +26,13 @@ REQUIRED = {"topic": "orders", "consumer": "audit", "offset": "1", "new": "postg
 ENDING = {"transfer": ("--once",)}
 """What makes a command end that would go on."""
 
-APART = {"dev", "bench", "server"}
-"""They start programs, or measure for a while."""
+APART = {"dev", "bench", "server", "serve"}
+"""They start programs, measure for a while, or serve until they are told to end."""
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     for name, command in group.commands.items():
-        if not path and name in APART:
+        if name in APART:
             continue
         if isinstance(command, click.Group):
             yield from commands(command, (*path, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import click
 import dagster as dg
 import psycopg
 import pytest
+from prometheus_client import REGISTRY
 
-from eventsql_orchestration import EventSQL
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions
 from eventsql_orchestration.database import Database
@@ -71,6 +73,25 @@ def test_the_example_of_shards_publishes_on_one_of_them_and_consumes_there(
     shown = capsys.readouterr().out
     assert "shard='shard-1'" in shown
     assert "shard='shard-2'" in shown
+
+
+def test_the_example_of_metrics_serves_them(dsn: str) -> None:
+    known = set(REGISTRY._collector_to_names)
+    names = play(examples(REPOSITORY / "docs" / "metrics.md")[0], localhost=dsn)
+    try:
+        names["platform"].registry.register_topic(Topic("orders"))
+        names["publisher"].publish(Publication("orders", b""))
+        with urllib.request.urlopen(f"http://127.0.0.1:{names['server'].server_port}", timeout=60) as answer:
+            text = answer.read().decode()
+        assert 'eventsql_events_published_total{shard="",topic="orders"} 1.0' in text
+        assert 'eventsql_publish_seconds_count{outcome="done",topic="orders"} 1.0' in text
+    finally:
+        for collector in set(REGISTRY._collector_to_names) - known:
+            REGISTRY.unregister(collector)
+        names["server"].shutdown()
+        names["server"].server_close()
+        names["thread"].join()
+        names["platform"].close()
 
 
 BESIDE_THE_TOPICS = REPOSITORY / "docs" / "queues_store_views.md"

@@ -1,0 +1,210 @@
+"""`PlatformCollector`: the figures of a platform's databases as metrics of Prometheus."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.errors import EventSQLError, MissingExtraError, ValidationError
+from eventsql_orchestration.metrics.counts import Highest, Totals
+from eventsql_orchestration.metrics.figures import Figures, FiguresReader, PartitionFigures
+from eventsql_orchestration.metrics.readings import Reading, Readings
+from eventsql_orchestration.shards.shard import Shard
+
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError:
+    raise MissingExtraError("metrics", "an endpoint for Prometheus") from None
+
+INTERVAL: Final = 10.0
+"""Seconds between two readings of a database. Prometheus scrapes every 15 to 60 s."""
+
+PATIENCE: Final = 8.0
+"""Seconds that a scrape waits for a reading. Prometheus gives a scrape 10 s."""
+
+CAUSES: Final = tuple(cause for cause in LagCause if cause is not LagCause.UNREACHABLE)
+"""A shard that is down has no consumers here, but `eventsql_up` 0."""
+
+
+@dataclass
+class _Source:
+    """One database: its readings, and its counters so far."""
+
+    shard: Shard
+    readings: Readings
+    published: Highest = field(default_factory=Highest)
+    transferred: Highest = field(default_factory=Highest)
+    consumed: Totals = field(default_factory=Totals)
+    given_up: Totals = field(default_factory=Totals)
+
+
+class _Families:
+    """Metrics with their samples, in the order of their first sample."""
+
+    def __init__(self, shard: str) -> None:
+        self._shard = shard
+        self._families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._families.values())
+
+    def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
+        self._add(GaugeMetricFamily, name, text, value, labels)
+
+    def counter(self, name: str, text: str, value: float, **labels: str) -> None:
+        self._add(CounterMetricFamily, name, text, value, labels)
+
+    def on(self, shard: str) -> _Families:
+        """The same metrics, for samples of a shard."""
+        families = _Families(shard)
+        families._families = self._families
+        return families
+
+    def _add(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        value: float,
+        labels: dict[str, str],
+    ) -> None:
+        labels = {"shard": self._shard, **labels}
+        family = self._families.get(name)
+        if family is None:
+            family = self._families[name] = kind(f"eventsql_{name}", text, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+
+
+class PlatformCollector(Collector):
+    """Metrics of a platform's databases: rates, lag, buffer, claims, dead letters and retention.
+
+    Register it once: `prometheus_client.REGISTRY.register(PlatformCollector(platform))`. A scrape reads each database
+    at most every `interval` seconds, and rests for nine times as long as the last reading took. A database that does
+    not answer within eight seconds has `eventsql_up` 0 and no other metrics. With `partitions`, each consumer partition
+    has its lag too. The platform may belong to a role that only reads.
+
+    Raises `ValidationError` for an interval that is not a positive number of seconds.
+    """
+
+    def __init__(self, platform: EventSQL, *, partitions: bool = False, interval: float = INTERVAL) -> None:
+        given: object = interval
+        if not isinstance(given, int | float) or not 0 < given < math.inf:
+            raise ValidationError(f"the interval of readings must be a positive number of seconds, not {interval!r}")
+        self._platform = platform
+        self._by_partition = partitions
+        self._interval = interval
+        self._sources: dict[Shard, _Source] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: a registration does not read the database."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics of one scrape."""
+        sources = [self._source(shard) for shard in self._platform.shards]
+        for source in sources:
+            source.readings.begin()
+        deadline = time.monotonic() + PATIENCE
+        families = _Families("")
+        for source in sources:
+            reading = source.readings.latest(deadline - time.monotonic())
+            self._add(families.on(self._name(source.shard)), source, reading)
+        return tuple(families)
+
+    def _source(self, shard: Shard) -> _Source:
+        source = self._sources.get(shard)
+        if source is None:
+            reader = FiguresReader(shard.database)
+
+            def read() -> Figures:
+                if shard.name is None and len(self._platform.shards) > 1:
+                    # Its error is that of the reading.
+                    with suppress(EventSQLError):
+                        self._platform.open()
+                return reader.read()
+
+            readings = Readings(str(shard.database), read, interval=self._interval)
+            source = self._sources.setdefault(shard, _Source(shard, readings))
+        return source
+
+    def _name(self, shard: Shard) -> str:
+        """The label of a database: none if it is the only one."""
+        return shard.label if len(self._platform.shards) > 1 else ""
+
+    def _add(self, families: _Families, source: _Source, reading: Reading | None) -> None:
+        figures = None if reading is None else reading.figures
+        families.gauge("up", "Whether the database could be read (1) or not (0).", 0 if figures is None else 1)
+        if reading is None or figures is None:
+            return
+
+        families.gauge("reading_seconds", "Seconds that the last reading of these metrics took.", reading.seconds)
+        _add_topics(families, source, figures)
+        _add_consumers(families, source, figures)
+        for claim in figures.claims:
+            own = {"topic": claim.topic, "consumer": claim.consumer}
+            families.gauge("claims_live", "Claims that are neither committed nor released.", claim.live, **own)
+            families.gauge("claims_expired", "Live claims whose lease is over.", claim.expired, **own)
+            families.gauge("claim_oldest_seconds", "Age of the oldest live claim.", claim.oldest_seconds, **own)
+        if self._by_partition:
+            for each in figures.partitions:
+                own = {"topic": each.topic, "consumer": each.consumer, "partition": str(each.partition)}
+                families.gauge("partition_lag_events", "Events that the partition has left.", each.events, **own)
+                families.gauge("partition_lag_seconds", "Age of the partition's oldest event.", each.seconds, **own)
+
+
+def _add_topics(families: _Families, source: _Source, figures: Figures) -> None:
+    keys = {each.topic: (each.topic, each.identity) for each in figures.topics}
+    published = source.published.of({keys[each.topic]: each.published for each in figures.topics})
+    transferred = source.transferred.of({keys[each.topic]: each.transferred for each in figures.topics})
+
+    for each in figures.topics:
+        own, key = {"topic": each.topic}, keys[each.topic]
+        families.counter("events_published", "Events published, buffered ones included.", published[key], **own)
+        families.counter("events_transferred", "Events in the log: the newest offset.", transferred[key], **own)
+        families.gauge("buffer_events", "Events that wait for the transfer.", each.buffered, **own)
+        families.gauge("buffer_seconds", "Age of the oldest event in the buffer.", each.buffered_seconds, **own)
+        families.gauge("topic_partitions", "Partitions of the topic.", each.partitions, **own)
+        families.gauge("topic_bytes", "Bytes of the log with its indexes.", each.bytes, **own)
+        families.gauge("topic_oldest_seconds", "Age of the oldest event in the log.", each.oldest_seconds or 0.0, **own)
+        if each.retention is not None and each.retention.seconds is not None:
+            families.gauge("retention_seconds", "Age that retention allows.", each.retention.seconds, **own)
+        if each.retention is not None and each.retention.bytes is not None:
+            families.gauge("retention_bytes", "Bytes that retention allows.", each.retention.bytes, **own)
+        if each.open_letters is not None:
+            text = "Dead letters of the topic that were not redriven, of the newest 10,000."
+            families.gauge("dead_letters_open", text, each.open_letters, **own)
+
+
+def _add_consumers(families: _Families, source: _Source, figures: Figures) -> None:
+    parts: dict[Hashable, list[PartitionFigures]] = defaultdict(list)
+    for each in figures.partitions:
+        parts[each.topic, each.consumer].append(each)
+    of_part = {((each.topic, each.consumer), each.partition): each for each in figures.partitions}
+    consumed = source.consumed.of({key: each.consumed for key, each in of_part.items()})
+    given_up = source.given_up.of({key: each.given_up for key, each in of_part.items()})
+
+    for key, own_parts in parts.items():
+        own = {"topic": own_parts[0].topic, "consumer": own_parts[0].consumer}
+        families.counter("events_consumed", "Events handled, and counted again after a seek.", consumed[key], **own)
+        families.counter("dead_letters", "Events given up as dead letters.", given_up[key], **own)
+        slowest = max(each.seconds for each in own_parts)
+        families.gauge("consumer_lag_seconds", "Age of the oldest event that is not consumed.", slowest, **own)
+        for cause in CAUSES:
+            _add_cause(families, cause, [each for each in own_parts if each.cause is cause], own)
+
+
+def _add_cause(families: _Families, cause: LagCause, parts: Sequence[PartitionFigures], own: dict[str, str]) -> None:
+    labels = {**own, "cause": cause.value.replace(" ", "_")}
+    families.gauge("consumer_partitions", "Partitions of the consumer in this state.", len(parts), **labels)
+    # Without lag there is no cause to wait.
+    if cause is not LagCause.NONE:
+        events = sum(each.events for each in parts)
+        families.gauge("consumer_lag_events", "Events that are not consumed, by the cause.", events, **labels)

@@ -1,0 +1,185 @@
+"""The figures of one database: its topics, consumers and claims, read in one transaction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from psycopg.rows import TupleRow
+
+from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming.lag import LagCause, cause_of
+from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
+from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.storage.metrics import COUNTED, LogFigures, LogMetrics, Waiting
+from eventsql_orchestration.topics.catalog import all_topics, consumer_states
+from eventsql_orchestration.topics.side_consumers import backfill_of
+
+Buffered: TypeAlias = Mapping[int, tuple[int, float]]
+"""Of a topic's events in the buffer: number and seconds since the oldest came, by partition."""
+
+NONE_WAITING: Final = Waiting(0, 0, 0.0, bounded=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TopicFigures:
+    """A topic: `transferred` is the newest offset of its log, and `published` counts the buffered events too.
+
+    `identity` changes if the topic is deleted and created again. `oldest_seconds` is the age of the oldest event in the
+    log, None if the log is empty. `open_letters` is None for a topic without a dead letter topic; more than `COUNTED`
+    letters are not counted.
+    """
+
+    topic: str
+    identity: int
+    partitions: int
+    transferred: int
+    published: int
+    buffered: int
+    buffered_seconds: float
+    oldest_seconds: float | None
+    bytes: int
+    retention: Retention | None
+    open_letters: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFigures:
+    """A consumer partition: how far it is behind in events and seconds, why, and what it has handled.
+
+    `events` above `COUNTED` is an estimate by the density of the partition's next events.
+    """
+
+    topic: str
+    consumer: str
+    partition: int
+    events: int
+    seconds: float
+    cause: LagCause
+    consumed: int
+    given_up: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimFigures:
+    """The live claims of a consumer, how many of them nobody holds a lease for, and the age of the oldest."""
+
+    topic: str
+    consumer: str
+    live: int
+    expired: int
+    oldest_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Everything that one reading found. Side consumers of backfills are left out."""
+
+    topics: tuple[TopicFigures, ...]
+    partitions: tuple[PartitionFigures, ...]
+    claims: tuple[ClaimFigures, ...]
+
+
+class FiguresReader:
+    """Reads the figures of one database. A reading has eight statements, and two or three more for each topic."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queries = Queries("metrics", database.schema)
+        self._log_queries = Queries("log", database.schema)
+        self._logs = LogMetrics(database.schema)
+
+    def read(self) -> Figures:
+        """The figures of now. Raises database errors, also where a topic is deleted meanwhile.
+
+        A role that may read some topics gets the figures of these.
+        """
+        # One snapshot: an event is in the buffer or in the log, in neither twice.
+        with self._database.core(one_snapshot=True) as core:
+            topics = {topic.name: topic for topic in all_topics(core)}
+            states = [state for state in consumer_states(core, None) if backfill_of(state.name) is None]
+            connection = driver_connection(core)
+            given_up = {(topic, name, part): number for topic, name, part, number in self._rows(connection, "given_up")}
+            claims = self._rows(connection, "claims")
+            buffered = self._buffered(connection, list(topics))
+            readable = self._logs.readable(connection, list(topics))
+            logs = {name: self._logs.log(connection, name) for name in readable}
+            consumed = {state.topic for state in states}
+            waiting = {name: self._logs.waiting(connection, name) for name in readable if name in consumed}
+            letters = {
+                name: self._logs.open_letters(connection, name + DEAD_LETTER_SUFFIX)
+                for name in readable
+                if name + DEAD_LETTER_SUFFIX in logs
+            }
+
+        return Figures(
+            tuple(_topic(topics[name], logs[name], buffered[name], letters.get(name)) for name in readable),
+            tuple(
+                _partition(
+                    state, logs[state.topic], waiting[state.topic].get((state.name, state.partition), NONE_WAITING),
+                    buffered[state.topic], given_up[state.topic, state.name, state.partition],
+                )
+                for state in states
+                if state.topic in logs
+            ),
+            tuple(ClaimFigures(*row) for row in claims if row[0] in logs and backfill_of(row[1]) is None),
+        )  # fmt: skip
+
+    def _rows(self, connection: Connection, name: str) -> list[TupleRow]:
+        return fetch_all(connection, self._queries(name))
+
+    def _buffered(self, connection: Connection, topics: list[str]) -> dict[str, dict[int, tuple[int, float]]]:
+        found: dict[str, dict[int, tuple[int, float]]] = defaultdict(dict)
+        for topic, partition, count, seconds in fetch_all(
+            connection, self._log_queries("buffered"), {"topics": topics}, prepare=False
+        ):
+            found[topic][partition] = (count, max(0.0, seconds))
+        return found
+
+
+def _topic(topic: Topic, log: LogFigures, buffered: Buffered, letters: int | None) -> TopicFigures:
+    number = sum(count for count, _ in buffered.values())
+    return TopicFigures(
+        topic.name,
+        log.identity,
+        topic.partitions,
+        transferred=log.end,
+        published=log.end + number,
+        buffered=number,
+        buffered_seconds=max((seconds for _, seconds in buffered.values()), default=0.0),
+        oldest_seconds=None if log.oldest_seconds is None else max(0.0, log.oldest_seconds),
+        bytes=log.bytes,
+        retention=topic.retention,
+        open_letters=letters,
+    )
+
+
+def _partition(
+    state: ConsumerState, log: LogFigures, waiting: Waiting, buffered: Buffered, given_up: int
+) -> PartitionFigures:
+    whole = state.partition == NOT_PARTITIONED
+    own = list(buffered.values()) if whole else [buffered[each] for each in buffered if each == state.partition]
+    not_moved = sum(count for count, _ in own)
+    cause, _ = cause_of(state, waiting.events, not_moved)
+    if cause is LagCause.WAITING and waiting.bounded:
+        cause = LagCause.HELD_BACK
+    return PartitionFigures(
+        state.topic,
+        state.name,
+        state.partition,
+        events=_estimated(waiting, state.last_event_id, log.end) + not_moved,
+        seconds=max([waiting.seconds, *(seconds for _, seconds in own)]),
+        cause=cause,
+        consumed=state.consumed_events,
+        given_up=given_up,
+    )
+
+
+def _estimated(waiting: Waiting, after: int, end: int) -> int:
+    """The number of waiting events: beyond those that were counted, as many in each range of offsets as in theirs."""
+    if waiting.events < COUNTED:
+        return waiting.events
+    return round(waiting.events * max(1.0, (end - after) / (waiting.furthest - after)))

@@ -1,0 +1,95 @@
+"""Readings of a database that many scrapers share: one at a time, and none more often than an interval."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.metrics.figures import Figures
+from eventsql_orchestration.threads import start_thread
+
+logger = logging.getLogger(__name__)
+
+REST: Final = 9.0
+"""After a reading, the database rests for at least so many times the reading's duration: reading takes 10 % at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One reading: its figures, or None if it failed; when it ended, by `time.monotonic`, and its seconds."""
+
+    figures: Figures | None
+    ended: float
+    seconds: float
+
+
+class Readings:
+    """The latest reading of one database.
+
+    A reading runs in a thread of its own: a database that does not answer holds nobody up for longer than they wait.
+    """
+
+    def __init__(
+        self, name: str, read: Callable[[], Figures], *, interval: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._read = read
+        self._interval = interval
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._reading = False
+        self._latest: Reading | None = None
+        self._failure: str | None = None
+
+    def begin(self) -> None:
+        """Begin a reading, if none is under way and the latest one is too old."""
+        with self._changed:
+            if self._reading or self._is_fresh():
+                return
+            self._reading = True
+        start_thread("metrics", self._run)
+
+    def latest(self, seconds: float) -> Reading | None:
+        """The reading that is under way, or the latest; None if it takes longer than so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._reading, max(0.0, seconds))
+            return None if self._reading else self._latest
+
+    def _is_fresh(self) -> bool:
+        last = self._latest
+        return last is not None and self._clock() - last.ended < max(self._interval, REST * last.seconds)
+
+    def _run(self) -> None:
+        began, figures = self._clock(), None
+        try:
+            figures = self._figures()
+        finally:
+            ended = self._clock()
+            with self._changed:
+                self._latest, self._reading = Reading(figures, ended, ended - began), False
+                self._changed.notify_all()
+
+    def _figures(self) -> Figures | None:
+        try:
+            try:
+                found = self._read()
+            except DatabaseUnavailableError:
+                raise
+            except EventSQLError:
+                # A topic may have been deleted meanwhile.
+                found = self._read()
+        except EventSQLError as error:
+            # Once for each outage: the metric `eventsql_up` says that it lasts.
+            if self._failure is None:
+                logger.warning("metrics of %s cannot be read: %s", self._name, error)
+            self._failure = str(error)
+            return None
+        if self._failure is not None:
+            logger.warning("metrics of %s can be read again", self._name)
+        self._failure = None
+        return found

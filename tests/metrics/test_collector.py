@@ -1,0 +1,282 @@
+"""A scrape has the figures of the database, its counters never go back, and many scrapers cost one reading."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.metrics import PlatformCollector
+from eventsql_orchestration.metrics import figures as figures_module
+from eventsql_orchestration.metrics.figures import FiguresReader
+from eventsql_orchestration.storage import metrics as storage_metrics
+from tests.fixtures import SaidBy
+from tests.roles.conftest import As, as_, login, owner, prefix
+
+__all__ = ["as_", "login", "owner", "prefix"]
+
+
+class Scrape:
+    """The samples of one scrape."""
+
+    def __init__(self, collector: PlatformCollector) -> None:
+        registry = CollectorRegistry()
+        registry.register(collector)
+        self.families: list[Metric] = list(registry.collect())
+        self.samples = [sample for family in self.families for sample in family.samples]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        found = [each for each in self.samples if each.name == name and labels.items() <= each.labels.items()]
+        assert found, f"no {name} with {labels}"
+        return sum(each.value for each in found)
+
+
+@pytest.fixture
+def scrape(platform: EventSQL) -> Callable[[], Scrape]:
+    """Scrapes the platform; each scrape reads the database, however soon it comes."""
+    collector = PlatformCollector(platform)
+
+    def now() -> Scrape:
+        for source in collector._sources.values():
+            source.readings._latest = None
+        return Scrape(collector)
+
+    return now
+
+
+def publish(platform: EventSQL, topic: str, *counts: int) -> None:
+    """Publish so many events in each partition, and transfer them."""
+    platform.publisher.publish_all(
+        Publication(topic, b"", partition=partition) for partition, count in enumerate(counts) for _ in range(count)
+    )
+    platform.transfer.run_once()
+
+
+def consume(platform: EventSQL, topic: str, consumer: str) -> None:
+    def handle(_events: Sequence[Event], _connection: Connection) -> None:
+        pass
+
+    while platform.consumers.consume_once(topic, consumer, handle):
+        pass
+
+
+def execute(platform: EventSQL, statement: str) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(statement.encode())
+
+
+@pytest.fixture
+def orders(platform: EventSQL) -> EventSQL:
+    platform.registry.register_topic(Topic("orders", 3, retention=Retention(seconds=3600)))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=2)
+    platform.registry.register_consumer(Consumer("orders", "auditor"))
+    return platform
+
+
+def test_a_scrape_follows_events_from_the_buffer_to_the_consumer(
+    orders: EventSQL, scrape: Callable[[], Scrape]
+) -> None:
+    with orders.database.transaction() as connection:
+        for partition in (0, 1, 1):
+            orders.publisher.publish(Publication("orders", b"", partition=partition), connection=connection)
+    before = scrape()
+    assert before("eventsql_up") == 1
+    assert before("eventsql_buffer_events", topic="orders") == 3
+    assert before("eventsql_events_published_total", topic="orders") == 3
+    assert before("eventsql_events_transferred_total", topic="orders") == 0
+    assert before("eventsql_consumer_lag_events", consumer="mailer", cause="transfer") == 3
+    assert before("eventsql_consumer_partitions", consumer="mailer", cause="transfer") == 2
+    assert before("eventsql_consumer_partitions", consumer="mailer", cause="none") == 1
+
+    orders.transfer.run_once()
+    moved = scrape()
+    assert moved("eventsql_buffer_events") == 0
+    assert moved("eventsql_events_published_total") == moved("eventsql_events_transferred_total") == 3
+    assert moved("eventsql_consumer_lag_events", consumer="auditor", cause="waiting") == 3
+    assert moved("eventsql_consumer_lag_seconds", consumer="auditor") > 0
+    assert moved("eventsql_topic_bytes", topic="orders") > 0
+    assert moved("eventsql_retention_seconds", topic="orders") == 3600
+
+    consume(orders, "orders", "auditor")
+    after = scrape()
+    assert after("eventsql_events_consumed_total", consumer="auditor") == 3
+    assert after("eventsql_events_consumed_total", consumer="mailer") == 0
+    assert after("eventsql_consumer_lag_events", consumer="auditor") == 0
+    assert after("eventsql_consumer_lag_seconds", consumer="auditor") == 0
+
+
+def test_the_lag_is_that_of_the_command_lag_for_every_cause(orders: EventSQL, scrape: Callable[[], Scrape]) -> None:
+    publish(orders, "orders", 2, 3, 4)
+    orders.registry.pause("orders", "auditor")
+    execute(orders, "UPDATE eventsql.consumer SET eql_until = 1 WHERE eql_name = 'mailer'")
+    execute(
+        orders,
+        "UPDATE eventsql.consumer SET eql_failed_event_id = 9, eql_attempts = 2, eql_failure = 'no' "
+        "WHERE eql_name = 'mailer' AND eql_partition = 2",
+    )
+    found = scrape()
+    lags = orders.lag()
+    causes = {lag.cause.value.replace(" ", "_") for lag in lags}
+    assert causes == {"paused", "waiting", "held_back", "blocked"}
+    for lag in lags:
+        cause = lag.cause.value.replace(" ", "_")
+        assert found("eventsql_consumer_lag_events", consumer=lag.consumer, cause=cause) == lag.events
+        assert found("eventsql_consumer_partitions", consumer=lag.consumer, cause=cause) == 1
+
+
+def test_a_long_backlog_is_counted_to_a_bound_and_estimated_from_there(
+    orders: EventSQL, scrape: Callable[[], Scrape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (storage_metrics, figures_module):
+        monkeypatch.setattr(module, "COUNTED", 10)
+    for _ in range(20):
+        publish(orders, "orders", 1, 3)
+    found = scrape()
+    assert found("eventsql_consumer_lag_events", consumer="auditor") == 80
+    assert found("eventsql_consumer_lag_events", consumer="mailer") == pytest.approx(80, rel=0.1)
+
+
+def test_dead_letters_and_claims_are_counted(orders: EventSQL, scrape: Callable[[], Scrape]) -> None:
+    orders.registry.register_topic(Topic("orders_dlt", 3))
+    publish(orders, "orders", 2)
+    claim = orders.claims.claim("orders", "mailer", 0, owner="me", lease=60.0, max_events=2)
+    assert claim is not None
+    execute(orders, "UPDATE eventsql.consumer SET eql_given_up = 1 WHERE eql_name = 'auditor'")
+    publish(orders, "orders_dlt", 2)
+    execute(orders, "INSERT INTO eventsql.redriven_dead_letter (eql_topic, eql_letter_id) VALUES ('orders_dlt', 1)")
+    found = scrape()
+    assert found("eventsql_dead_letters_total", topic="orders", consumer="auditor") == 1
+    assert found("eventsql_dead_letters_open", topic="orders") == 1
+    assert found("eventsql_claims_live", topic="orders", consumer="mailer") == 1
+    assert found("eventsql_claims_expired", topic="orders", consumer="mailer") == 0
+    execute(
+        orders, "UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 s' WHERE eql_partition = 0"
+    )
+    assert scrape()("eventsql_claims_expired", topic="orders", consumer="mailer") == 1
+
+
+def test_counters_do_not_go_back_and_begin_anew_with_a_new_topic(
+    orders: EventSQL, scrape: Callable[[], Scrape]
+) -> None:
+    publish(orders, "orders", 1, 1, 2)
+    consume(orders, "orders", "mailer")
+    assert scrape()("eventsql_events_consumed_total", consumer="mailer") == 4
+    # As retention leaves the log, and a repartitioning to fewer partitions the consumer.
+    execute(orders, "DELETE FROM eventsql.orders_event")
+    execute(orders, "DELETE FROM eventsql.consumer WHERE eql_name = 'mailer' AND eql_partition = 2")
+    found = scrape()
+    assert found("eventsql_events_published_total") == found("eventsql_events_transferred_total") == 4
+    assert found("eventsql_events_consumed_total", consumer="mailer") == 4
+
+    orders.registry.unregister_topic("orders", force=True)
+    orders.registry.register_topic(Topic("orders", 3))
+    assert scrape()("eventsql_events_published_total") == 0
+
+
+def test_side_consumers_of_backfills_and_partitions_bring_no_series(orders: EventSQL) -> None:
+    orders.registry.register_consumer(Consumer("orders", "mailer__backfill_b1_0_10", partitioned=True))
+    usual = Scrape(PlatformCollector(orders))
+    assert {each.labels.get("consumer") for each in usual.samples} == {None, "mailer", "auditor"}
+    assert all("partition" not in each.labels for each in usual.samples)
+    asked = Scrape(PlatformCollector(orders, partitions=True))
+    assert len([each for each in asked.samples if each.name == "eventsql_partition_lag_events"]) == 4
+
+
+def test_a_reading_has_a_fixed_number_of_statements_for_each_topic(orders: EventSQL, said_by: SaidBy) -> None:
+    reader = FiguresReader(orders.database)
+    reader.read()
+    said = said_by(orders.database)
+
+    def statements() -> int:
+        reader.read()
+        return len([each for each in said.statements() if each != ";"])
+
+    one = statements()
+    assert one <= 14
+    publish(orders, "orders", 50, 50, 50)
+    for number in range(5):
+        orders.registry.register_consumer(Consumer("orders", f"more_{number}", partitioned=True))
+    said.statements()
+    assert statements() == one
+    orders.registry.register_topic(Topic("payments"))
+    said.statements()
+    assert statements() == one + 1
+    orders.registry.register_topic(Topic("payments_dlt"))
+    orders.registry.register_consumer(Consumer("payments", "auditor"))
+    said.statements()
+    assert statements() == one + 4
+
+
+def test_many_scrapers_at_once_and_soon_after_cost_one_reading(
+    orders: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings, go = [], threading.Event()
+    read = FiguresReader.read
+
+    def slowly(reader: FiguresReader) -> object:
+        readings.append(1)
+        assert go.wait(60)
+        return read(reader)
+
+    monkeypatch.setattr(FiguresReader, "read", slowly)
+    collector = PlatformCollector(orders, interval=3600)
+    found: list[Scrape] = []
+    threads = [threading.Thread(target=lambda: found.append(Scrape(collector))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join()
+    found.append(Scrape(collector))
+    assert len(readings) == 1
+    assert [each("eventsql_up") for each in found] == [1] * 9
+
+
+def test_a_database_that_does_not_answer_is_down_for_the_scrape_and_comes_back(
+    orders: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, read = threading.Event(), FiguresReader.read
+
+    def hanging(reader: FiguresReader) -> object:
+        assert go.wait(60)
+        return read(reader)
+
+    monkeypatch.setattr(FiguresReader, "read", hanging)
+    monkeypatch.setattr("eventsql_orchestration.metrics.collector.PATIENCE", 0.01)
+    collector = PlatformCollector(orders)
+    down = Scrape(collector)
+    assert [(each.name, each.value) for each in down.samples] == [("eventsql_up", 0)]
+    go.set()
+    (source,) = collector._sources.values()
+    assert source.readings.latest(60) is not None
+    assert Scrape(collector)("eventsql_up") == 1
+
+
+def test_a_database_that_cannot_be_reached_is_down() -> None:
+    with EventSQL("postgresql://someone@127.0.0.1:1/nowhere", transfer=False) as nowhere:
+        # The wait for the server is the driver's.
+        assert [(each.name, each.value) for each in Scrape(PlatformCollector(nowhere)).samples] == [("eventsql_up", 0)]
+
+
+def test_a_reader_sees_all_topics_and_a_reader_of_one_topic_sees_that_one(owner: EventSQL, as_: As) -> None:
+    publish(owner, "orders", 2)
+    everything = Scrape(PlatformCollector(as_("reader")))
+    assert everything("eventsql_events_published_total", topic="orders") == 2
+    assert everything("eventsql_consumer_lag_events", topic="orders", consumer="mailer") == 2
+    assert everything("eventsql_events_published_total", topic="payments") == 0
+    one = Scrape(PlatformCollector(as_("reader_orders")))
+    assert one("eventsql_consumer_lag_events", consumer="mailer") == 2
+    assert {each.labels["topic"] for each in one.samples if "topic" in each.labels} == {"orders"}
+
+
+@pytest.mark.parametrize("interval", [0, -1, float("inf"), float("nan"), "10"])
+def test_an_interval_that_is_no_time_is_refused(platform: EventSQL, interval: float) -> None:
+    with pytest.raises(ValidationError):
+        PlatformCollector(platform, interval=interval)
