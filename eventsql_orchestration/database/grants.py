@@ -38,7 +38,7 @@ FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
     "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
-    "capture_page", "forget_captures",
+    "capture_page", "forget_captures", "publish", "publish_all",
 )  # fmt: skip
 """The platform's functions."""
 
@@ -50,6 +50,9 @@ _PUBLISH: Final = (
     "INSERT (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) ON {s}.event_buffer",
     "USAGE ON SEQUENCE {s}.event_buffer_eql_id_seq",
     "EXECUTE ON FUNCTION {s}.hold_topics",
+    "EXECUTE ON FUNCTION {s}.partition_of_key",
+    "EXECUTE ON FUNCTION {s}.publish",
+    "EXECUTE ON FUNCTION {s}.publish_all",
 )
 _MOVED: Final = (
     "eql_first_event_id", "eql_last_event_id", "eql_last_consumption_at", "eql_consumed_events", "eql_epoch",

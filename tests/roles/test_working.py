@@ -311,3 +311,23 @@ def test_a_role_that_reads_logs_reads_a_range_in_sql(owner: EventSQL, login: Log
 def test_the_function_for_a_range_gives_no_role_a_log_that_it_may_not_read(login: Login, role: str, topic: str) -> None:
     with psycopg.connect(login(role)) as session, pytest.raises(psycopg.errors.InsufficientPrivilege):
         session.execute("SELECT FROM eventsql.events(%s)", [topic])
+
+
+@pytest.mark.parametrize("role", ["publisher", "publisher_orders"])
+def test_a_publisher_publishes_in_sql_to_its_topics_alone(owner: EventSQL, login: Login, role: str) -> None:
+    with psycopg.connect(login(role), autocommit=True) as connection:
+        connection.execute("SELECT eventsql.publish('orders', 'k', 'v', '{}')")
+        connection.execute("SELECT eventsql.publish_all('orders', NULL, ARRAY['v']::bytea[])")
+        connection.isolation_level = psycopg.IsolationLevel.SERIALIZABLE
+        connection.execute("SELECT eventsql.publish('orders', 'k', 'v')")
+        if role == "publisher":
+            connection.execute("SELECT eventsql.publish('payments', 'k', 'v')")
+        else:
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute("SELECT eventsql.publish('payments', 'k', 'v')")
+    assert owner.transfer.run_once()["orders"] == 3
+    with (
+        psycopg.connect(login("reader"), autocommit=True) as connection,
+        pytest.raises(psycopg.errors.InsufficientPrivilege),
+    ):
+        connection.execute("SELECT eventsql.publish('orders', 'k', 'v')")

