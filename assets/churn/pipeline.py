@@ -45,8 +45,8 @@ class HistoryConfig(dg.Config):
 
 @dg.asset(
     key=topic_key(FILE_CHANGES.name),
-    group_name="churn",
-    kinds={"eventsql", "git"},
+    group_name="topics",
+    kinds={"topic", "postgresql", "git"},
     description="File changes of a git repository; `eventsql publish file_changes --key path` publishes any others.",
     metadata={"partitions": FILE_CHANGES.partitions},
 )
@@ -92,6 +92,7 @@ def _last_commit(context: dg.AssetExecutionContext) -> str | None:
 @range_asset(
     topic=FILE_CHANGES,
     consumer="directory_churn",
+    name="directory_churn_sums",
     publishes=DIRECTORY_CHURN,
     limits=RangeLimits(max_events=100_000, max_wait=5.0),
     options=AssetOptions(group_name="churn"),

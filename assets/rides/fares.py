@@ -28,6 +28,7 @@ ZONE_FARES = Topic("zone_fares", partitions=2)
 @range_asset(
     topic=RIDE_ORDERS,
     consumer="zone_fares",
+    name="zone_fares_sums",
     publishes=ZONE_FARES,
     limits=RangeLimits(max_events=50_000, max_wait=5.0),
     options=AssetOptions(group_name="rides"),

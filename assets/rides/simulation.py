@@ -120,8 +120,8 @@ class SimulationConfig(dg.Config):
 
 @dg.asset(
     key=topic_key(RIDE_ORDERS.name),
-    group_name="rides",
-    kinds={"eventsql", "python"},
+    group_name="topics",
+    kinds={"topic", "postgresql", "python"},
     description="Orders of rides as a simulation places, prices, drives and cancels them; one event for each change.",
     metadata={"partitions": RIDE_ORDERS.partitions},
 )

@@ -28,6 +28,7 @@ DRIVER_UTILISATION = Topic("driver_utilisation", partitions=2)
 @range_asset(
     topic=RIDE_ORDERS,
     consumer="driver_utilisation",
+    name="driver_utilisation_sums",
     publishes=DRIVER_UTILISATION,
     limits=RangeLimits(max_events=50_000, max_wait=5.0),
     options=AssetOptions(group_name="rides"),

@@ -40,6 +40,7 @@ from eventsql_orchestration.dagster.resources import EventSQLResource, TopicReso
 from eventsql_orchestration.dagster.tags import DEV_TAG, SPARK_POOL
 from eventsql_orchestration.dagster.topics import table_asset, topic_asset, topic_key, topic_observations
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
+from eventsql_orchestration.dagster.translator import EventSQLAssetProps, EventSQLTranslator
 
 __all__ = [
     "DEV_TAG",
@@ -52,9 +53,11 @@ __all__ = [
     "ClaimConfig",
     "ConsumerCheck",
     "ConsumerDefinition",
+    "EventSQLAssetProps",
     "EventSQLConsumerComponent",
     "EventSQLIOManager",
     "EventSQLResource",
+    "EventSQLTranslator",
     "HistoryRetention",
     "LagLimits",
     "PreforkRunLauncher",

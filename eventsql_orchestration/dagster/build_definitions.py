@@ -13,6 +13,7 @@ from eventsql_orchestration.dagster.backfills.assets import build_backfill
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits
 from eventsql_orchestration.dagster.housekeeping.schedule import build_housekeeping_schedule
+from eventsql_orchestration.dagster.io.io_manager import TOPIC
 from eventsql_orchestration.dagster.monitoring.alerts import Notify, build_alert_sensor
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
@@ -22,6 +23,7 @@ from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResou
 from eventsql_orchestration.dagster.tags import DEV_SETUP, DEV_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
+from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
@@ -44,6 +46,8 @@ def build_definitions(
     notify: Notify | None = None,
     name: str | None = None,
     platform: bool = True,
+    assets: Sequence[dg.AssetsDefinition] = (),
+    translator: EventSQLTranslator | None = None,
 ) -> dg.Definitions:
     """Everything that a location with these consumers needs, for `defs` of its module.
 
@@ -52,18 +56,20 @@ def build_definitions(
     - The checks `lag` (none if `lag` is None) and `delivered`; with `notify`, an alert sensor.
     - The transfer, the lag sensor and housekeeping, and the job `register` (`build_register_job`). Run that job once
       after each deployment that adds topics or consumers.
+    - Further `assets`. One whose metadata `topic` names a topic, as the IO manager reads it, has an edge to this topic.
     - The resource `eventsql`, by default `environment_resource()`, and further `resources`.
 
     A location may merge several of these definitions. Give each one except the first a `name` and `platform=False`. The
     job and the sensors carry the name (`register_<name>`, `lag_<name>`). Without `platform`, there is no resource
-    `eventsql`, no transfer, no housekeeping, and no asset of a topic outside of `topics` or of its dead letters.
+    `eventsql`, no transfer, no housekeeping, and no asset of a topic outside of `topics` or of its dead letters. A
+    `translator` is for the assets of topics; consumers have theirs in `AssetOptions`.
     Raises `ValidationError` for two consumers with one name, or two definitions of one consumer.
     """
     check_distinct(consumers)
     checks = consumer_checks(consumers, lag)
     common = common_definitions(
         consumers, checks, topics=topics, eventsql=eventsql, resources=resources, dead_letters=dead_letters,
-        prepare=prepare, notify=notify, name=name, platform=platform,
+        prepare=prepare, notify=notify, name=name, platform=platform, assets=assets, translator=translator,
     )  # fmt: skip
     return dg.Definitions.merge(definitions_of(consumers, checks, backfills=backfills), common)
 
@@ -80,6 +86,8 @@ def common_definitions(
     notify: Notify | None = None,
     name: str | None = None,
     platform: bool = True,
+    assets: Sequence[dg.AssetsDefinition] = (),
+    translator: EventSQLTranslator | None = None,
 ) -> dg.Definitions:
     """What consumers have in common: topics, registration, lag, alerts, and with `platform` the rest of a location."""
     suffix = "" if name is None else f"_{name}"
@@ -89,11 +97,15 @@ def common_definitions(
     register = build_register_job(
         consumers, topics=known, dead_letters=dead_letters, prepare=prepare, name=REGISTER_JOB + suffix
     )
+    sources = _publishers(assets)
     sensors = [build_lag_sensor(consumers, checks=checks, topics=external, name=f"lag{suffix}")]
     if notify is not None and checks:
         sensors.append(build_alert_sensor(checks, notify, name=f"alerts{suffix}"))
     return dg.Definitions(
-        assets=[topic_asset(topic) for topic in external],
+        assets=[
+            *assets,
+            *(topic_asset(topic, deps=sources.get(topic.name, ()), translator=translator) for topic in external),
+        ],
         jobs=[register],
         sensors=sensors,
         schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=checks)] if platform else [],
@@ -134,6 +146,17 @@ def _external(consumers: Sequence[ConsumerDefinition], topics: Sequence[Topic], 
     letters = dead_letter_topics([each for each in consumers if each.topic.name in names]) if dead_letters else []
     each_once = {topic.name: topic for topic in (*letters, *topics)}
     return [topic for topic in each_once.values() if topic_key(topic.name) not in published]
+
+
+def _publishers(assets: Sequence[dg.AssetsDefinition]) -> Mapping[str, list[dg.AssetKey]]:
+    """The assets whose metadata names the topic that they publish to, by topic."""
+    found: dict[str, list[dg.AssetKey]] = {}
+    for spec in (spec for each in assets for spec in each.specs):
+        named = spec.metadata.get(TOPIC)
+        name = named.value if isinstance(named, dg.MetadataValue) else named
+        if isinstance(name, str) and spec.key != topic_key(name):
+            found.setdefault(name, []).append(spec.key)
+    return found
 
 
 def dead_letter_topics(consumers: Sequence[ConsumerDefinition]) -> list[Topic]:

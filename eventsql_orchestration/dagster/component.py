@@ -20,7 +20,7 @@ from eventsql_orchestration.dagster.backfills.assets import read_place
 from eventsql_orchestration.dagster.build_definitions import common_definitions, consumer_checks, definitions_of
 from eventsql_orchestration.dagster.consumers.assets import consumer_asset
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits, RunLimits
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, AssetOptions, LagLimits, RunLimits
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_topic_name
@@ -185,7 +185,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     these components, one has `platform: true`: it has the resource `eventsql`, the transfer and housekeeping, and the
     sensor `lag` and the job `register` of all. The others have `platform: false`; `dg scaffold` sets it. `topics` are
     further topics: the job `register` creates them, and they are external assets as in `build_definitions`. With
-    `backfills`, ranges can be replayed. `limits`, `sensor`,
+    `backfills`, ranges can be replayed. `limits`, `options`, `sensor`,
     `max_attempts`, `filter` and `start` are those of `consumer_asset`; `filter: every event` ends a filter.
     """
 
@@ -197,6 +197,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     file: str = FUNCTION_FILE
     function: str = "consume"
     limits: RunLimits = RunLimits()
+    options: AssetOptions = AssetOptions()
     sensor: Literal["partition", "consumer"] | None = None
     max_attempts: int | None = None
     filter: ComponentFilter | Literal["every event"] | None = None
@@ -272,6 +273,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             partitioned=self.partitioned,
             name=self.name,
             limits=self.limits,
+            options=self.options,
             max_attempts=self.max_attempts,
             filter=declared,
             start=read_place(self.start),

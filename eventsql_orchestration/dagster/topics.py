@@ -13,6 +13,7 @@ from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.register import topic_missing
 from eventsql_orchestration.dagster.shards import shards_of
+from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import DatabaseUnavailableError, InvalidNameError, TopicNotFoundError
 from eventsql_orchestration.model import Topic, check_topic_name
 from eventsql_orchestration.storage.reading import LogReader
@@ -20,7 +21,12 @@ from eventsql_orchestration.storage.reading import LogReader
 TOPIC_PREFIX: Final = "topic"
 TABLE_PREFIX: Final = "table"
 TOPIC_GROUP: Final = "topics"
-KINDS: Final = frozenset({"eventsql", "postgresql"})
+KINDS: Final = frozenset({"eventsql"})
+"""The kinds of consumers."""
+
+TOPIC_KINDS: Final = frozenset({"topic", "postgresql"})
+"""The kinds of topics. Dagster has icons for the kinds of a fixed list. Of these, `postgresql` suits a topic, and no
+other asset of this package has it."""
 
 COLUMN_SCHEMA: Final = "dagster/column_schema"
 """The metadata key in which Dagster's UI looks for the columns of an asset."""
@@ -79,6 +85,7 @@ def topic_asset(
     freshness: dg.FreshnessPolicy | timedelta | None = None,
     metadata: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
+    translator: EventSQLTranslator | None = None,
 ) -> dg.AssetSpec:
     """A topic as an external asset: services publish into it, and Dagster does not compute it.
 
@@ -86,22 +93,32 @@ def topic_asset(
     `@asset(key=topic_key(…))`. `deps` are the assets that its events come from. `owners` are e-mail addresses or
     `team:…`, as for any asset. `columns` describe its values. `kinds` are added to the kinds of every topic.
     `freshness` is the time without an event after which the topic is stale; a sensor reports the events to Dagster
-    (`topic_observations`).
+    (`topic_observations`). A `translator` has the last word, except on the key.
     """
-    declared = {} if columns is None else {COLUMN_SCHEMA: column_schema(columns)}
-    if isinstance(freshness, timedelta):
-        freshness = dg.FreshnessPolicy.time_window(fail_window=freshness)
-    return dg.AssetSpec(
+    spec = dg.AssetSpec(
         key=topic_key(topic.name),
         deps=list(deps),
         description=description or f"Events of topic {topic.name}.",
-        metadata={"topic": topic.name, "partitions": topic.partitions, **declared, **(metadata or {})},
+        metadata={"topic": topic.name, "partitions": topic.partitions, **declared_columns(columns), **(metadata or {})},
         group_name=group_name,
         owners=list(owners),
-        kinds={*KINDS, *kinds},
-        freshness_policy=freshness,
+        kinds={*TOPIC_KINDS, *kinds},
+        freshness_policy=freshness_policy(freshness),
         tags=dict(tags or {}),
     )
+    return translated(translator, topic.name, None, spec)
+
+
+def freshness_policy(freshness: dg.FreshnessPolicy | timedelta | None) -> dg.FreshnessPolicy | None:
+    """A policy, or the policy of an asset that is stale after some time without an event."""
+    if isinstance(freshness, timedelta):
+        return dg.FreshnessPolicy.time_window(fail_window=freshness)
+    return freshness
+
+
+def declared_columns(columns: Columns | None) -> Mapping[str, dg.TableSchema]:
+    """The metadata that shows columns in Dagster's UI."""
+    return {} if columns is None else {COLUMN_SCHEMA: column_schema(columns)}
 
 
 def column_schema(columns: Columns) -> dg.TableSchema:

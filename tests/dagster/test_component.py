@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_the_example_is_a_whole_location_that_consumes(
 
 
 def test_a_topic_that_a_consumer_publishes_to_is_its_own_and_no_external_asset() -> None:
-    @range_asset(topic=Topic("orders", 2), consumer="sums", publishes=Topic("sums"))
+    @range_asset(topic=Topic("orders", 2), consumer="sums", publishes=Topic("sums"), name="sum_orders")
     def sums(claim: Claim) -> None: ...
 
     graph = build_definitions([sums], topics=[Topic("sums"), Topic("more")]).resolve_asset_graph()
@@ -309,6 +310,35 @@ def deprecated(test: Callable[..., None]) -> Callable[..., None]:
 @deprecated
 def test_a_defs_yaml_is_a_consumer() -> None:
     assert build().resolve_job_def("consume_billing").name == "consume_billing"
+
+
+@deprecated
+def test_a_defs_yaml_has_the_options_of_an_asset() -> None:
+    definitions = build(
+        options={
+            "key_prefix": "finance",
+            "group_name": "money",
+            "code_version": "7",
+            "metadata": {"table": "bills"},
+            "freshness": 3600,
+            "columns": {"id": "bigint"},
+            "deps": ["raw/customers"],
+            "kinds": ["table"],
+            "retry_policy": {"max_retries": 3, "delay": 5},
+            "automation_condition": "{{ dg.AutomationCondition.eager() }}",
+        },
+        sensor="consumer",
+    )
+    key = dg.AssetKey(["finance", "billing"])
+    asset = definitions.get_assets_def(key)
+    spec = asset.get_asset_spec(key)
+    assert (spec.group_name, spec.code_version, spec.metadata["table"]) == ("money", "7", "bills")
+    assert spec.freshness_policy == dg.FreshnessPolicy.time_window(fail_window=timedelta(hours=1))
+    assert spec.metadata["dagster/column_schema"] == dg.TableSchema([dg.TableColumn("id", "bigint")])
+    assert {dep.asset_key for dep in spec.deps} == {topic_key("rides"), dg.AssetKey(["raw", "customers"])}
+    assert "table" in spec.kinds
+    assert spec.automation_condition == dg.AutomationCondition.eager()
+    assert asset.op.retry_policy == dg.RetryPolicy(max_retries=3, delay=5)
 
 
 @deprecated

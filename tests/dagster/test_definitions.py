@@ -242,7 +242,7 @@ def test_a_batch_has_an_event_at_least() -> None:
 def test_a_topic_is_an_external_asset() -> None:
     spec = topic_asset(TOPIC, description="What riders do.", owners=["rides@example.com"], deps=["app"])
     assert spec.key == dg.AssetKey(["topic", "rides"])
-    assert spec.kinds == {"eventsql", "postgresql"}
+    assert spec.kinds == {"topic", "postgresql"}
     assert spec.group_name == "topics"
     assert spec.metadata["partitions"] == 3
     assert not dg.Definitions(assets=[spec]).resolve_asset_graph().get(spec.key).is_executable

@@ -144,6 +144,7 @@ def test_the_value_of_an_asset_is_published(
     assert metadata(result, dg.AssetKey("sums")) == {
         "published topic": "sums",
         "published events": 2,
+        "dagster/row_count": 2,
         "published first offset": first.id,
         "published last offset": last.id,
         "published by run": result.run_id,

@@ -82,6 +82,7 @@ def test_a_run_says_which_events_it_published_and_which_it_read(bench: Workbench
     assert metadata(result, topic_key("sums")) == {
         "published topic": "sums",
         "published events": 1,
+        "dagster/row_count": 1,
         "published first offset": event.id,
         "published last offset": event.id,
         "published by run": result.run_id,
@@ -267,7 +268,7 @@ def test_a_topic_asset_has_owners_columns_and_freshness() -> None:
         deps=["web"],
     )
     assert spec.owners == ["team:rides", "a@b.com"]
-    assert spec.kinds == {"eventsql", "postgresql", "json"}
+    assert spec.kinds == {"topic", "postgresql", "json"}
     schema = spec.metadata["dagster/column_schema"]
     assert isinstance(schema, dg.TableSchema)
     assert [(column.name, column.type) for column in schema.columns] == [

@@ -95,6 +95,7 @@ def test_a_range_is_read_summed_up_and_published_exactly_once(
     assert metadata(result, topic_key("counts")) == {
         "published topic": "counts",
         "published events": 2,
+        "dagster/row_count": 2,
         "published first offset": published[0].id,
         "published last offset": published[-1].id,
         "published by run": result.run_id,
@@ -198,10 +199,11 @@ def test_publications_to_a_topic_add_up() -> None:
     assert add_up(said, "a") == {
         "published topic": "a",
         "published events": 3,
+        "dagster/row_count": 3,
         "published first offset": 5,
         "published last offset": 12,
     }
-    assert add_up(said, "b") == {"published topic": "b", "published events": 7}
+    assert add_up(said, "b") == {"published topic": "b", "published events": 7, "dagster/row_count": 7}
     assert add_up(said, "c") == {}
     assert leave_out({**said[1], "rows": 3}, {"b"}) == {"rows": 3}
     assert leave_out({**said[1], "rows": 3}, {"a"}) == {**said[1], "rows": 3}

@@ -85,7 +85,11 @@ def test_a_range_is_consumed_and_published_once(
     found = metadata(result, definition.key)
     assert (found["events"], found["claims"], found["largest"]) == (40, 1, ids[-1])
     assert "published events" not in found, "it is the topic's, and would be counted twice"
-    assert metadata(result, topic_key("sums")) == {"published topic": "sums", "published events": 1}
+    assert metadata(result, topic_key("sums")) == {
+        "published topic": "sums",
+        "published events": 1,
+        "dagster/row_count": 1,
+    }
 
     assert bench.run(definition, requested).success
     assert sums(bench) == [b"40"]

@@ -74,11 +74,19 @@ def dev() -> Iterator[Dev]:
 def test_the_asset_graph_shows_topics_and_what_consumes_them(
     dev: Dev, browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
-    browser.get(f"{dev.url}/locations/__repository__@definitions.py/asset-groups/churn/lineage")
+    browser.get(f"{dev.url}/assets/directory_churn_sums?view=lineage&lineageScope=neighbors&lineageDepth=2")
 
     def nodes(driver: webdriver.Chrome) -> bool:
         text = driver.find_element(By.TAG_NAME, "body").text
-        drawn = all(name in text for name in ("file_changes", "directory_churn", "directory_churn_table", "PySpark"))
+        expected = (
+            "file_changes",
+            "directory_churn_sums",
+            "directory_churn\n",
+            "directory_churn_table",
+            "PySpark",
+            "topic",
+        )
+        drawn = all(name in text for name in expected)
         return drawn and "Loading" not in text
 
     see(browser, nodes, "the nodes of the asset graph")

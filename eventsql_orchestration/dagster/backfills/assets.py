@@ -44,6 +44,9 @@ BACKFILL_PRIORITY: Final = "-10"
 ASSETS_METADATA: Final = "eventsql/assets"
 """Metadata of a backfill's asset: the assets that its runs materialize."""
 
+BACKFILL_GROUP: Final = "backfills"
+"""The group of all backfills, which the graph shows as one box."""
+
 _OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, SHARED_TAG)
 """Tags of live runs, by which a consumer's sensor finds them; runs of backfills do not have them."""
 
@@ -94,7 +97,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     consumer's own asset and for the topics that it publishes to. `eventsql backfill` makes the partitions, or the job
     `plan_<name>_backfill` in the UI; the asset's page then materializes the missing and the failed ones.
     """
-    name = "_".join(consumer.key.path) + SUFFIX
+    name = consumer.asset.op.name + SUFFIX
     partitions = dg.DynamicPartitionsDefinition(name=name)
     spec = _spec(consumer, name, partitions)
 
@@ -106,7 +109,7 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
         consumer.computation.user.as_compute(ReplayConfig, compute)
     )
     job = dg.define_asset_job(
-        f"backfill_{'_'.join(consumer.key.path)}",
+        f"backfill_{consumer.asset.op.name}",
         selection=dg.AssetSelection.assets(spec.key).without_checks(),
         description=f"Replays a window of topic {consumer.topic.name} through {consumer.consumer.name}.",
         executor_def=dg.in_process_executor,
@@ -130,7 +133,7 @@ def _spec(consumer: ConsumerDefinition, name: str, partitions: dg.DynamicPartiti
         skippable=True,
         deps=[topic_key(consumer.topic.name)],
         description=f"Ranges of topic {consumer.topic.name} that are replayed through {consumer.consumer.name}.",
-        group_name=own.group_name,
+        group_name=BACKFILL_GROUP,
         owners=list(own.owners),
         kinds={*KINDS, *own.kinds},
         metadata={
@@ -149,7 +152,7 @@ def backfill_of(topic: str, consumer: str) -> str:
 
 
 def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefinition) -> dg.JobDefinition:
-    name, topic = f"plan_{'_'.join(consumer.key.path)}{SUFFIX}", consumer.topic.name
+    name, topic = f"plan_{consumer.asset.op.name}{SUFFIX}", consumer.topic.name
 
     def plan(context: dg.OpExecutionContext, config: PlanConfig, eventsql: EventSQLResource) -> None:
         backfills = Backfills(eventsql.shards)

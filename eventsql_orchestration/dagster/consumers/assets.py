@@ -39,7 +39,15 @@ from eventsql_orchestration.dagster.tags import (
     owner_of_run,
     pool_tags,
 )
-from eventsql_orchestration.dagster.topics import KINDS, topic_key
+from eventsql_orchestration.dagster.topics import (
+    KINDS,
+    TOPIC_GROUP,
+    TOPIC_KINDS,
+    declared_columns,
+    freshness_policy,
+    topic_key,
+)
+from eventsql_orchestration.dagster.translator import translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.offsets import Start, starting_at
 from eventsql_orchestration.validation import check_kind, check_whole
@@ -225,30 +233,45 @@ class _Declared:
     def _specs(self, name: str, docstring: str | None) -> list[dg.AssetSpec]:
         """The consumer's asset, and the assets of the topics that it publishes to."""
         options = self.options
+        prefix = [options.key_prefix] if isinstance(options.key_prefix, str) else options.key_prefix
+        # Dagster resolves a template of digits in defs.yaml to a number.
+        version = None if options.code_version is None else str(options.code_version)
         # A step of a shared run materializes nothing if there is nothing to consume.
-        shown = partial(dg.AssetSpec, skippable=True, group_name=options.group_name, owners=list(options.owners))
+        shown = partial(dg.AssetSpec, skippable=True, owners=list(options.owners), code_version=version)
         own = shown(
-            key=dg.AssetKey([name]),
+            key=dg.AssetKey([*prefix, name]),
             deps=[topic_key(self.topic.name), *options.deps],
             description=options.description or docstring,
+            group_name=options.group_name,
             kinds={*KINDS, *(options.kinds or ())},
+            automation_condition=options.automation_condition,
+            freshness_policy=freshness_policy(options.freshness),
             metadata={
                 CONSUMED_TOPIC: self.topic.name,
                 "consumer": self.consumer.name,
                 "partitions": len(self.topic.all_partitions) if self.consumer.partitioned else 1,
+                **declared_columns(options.columns),
+                **(options.metadata or {}),
             },
         )
-        published = [
-            shown(
-                key=topic_key(each.name if isinstance(each, Topic) else each),
-                deps=[own.key],
-                description=f"Events that {name} publishes.",
-                kinds=set(KINDS),
-                metadata={"partitions": each.partitions} if isinstance(each, Topic) else {},
-            )
-            for each in self.publishes
-        ]
-        return [own, *published]
+        own = translated(options.translator, self.topic.name, self.consumer.name, own)
+        if not own.skippable:
+            own = own.replace_attributes(skippable=True)
+        return [own, *(self._published(each, own, shown, name) for each in self.publishes)]
+
+    def _published(
+        self, published: Topic | str, own: dg.AssetSpec, shown: Callable[..., dg.AssetSpec], name: str
+    ) -> dg.AssetSpec:
+        topic = published.name if isinstance(published, Topic) else published
+        spec = shown(
+            key=topic_key(topic),
+            deps=[own.key],
+            description=f"Events that {name} publishes.",
+            group_name=TOPIC_GROUP,
+            kinds=set(TOPIC_KINDS),
+            metadata={"topic": topic, **({"partitions": published.partitions} if isinstance(published, Topic) else {})},
+        )
+        return translated(self.options.translator, topic, None, spec)
 
     def _sensors(self, name: str, job: dg.UnresolvedAssetJobDefinition) -> tuple[dg.SensorDefinition, ...]:
         """One sensor with the job's name, or a sensor for each partition, with the partition's number in its name."""

@@ -13,6 +13,7 @@ from eventsql_orchestration.consumer import DeclaredFilter
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster.consumers.options import RunLimits
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
+from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.offsets import Start
 from eventsql_orchestration.topics.registration import Registration
@@ -91,8 +92,18 @@ class ConsumerDefinition:
 def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
     """Refuse two consumers with the same name, the same sensor name, or the same consumer of a topic.
 
+    Also refuse a consumer that has the name of a topic: Dagster's graph shows only the last part of a key.
+
     Raises `ValidationError`. Consumers that share their runs share a job and a sensor.
     """
+    consumers = list(consumers)
+    topics = {key.path[-1] for each in consumers for key in (topic_key(each.topic.name), *each.computation.publishes)}
+    for each in consumers:
+        if (label := each.key.path[-1]) in topics:
+            raise ValidationError(
+                f"consumer {label!r} and topic {label!r} would have the same label in Dagster's graph: give the "
+                f"consumer's asset another name, for example name={'consume_' + label!r}"
+            )
     places: dict[tuple[str, str], str] = {}
     sensors: dict[str, tuple[str, dg.SensorDefinition]] = {}
     for each in consumers:

@@ -2,13 +2,36 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, TypeAlias
+from datetime import timedelta
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import dagster as dg
 
+from eventsql_orchestration.dagster.topics import Columns
+from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.errors import ValidationError
 
 Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
+
+
+def _keys(context: dg.ResolutionContext, model: Sequence[str]) -> Sequence[dg.AssetKey]:
+    return [dg.AssetKey.from_user_string(each) for each in context.resolve_value(model, as_type=list[str])]
+
+
+def _freshness(context: dg.ResolutionContext, model: float | str | None) -> dg.FreshnessPolicy | timedelta | None:
+    found: Any = context.resolve_value(model) if isinstance(model, str) else model
+    return timedelta(seconds=found) if isinstance(found, int | float) else found
+
+
+def _retry_policy(_context: dg.ResolutionContext, model: Any) -> dg.RetryPolicy | None:
+    return None if model is None else dg.RetryPolicy(max_retries=model.max_retries, delay=model.delay)
+
+
+class RetryModel(dg.Model, dg.Resolvable):
+    """A retry policy in `defs.yaml`. `delay` is in seconds."""
+
+    max_retries: int = 1
+    delay: float | None = None
 
 
 def check_not_negative(limits: Any, *, optional: Collection[str] = ()) -> None:
@@ -64,11 +87,18 @@ class RangeLimits(RunLimits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssetOptions:
-    """How Dagster shows and runs a consumer's asset.
+class AssetOptions(dg.Resolvable):
+    """How Dagster shows and runs a consumer's asset. `defs.yaml` takes the same fields.
 
     - `description`: the function's docstring by default.
-    - `group_name`, `owners`: as for any asset.
+    - `key_prefix`: the beginning of the asset's key; its last part is the consumer's name.
+    - `group_name`, `owners`, `code_version`, `metadata`: as for any asset.
+    - `automation_condition`: launches runs beside those of the consumer's sensors. Such a run claims the waiting events
+      itself.
+    - `freshness`: the time without a materialization after which the asset is stale, or a policy; seconds in
+      `defs.yaml`. Runs materialize the asset only if there are events.
+    - `columns`: the columns that the consumer writes, with their types.
+    - `translator`: has the last word on the asset, and on those of the topics that it publishes to.
     - `deps`: further assets that it reads, beside its topic.
     - `kinds`: added to the kinds of every consumer. None adds none for `consumer_asset`, and `pyspark` for
       `range_asset`.
@@ -79,14 +109,30 @@ class AssetOptions:
       goes on with its claim from the offset reached. A failing event has its `max_attempts`, whatever the policy.
     """
 
+    # The component's model holds these options: pydantic does not know the classes of Dagster.
+    __pydantic_config__: ClassVar = {"arbitrary_types_allowed": True}
+
     description: str | None = None
-    group_name: str = "consumers"
+    key_prefix: str | Sequence[str] = ()
+    group_name: str | None = "consumers"
     owners: Sequence[str] = ()
-    deps: Iterable[Dependency] = ()
-    kinds: Collection[str] | None = None
+    code_version: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    automation_condition: Annotated[
+        dg.AutomationCondition[Any] | None, dg.Resolver.default(model_field_type=str | None)
+    ] = None
+    freshness: Annotated[
+        dg.FreshnessPolicy | timedelta | None, dg.Resolver(_freshness, model_field_type=float | str | None)
+    ] = None
+    columns: Annotated[Columns | None, dg.Resolver.default(model_field_type=Mapping[str, str] | None)] = None
+    translator: Annotated[EventSQLTranslator | None, dg.Resolver.default(model_field_type=str | None)] = None
+    deps: Annotated[Iterable[Dependency], dg.Resolver(_keys, model_field_type=Sequence[str])] = ()
+    kinds: Annotated[Collection[str] | None, dg.Resolver.default(model_field_type=Sequence[str] | None)] = None
     tags: Mapping[str, str] | None = None
     pool: str | None = None
-    retry_policy: dg.RetryPolicy | None = None
+    retry_policy: Annotated[
+        dg.RetryPolicy | None, dg.Resolver(_retry_policy, model_field_type=RetryModel.model() | None)
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.dagster.consumers.drain import Drained
 from eventsql_orchestration.dagster.consumers.reexecution import forbid_retries
+from eventsql_orchestration.dagster.lineage.metadata_keys import ROW_COUNT
 from eventsql_orchestration.dagster.lineage.origin import input_metadata
 from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
 from eventsql_orchestration.model import how_often
@@ -124,6 +125,7 @@ def results(
         **input_metadata(consumer.topic, drained.ranges(), consumer=consumer.name),
         **({"partition": partitions[0]} if len(partitions) == 1 else {}),
         "events": drained.events,
+        ROW_COUNT: drained.events,
         "claims": len(drained.claims),
     }
     if drained.dead_letters:

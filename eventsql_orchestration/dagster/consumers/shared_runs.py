@@ -47,8 +47,7 @@ def share_runs(
         tags={**{tag: value for tag, value in own.items() if tag not in _OF_ONE}, **CONSUMER_RUN, SHARED_TAG: "true"},
     )
     members = [
-        ConsumerWatch(each.topic, each.consumer, "_".join(each.key.path), each.limits, name, ticks)
-        for each in consumers
+        ConsumerWatch(each.topic, each.consumer, each.asset.op.name, each.limits, name, ticks) for each in consumers
     ]
     sensor = build_sensor(SharedWatch(tuple(members), name, ticks), job, default_status)
     return tuple(replace(consumer, job=job, sensors=(sensor,)) for consumer in consumers)

@@ -94,6 +94,15 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             check_topic_name(name)
         return value
 
+    def topic_of(self, key: dg.AssetKey) -> str | None:
+        """The topic of an asset whose metadata names none; None if it has no topic. Override it for keys of your own.
+
+        `topics` goes first, then a key `topic/<name>`.
+        """
+        if (name := self.topics.get(key.to_user_string())) is not None:
+            return name
+        return key.path[1] if key.path[0] == TOPIC_PREFIX and len(key.path) == 2 else None
+
     def handle_output(self, context: dg.OutputContext, obj: object) -> None:
         """Publish a value. Its materialization gets the topic, the number of events and their offsets as metadata."""
         metadata = {**context.definition_metadata, **context.output_metadata}
@@ -131,11 +140,9 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             return check_topic_name(_plain(metadata[TOPIC]))
         if not context.has_asset_key:
             raise ConfigurationError(f"{what} names no topic: give it metadata={{'topic': …}}")
-        key, name = context.asset_key, context.asset_key.to_user_string()
-        if name in self.topics:
-            return self.topics[name]
-        if key.path[0] == TOPIC_PREFIX and len(key.path) == 2:
-            return check_topic_name(key.path[1])
+        name = context.asset_key.to_user_string()
+        if (found := self.topic_of(context.asset_key)) is not None:
+            return check_topic_name(found)
         if keys.CONSUMED_TOPIC in metadata:
             raise ConfigurationError(
                 f"asset {name} consumes topic {_plain(metadata[keys.CONSUMED_TOPIC])!r} and does not publish to it: "

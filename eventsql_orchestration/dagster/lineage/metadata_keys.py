@@ -35,3 +35,7 @@ INPUT_TRACE: Final = "trace"
 def trace_command(topic: str, offset: int, shard: str | None = None) -> str:
     """The command that shows where an event comes from."""
     return command(shard, f"trace {topic} {offset}")
+
+
+ROW_COUNT: Final = "dagster/row_count"
+"""The number that Dagster's UI shows as the rows of an asset: the events of a run."""

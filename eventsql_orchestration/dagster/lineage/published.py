@@ -44,6 +44,7 @@ class Published:
         metadata: dict[str, Any] = {
             keys.PUBLISHED_TOPIC: self.topic,
             keys.PUBLISHED_EVENTS: self.events,
+            keys.ROW_COUNT: self.events,
             keys.PUBLISHED_RUN: dg.MetadataValue.dagster_run(self.run_id),
             keys.PUBLISHED_TO: dg.MetadataValue.asset(topic_key(self.topic)),
         }
@@ -86,9 +87,11 @@ def add_up(published: Iterable[Mapping[str, Any]], topic: str) -> dict[str, Any]
     if not mine:
         return {}
     spans = [span for metadata in mine for span in _spans(metadata)]
+    events = sum(int(metadata.get(keys.PUBLISHED_EVENTS, 0)) for metadata in mine)
     return {
         keys.PUBLISHED_TOPIC: topic,
-        keys.PUBLISHED_EVENTS: sum(int(metadata.get(keys.PUBLISHED_EVENTS, 0)) for metadata in mine),
+        keys.PUBLISHED_EVENTS: events,
+        keys.ROW_COUNT: events,
         **(_offsets_of(spans) if spans else {}),
         # The links of the last one: all are of one run and one topic.
         **{name: metadata[name] for metadata in mine for name in _LINKS if name in metadata},
@@ -99,5 +102,5 @@ def leave_out(metadata: Mapping[str, Any], topics: Collection[str]) -> dict[str,
     """Metadata without the entries of a publication to one of `topics`."""
     if metadata.get(keys.PUBLISHED_TOPIC) not in topics:
         return dict(metadata)
-    of_publication = {keys.PUBLISHED_TOPIC, keys.PUBLISHED_EVENTS, *_OFFSETS, *_LINKS}
+    of_publication = {keys.PUBLISHED_TOPIC, keys.PUBLISHED_EVENTS, keys.ROW_COUNT, *_OFFSETS, *_LINKS}
     return {name: value for name, value in metadata.items() if name not in of_publication}

@@ -1,0 +1,211 @@
+"""How consumers and topics look as assets: keys, groups, kinds, columns, conditions, and a translator over all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import (
+    AssetOptions,
+    ConsumerDefinition,
+    EventSQLAssetProps,
+    EventSQLIOManager,
+    EventSQLResource,
+    EventSQLTranslator,
+    RunLimits,
+    build_backfill,
+    build_definitions,
+    consumer_asset,
+    range_asset,
+    share_runs,
+    topic_asset,
+    topic_key,
+)
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ValidationError
+from tests.dagster.conftest import Workbench
+from tests.dagster.location import record
+
+ORDERS = Topic("orders", 2)
+LIMITS = RunLimits(max_wait=0.0, drain_seconds=0.0)
+RESOURCE = EventSQLResource(dsn="postgresql://nowhere")
+
+
+class Shop(EventSQLTranslator):
+    """Puts consumers below `shop`, in the group of their topic, and gives topics an owner."""
+
+    def get_asset_spec(self, props: EventSQLAssetProps) -> dg.AssetSpec:
+        spec = super().get_asset_spec(props)
+        if props.consumer is None:
+            return spec.replace_attributes(owners=["team:platform"])
+        return spec.replace_attributes(key=spec.key.with_prefix("shop"), group_name=props.topic)
+
+
+def ledger(name: str = "ledger", **options: Any) -> ConsumerDefinition:
+    decorate = consumer_asset(
+        topic=ORDERS, consumer=name, name=name, limits=LIMITS, options=AssetOptions(**options), sensor="consumer"
+    )
+
+    def consume(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+
+    return decorate(consume)
+
+
+def sums(translator: EventSQLTranslator | None) -> ConsumerDefinition:
+    @range_asset(topic=ORDERS, consumer="sums", publishes=Topic("totals"), options=AssetOptions(translator=translator))
+    def sum_orders(claim: Claim) -> None: ...
+
+    return sum_orders
+
+
+def test_the_options_are_those_of_the_asset() -> None:
+    condition = dg.AutomationCondition.eager()
+    definition = ledger(
+        key_prefix=["finance", "daily"],
+        group_name="money",
+        code_version="7",
+        metadata={"table": "ledger"},
+        automation_condition=condition,
+        freshness=timedelta(hours=1),
+        columns={"id": "bigint"},
+    )
+    spec = definition.asset.get_asset_spec(definition.key)
+    assert spec.key == definition.key == dg.AssetKey(["finance", "daily", "ledger"])
+    assert (spec.group_name, spec.code_version, spec.automation_condition) == ("money", "7", condition)
+    assert spec.freshness_policy == dg.FreshnessPolicy.time_window(fail_window=timedelta(hours=1))
+    assert spec.metadata["table"] == "ledger"
+    assert spec.metadata["dagster/column_schema"] == dg.TableSchema([dg.TableColumn("id", "bigint")])
+
+
+def test_a_consumer_under_a_prefix_consumes_and_shows_the_number_of_its_events(
+    bench: Workbench, metadata: Callable[..., dict[str, Any]]
+) -> None:
+    definition = ledger(key_prefix="finance")
+    definition.register(bench.platform)
+    ids = bench.publish("orders", 3)
+    (request,) = bench.tick(definition.sensors[0])
+    result = bench.run(definition, request)
+    assert bench.effects() == ids
+    assert metadata(result, dg.AssetKey(["finance", "ledger"]))["dagster/row_count"] == 3
+
+
+def test_consumers_under_a_prefix_share_runs_and_are_backfilled(bench: Workbench) -> None:
+    shared = share_runs("both", [ledger("one", key_prefix="finance"), ledger("other", key_prefix="finance")])
+    for each in shared:
+        each.register(bench.platform)
+    ids = bench.publish("orders", 3)
+    (request,) = bench.tick(shared[0].sensors[0])
+    location = build_definitions(shared, eventsql=bench.eventsql, backfills=True)
+    job = location.resolve_job_def("both")
+    run = job.execute_in_process(
+        instance=bench.instance, run_config=request.run_config, tags=dict(request.tags), raise_on_error=False
+    )
+    assert run.success
+    assert bench.effects() == ids * 2
+    assert {"backfill_one", "backfill_other"} <= set(location.get_repository_def().job_names)
+
+
+def test_a_translator_has_the_last_word_on_consumers_and_topics() -> None:
+    definition = sums(Shop())
+    graph = build_definitions([definition], eventsql=RESOURCE, translator=Shop()).resolve_asset_graph()
+    consumer = graph.get(dg.AssetKey(["shop", "sum_orders"]))
+    assert consumer.group_name == "orders"
+    assert consumer.parent_keys == {topic_key("orders")}
+    assert graph.get(topic_key("totals")).parent_keys == {consumer.key}
+    assert {*graph.get(topic_key("totals")).owners, *graph.get(topic_key("orders")).owners} == {"team:platform"}
+    assert {key.asset_key for key in graph.asset_check_keys} == {consumer.key}
+
+
+def test_the_translator_of_the_documentation_works() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "dagster.md").read_text(encoding="utf-8")
+    (example,) = [each for each in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "class Shop" in each]
+    names: dict[str, Any] = {
+        "dg": dg,
+        "EventSQLTranslator": EventSQLTranslator,
+        "EventSQLAssetProps": EventSQLAssetProps,
+    }
+    exec(example, names)
+    assert ledger(translator=names["Shop"]()).key == dg.AssetKey(["shop", "ledger"])
+
+
+class Renames(EventSQLTranslator):
+    def get_asset_spec(self, props: EventSQLAssetProps) -> dg.AssetSpec:
+        return props.spec.replace_attributes(key="another") if props.consumer is None else props.spec
+
+
+class Forgets(EventSQLTranslator):
+    def get_asset_spec(self, props: EventSQLAssetProps) -> Any: ...
+
+
+def test_a_translator_that_loses_an_asset_or_renames_a_topic_is_refused() -> None:
+    for definition in (lambda: topic_asset(ORDERS, translator=Renames()), lambda: sums(Renames())):
+        with pytest.raises(ValidationError):
+            definition()
+    with pytest.raises(ValidationError):
+        ledger(translator=Forgets())
+
+
+# The graph
+
+
+def test_topics_have_a_kind_and_a_group_of_their_own() -> None:
+    graph = build_definitions([sums(None)], eventsql=RESOURCE).resolve_asset_graph()
+    topics = [graph.get(topic_key(name)) for name in ("orders", "orders_dlt", "totals")]
+    assert {(topic.group_name, frozenset(topic.kinds)) for topic in topics} == {
+        ("topics", frozenset({"topic", "postgresql"}))
+    }
+    assert not {"topic", "postgresql"} & graph.get(dg.AssetKey("sum_orders")).kinds
+
+
+@pytest.mark.parametrize("name", ["orders", "totals"])
+def test_a_consumer_with_the_label_of_a_topic_is_refused(name: str) -> None:
+    @range_asset(topic=ORDERS, consumer="sums", publishes=Topic("totals"), name=name)
+    def sum_orders(claim: Claim) -> None: ...
+
+    with pytest.raises(ValidationError):
+        build_definitions([sum_orders], eventsql=RESOURCE)
+
+
+def test_backfills_are_a_group_of_the_graph() -> None:
+    backfill = build_backfill(ledger())
+    assert {spec.group_name for spec in backfill.asset.specs} == {"backfills"}
+
+
+def test_an_asset_of_the_io_manager_has_an_edge_to_its_topic() -> None:
+    @dg.asset(metadata={"topic": "orders"}, io_manager_key="topics")
+    def placed_orders() -> list[Mapping[str, object]]:
+        return []
+
+    location = build_definitions(
+        [ledger()],
+        eventsql=RESOURCE,
+        assets=[placed_orders],
+        resources={"topics": EventSQLIOManager(eventsql=RESOURCE)},
+    )
+    graph = location.resolve_asset_graph()
+    assert graph.get(topic_key("orders")).parent_keys == {placed_orders.key}
+    assert graph.get(dg.AssetKey("ledger")).parent_keys == {topic_key("orders")}
+
+
+def test_an_io_manager_may_find_topics_by_keys_of_a_team(bench: Workbench) -> None:
+    class Topics(EventSQLIOManager):
+        def topic_of(self, key: dg.AssetKey) -> str | None:
+            return key.path[-1].removesuffix("_published")
+
+    @dg.asset(io_manager_key="topics")
+    def orders_published() -> list[Mapping[str, object]]:
+        return [{"value": b"1"}]
+
+    bench.platform.registry.register_topic(ORDERS)
+    manager = Topics(eventsql=bench.eventsql)
+    assert dg.materialize([orders_published], resources={"topics": manager}, instance=bench.instance).success
+    assert [event.value for event in bench.platform.reader.read("orders")] == [b"1"]
