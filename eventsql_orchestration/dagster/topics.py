@@ -25,8 +25,8 @@ KINDS: Final = frozenset({"eventsql"})
 """The kinds of consumers."""
 
 TOPIC_KINDS: Final = frozenset({"topic", "postgresql"})
-"""The kinds of topics. Dagster has icons for the kinds of a fixed list. Of these, `postgresql` suits a topic, and no
-other asset of this package has it."""
+"""The kinds of topics. Dagster has icons for the kinds of a fixed list. Of these, `postgresql` suits a topic; of the
+other assets of this package, only captured tables have it."""
 
 COLUMN_SCHEMA: Final = "dagster/column_schema"
 """The metadata key in which Dagster's UI looks for the columns of an asset."""
