@@ -121,7 +121,7 @@ class Captures:
         `key` are the columns of a unique key, by default the primary key. It tells rows apart and chooses their
         partition. `columns` are captured beside the key, by default all. With `snapshot`, the call publishes the rows
         that exist, and returns when it has read them all; `on_rows` gets their number after each page. Writers go on.
-        If the call ends early, the same call again goes on with the snapshot.
+        If the call ends early, the same call again goes on with the snapshot. A capture without a snapshot gets one.
 
         Raises `TopicNotFoundError`; `CaptureError` for a table that cannot be captured; `ValidationError` for unknown
         columns; `RedefinitionError` if the capture exists with another key or other columns; `DatabaseBusyError` if
@@ -191,6 +191,8 @@ class Captures:
                         f"table {str(found)!r} is captured to topic {topic!r} with another key or other columns: drop "
                         f"it first with `eventsql capture drop {found} {topic}`"
                     )
+                if snapshot:
+                    driver.execute(self._queries("start_snapshot"), {"capture": capture})
                 return int(capture)
             return self._insert(driver, found, topic, chosen_key, chosen, snapshot=snapshot)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import psycopg
 import pytest
 from psycopg import sql
@@ -22,7 +24,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from tests.capture.replay import differences, events
-from tests.fixtures import Sessions
+from tests.fixtures import Sessions, UntilBlocked
 
 
 @pytest.fixture
@@ -241,6 +243,22 @@ def test_a_topic_that_comes_again_does_not_get_changes_of_a_former_capture(
     orders.capture("orders", "changes")
     session.execute("UPDATE orders SET status = 'paid'")
     assert [each["op"] for each in events(session)] == ["r", "u"]
+
+
+def test_a_writer_that_waits_for_the_deletion_of_a_topic_writes_no_event_to_its_successor(
+    orders: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
+) -> None:
+    deletion = sessions()
+    deletion.execute("LOCK TABLE eventsql.event_buffer IN SHARE ROW EXCLUSIVE MODE")
+    deletion.execute("DELETE FROM eventsql.topic WHERE eql_name = 'changes'")
+    deletion.execute("INSERT INTO eventsql.topic (eql_name, eql_partitions) VALUES ('changes', -1)")
+    waiting = threading.Thread(target=session.execute, args=("INSERT INTO orders VALUES (1)",))
+    waiting.start()
+    until_blocked()
+    deletion.commit()
+    waiting.join(60)
+    assert session.execute("SELECT FROM orders").rowcount == 1
+    assert events(session) == []
 
 
 def test_a_dropped_tables_capture_is_shown_and_can_be_dropped(orders: EventSQL, session: Connection) -> None:

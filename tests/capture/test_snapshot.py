@@ -44,6 +44,8 @@ def test_a_capture_without_a_snapshot_has_the_changes_alone(table: EventSQL, ses
     assert table.capture("orders", "changes", snapshot=False).snapshot == "none"
     session.execute("DELETE FROM orders WHERE id = 1")
     assert [(each["op"], each["key"]) for each in events(session)] == [("d", "1")]
+    assert table.capture("orders", "changes").snapshot_rows == ROWS - 1
+    assert differences(session, "orders", "id::text") == []
 
 
 def test_an_empty_table_has_an_empty_snapshot(table: EventSQL, session: Connection) -> None:

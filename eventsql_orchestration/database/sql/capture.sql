@@ -38,6 +38,9 @@ SELECT eql_id, eql_key_names, eql_column_names
 FROM {schema}.capture
 WHERE eql_relation = %(relation)s::oid AND eql_topic = %(topic)s;
 
+-- start_snapshot -- Have the rows of a capture's table published that was made without a snapshot.
+UPDATE {schema}.capture SET eql_snapshot = 'running' WHERE eql_id = %(capture)s AND eql_snapshot = 'none';
+
 -- insert_capture -- Note a capture; gives its id and the number of this transaction.
 INSERT INTO {schema}.capture
     (eql_topic, eql_relation, eql_table, eql_key_names, eql_key_numbers, eql_column_names, eql_column_numbers,

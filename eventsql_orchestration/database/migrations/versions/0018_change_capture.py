@@ -162,7 +162,10 @@ BEGIN
             USING ERRCODE = 'object_not_in_prerequisite_state',
                   HINT = format('Run: eventsql capture drop %s %s', captured.eql_table, captured.eql_topic);
     END IF;
-    SELECT t.eql_partitions INTO partitions FROM {schema}.topic t WHERE t.eql_name = captured.eql_topic;
+    -- Under the lock: the capture may have gone with its topic, and another topic have come.
+    SELECT t.eql_partitions INTO partitions
+    FROM {schema}.topic t JOIN {schema}.capture c ON c.eql_topic = t.eql_name
+    WHERE c.eql_id = captured.eql_id;
 END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_destination({schema}.capture) FROM PUBLIC;
