@@ -6,7 +6,7 @@ of a class is the message that it carries when none is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 
@@ -270,7 +270,18 @@ class ProjectionError(EventSQLError):
 
 
 class MessageNotFoundError(EventSQLError):
-    """The queue holds no such message under this receipt: it was acknowledged, or its visibility timeout ended."""
+    """The queue holds no such message under this receipt: it was acknowledged, or its visibility timeout ended.
+
+    `ids` are the ids of the messages that are not held.
+    """
+
+    def __init__(self, message: str | None = None, *, ids: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ids = tuple(ids)
+
+
+class QueueNotFoundError(EventSQLError):
+    """There is no such queue: create it with `eventsql queue create`, or send a message to it."""
 
 
 # Files of events

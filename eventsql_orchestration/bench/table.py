@@ -11,6 +11,7 @@ from eventsql_orchestration.bench.capture import Capture
 from eventsql_orchestration.bench.dagster import Dagster
 from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.figures import Buffered, Consume, Idle, Latency, Publish, Retention, Transfer
+from eventsql_orchestration.bench.queue import QueueBenchmark
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.bench.single import Single
 from eventsql_orchestration.bench.spark import Spark
@@ -54,6 +55,7 @@ _ALONE: Final = (
     Buffered,
     Capture,
     Retention,
+    QueueBenchmark,
     Spark,
     Dagster,
 )

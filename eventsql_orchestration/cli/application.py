@@ -213,6 +213,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("metrics", "Serve or print figures for Prometheus."),
     _LoadedWhenCalled("seek", "Move a consumer to another place in its topic's log."),
     _LoadedWhenCalled("dlt", "List, show and redrive dead letters.", "dead_letters"),
+    _LoadedWhenCalled("queue", "Create, look at, fill, empty and work off queues."),
     _LoadedWhenCalled("trace", "Show where an event comes from."),
     _LoadedWhenCalled("backfill", "Replay a range of a topic through a consumer."),
     _LoadedWhenCalled("shard", "List shards, and add one while events flow."),

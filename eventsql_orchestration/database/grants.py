@@ -39,6 +39,8 @@ FUNCTIONS: Final = (
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
     "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
     "capture_page", "forget_captures", "publish", "publish_all",
+    "note_of_message", "put_messages", "take_messages", "take_in_order", "bury_messages", "promote_keys",
+    "acknowledge_messages", "make_queue_archive",
 )  # fmt: skip
 """The platform's functions."""
 

@@ -33,7 +33,8 @@ NAMES: Final = (
     "topic", "topic_layout", "consumer", "consumer_claim", "redriven_dead_letter", "finished_backfill",
     "event_buffer", "event_buffer_lock", "shard", "shard_layout", "shard_fence", "access_role",
     "spark_staged_event", "spark_publication", "spark_decision", "spark_part",
-    "queue_message", "aggregate", "aggregate_change", "aggregate_snapshot", "adopted_change", "store_home",
+    "queue", "queue_message", "queue_deduplication", "queue_archive",
+    "aggregate", "aggregate_change", "aggregate_snapshot", "adopted_change", "store_home",
     "store_subscription", "store_dead_letter", "timeline_entry", "rollup_bucket", "log_line", "capture",
 )  # fmt: skip
 """All tables of the platform, beside the logs of topics."""

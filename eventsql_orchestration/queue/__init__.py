@@ -1,5 +1,28 @@
 """SQS-style queues: a message goes to one receiver at a time until it is acknowledged."""
 
-from eventsql_orchestration.queue.queue import Message, Queue, QueueDepth
+from eventsql_orchestration.queue.async_queue import AsyncQueue
+from eventsql_orchestration.queue.queue import Queue
+from eventsql_orchestration.queue.queue_table import drop_expired_archives, list_queues
+from eventsql_orchestration.queue.values import (
+    ArchivedMessage,
+    Message,
+    NewMessage,
+    PeekedMessage,
+    QueueDefinition,
+    QueueDepth,
+    QueueStatistics,
+)
 
-__all__ = ["Message", "Queue", "QueueDepth"]
+__all__ = [
+    "ArchivedMessage",
+    "AsyncQueue",
+    "Message",
+    "NewMessage",
+    "PeekedMessage",
+    "Queue",
+    "QueueDefinition",
+    "QueueDepth",
+    "QueueStatistics",
+    "drop_expired_archives",
+    "list_queues",
+]

@@ -2,154 +2,442 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
-from uuid import UUID
-
-from psycopg.errors import SerializationFailure
-from psycopg.rows import class_row, scalar_row
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import CallersConnection, Database, Queries
-from eventsql_orchestration.errors import MessageNotFoundError, ValidationError
-from eventsql_orchestration.model import MAX_KEY_BYTES
-from eventsql_orchestration.validation import (
-    MAX_VALUE_BYTES,
-    NO_METADATA,
-    Duration,
-    check_metadata,
-    check_name,
-    check_seconds,
-    check_text,
-    check_whole,
+from eventsql_orchestration.database import CallersConnection, Connection, Database
+from eventsql_orchestration.errors import DatabaseUnavailableError, ShardError, ValidationError
+from eventsql_orchestration.queue.queue_table import QUEUE, QueueOptions, QueueTable
+from eventsql_orchestration.queue.values import (
+    ArchivedMessage,
+    Message,
+    NewMessage,
+    PeekedMessage,
+    QueueDefinition,
+    QueueDepth,
+    QueueStatistics,
 )
+from eventsql_orchestration.queue.worker import Backoff, QueueWorkers, exponential
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.validation import NO_METADATA, Duration, check_name, check_seconds, check_whole
 
 MAX_MESSAGES: Final = 10_000
-"""The most messages of one receive. More would wait in memory for longer than their visibility timeout."""
+"""The most messages of one receive or send. More would wait in memory for longer than their visibility timeout."""
+
+MAX_IN_ORDER: Final = 1_000
+"""The most messages of one receive from an ordered queue: it locks the key of each."""
+
+POLL_SECONDS: Final = 1.0
+"""The longest time between two looks of a receiver that waits. Messages of callers' transactions and messages that
+become visible by themselves come without a notification."""
+
+Handler: TypeAlias = Callable[[Message, Connection], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A message that one receiver holds until it acknowledges or releases it, or its visibility timeout ends.
+@runtime_checkable
+class Platform(Protocol):
+    """What a queue needs of `EventSQL`."""
 
-    `receives` counts how often the message was received, including this time. `receipt` identifies this receive; the
-    next receiver gets another.
-    """
+    @property
+    def shards(self) -> tuple[Shard, ...]: ...
 
-    id: int
-    body: bytes
-    key: str | None
-    metadata: Mapping[str, str]
-    receives: int
-    receipt: UUID
+    def open(self) -> object: ...
+
+    def shard_of(self, key: str) -> Shard: ...
 
 
-@dataclass(frozen=True, slots=True)
-class QueueDepth:
-    """The number of messages that can be received now, and of messages that are delayed or held by a receiver."""
-
-    visible: int
-    invisible: int
-
-
-def _checked_body(body: bytes) -> bytes:
-    """Return a message's body: bytes, up to 64 MiB. Raises `ValidationError`."""
-    if not isinstance(body, bytes | bytearray | memoryview):
-        raise ValidationError(f"body must be bytes, not {type(body).__name__}: encode it first, as UTF-8 for example")
-    body = bytes(body)
-    if len(body) > MAX_VALUE_BYTES:
-        raise ValidationError(
-            f"body has {len(body)} bytes; {MAX_VALUE_BYTES} are allowed: send a reference to it instead"
-        )
-    return body
+Source: TypeAlias = Platform | Shard | Database
 
 
 @checked
 class Queue:
-    """The queue called `name`. It exists as soon as a message is sent to it.
+    """The queue called `name`, of a platform. It exists as soon as it is used.
 
-    Messages are received roughly in the order in which they became visible, by one receiver at a time. If a receiver
-    dies or takes longer than its visibility timeout, another receives the message: delivery is at least once.
-    `acknowledge(message, connection=…)` in the transaction of the message's effects makes the effects exactly once.
+    `source` is a platform (`EventSQL`), one of its shards, or a `Database`; receivers hear of new messages at once if
+    the sender has a platform or a shard. A message goes to one receiver at a time. If a receiver dies or takes longer
+    than its visibility timeout, another one receives the message: delivery is at least once. `acknowledge(message,
+    connection=…)` in the transaction of the message's effects makes the effects exactly once. Messages are received in
+    the order of their priority, then roughly in the order in which they became visible. With `ordered`, messages with
+    the same key are received one after another: the next only after the one before is acknowledged, or moved to the
+    dead letters.
 
-    Raises `InvalidNameError` for an unusable name. Nothing connects before the first call.
+    The other options are kept in the database; an option that is given changes it for all users of the queue.
+    `visibility_timeout` is in seconds (default 30). After `max_receives` receives without an acknowledgement, a message
+    moves to the queue `dead_letters` (default: `{name}_dead`). Acknowledged messages are kept in an archive for
+    `retention` seconds. `deduplication_window` is in seconds (default 300).
+
+    Over several shards, each message is on one of them, that of its key.
+
+    Raises `InvalidNameError` and `ValidationError` for an unusable name or option. Nothing connects before the first
+    call. The first call raises `RedefinitionError` if the queue exists and differs in `ordered`.
     """
 
-    def __init__(self, database: Database, name: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        *,
+        ordered: bool | None = None,
+        visibility_timeout: Duration | None = None,
+        max_receives: int | None = None,
+        dead_letters: str | None = None,
+        retention: Duration | None = None,
+        deduplication_window: Duration | None = None,
+    ) -> None:
         self.name = check_name("queue name", name)
-        self._database = database
-        self._queries = Queries("queue", database.schema)
+        if dead_letters is not None and check_name("dead_letters", dead_letters) == name:
+            raise ValidationError("a queue cannot be the queue of its own dead letters: take another name")
+        if max_receives is not None and dead_letters is None:
+            check_name("queue name with _dead", f"{name}_dead")
+        self._options = QueueOptions(
+            ordered=ordered,
+            visibility_timeout=_seconds("visibility_timeout", visibility_timeout),
+            max_receives=None
+            if max_receives is None
+            else check_whole("max_receives", max_receives, least=1, most=2**31 - 1),
+            dead_letters=dead_letters,
+            retention=_seconds("retention", retention),
+            deduplication_window=_seconds("deduplication_window", deduplication_window),
+        )
+        self._source = source
+        self._tables: dict[int, QueueTable] = {}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    # The databases
+
+    def _shards(self) -> Sequence[Shard]:
+        assert not isinstance(self._source, Database)
+        return (self._source,) if isinstance(self._source, Shard) else self._source.shards
+
+    def _table(self, shard: Shard | None) -> QueueTable:
+        table = self._tables.get(id(shard))
+        if table is None:
+            if shard is None:
+                assert isinstance(self._source, Database)
+                table = QueueTable(self._source, self.name, self._options)
+            else:
+                table = QueueTable(
+                    shard.database, self.name, self._options, shard=shard.name, listener=shard.listener,
+                    notifier=shard.notifier,
+                )  # fmt: skip
+            self._tables[id(shard)] = table
+        return table
+
+    def _all(self) -> list[QueueTable]:
+        """The queue in each database that can be reached. Raises `DatabaseUnavailableError` if there is none."""
+        if isinstance(self._source, Database):
+            return [self._table(None)]
+        shards = self._shards()
+        if len(shards) == 1:
+            return [self._table(shards[0])]
+        assert not isinstance(self._source, Shard)
+        self._source.open()
+        up = [shard for shard in self._source.shards if shard.down is None and shard.active]
+        if not up:
+            raise self._source.shards[0].unavailable()
+        return [self._table(shard) for shard in up]
+
+    def _of(self, message: Message) -> QueueTable:
+        for table in self._all():
+            if table.shard == message.shard:
+                return table
+        raise ShardError(
+            f"message {message.id} is on shard {message.shard!r}, which this platform does not reach now: open it with "
+            "the URLs of all shards, or try again",
+            shard=message.shard or "",
+        )
+
+    def _for_key(self, key: str | None, tables: Sequence[QueueTable]) -> QueueTable:
+        if len(tables) == 1 and (isinstance(self._source, Database) or len(self._shards()) == 1):
+            return tables[0]
+        if key is None:
+            return random.choice(tables)  # noqa: S311 - no secret
+        assert not isinstance(self._source, Database | Shard)
+        return self._table(self._source.shard_of(key))
+
+    def _by_shard(self, messages: Iterable[Message]) -> list[tuple[QueueTable, list[Message]]]:
+        tables, grouped = {table.shard: table for table in self._all()}, dict[str | None, list[Message]]()
+        for message in messages:
+            grouped.setdefault(message.shard, []).append(message)
+        return [(tables.get(shard) or self._of(held[0]), held) for shard, held in grouped.items()]
+
+    def definition(self) -> QueueDefinition:
+        """The queue's options as the database has them; creates the queue if there is none."""
+        return next(table.definition() for table in self._all())
+
+    # Sending
 
     def send(
-        self, body: bytes, *, key: str | None = None, metadata: Mapping[str, str] = NO_METADATA,
-        delay: Duration = 0.0, connection: CallersConnection | None = None,
-    ) -> int:  # fmt: skip
-        """Send one message and return its id.
+        self,
+        body: bytes,
+        *,
+        key: str | None = None,
+        metadata: Mapping[str, str] = NO_METADATA,
+        delay: Duration = 0.0,
+        due: datetime | None = None,
+        priority: int = 0,
+        deduplication_id: str | None = None,
+        connection: CallersConnection | None = None,
+    ) -> int:
+        """Send one message and return its id. `NewMessage` describes its fields.
 
-        `key` and `metadata` go with the message and do not affect its delivery. It is received at the earliest after
-        `delay` seconds. With `connection`, of psycopg or SQLAlchemy, it is sent when the caller's transaction commits.
+        With `connection`, of psycopg or SQLAlchemy, it is sent when the caller's transaction commits. For a message
+        whose `deduplication_id` was sent before, gives the id of that message.
 
         Raises `ValidationError`, with nothing sent, for values that cannot be stored and for a connection to another
         database.
         """
-        values = {
-            "queue": self.name, "body": _checked_body(body),
-            "key": None if key is None else check_text("key", key, most=MAX_KEY_BYTES),
-            "metadata": json.dumps(check_metadata(metadata)), "delay": check_seconds("delay", delay, zero=True),
-        }  # fmt: skip
-        with self._database.joined(connection) as joined, joined.cursor(row_factory=scalar_row) as cursor:
-            sent: int | None = cursor.execute(self._queries("send"), values).fetchone()
-            assert sent is not None, "an insert of one row returns its id"
-            return sent
+        message = NewMessage(body, key, metadata, delay, due, priority, deduplication_id)
+        return self.send_all([message], connection=connection)[0]
 
-    def receive(self, *, max_messages: int = 1, visibility_timeout: Duration = 30.0) -> list[Message]:
-        """Receive up to `max_messages` (1 to 10,000) visible messages, in the order in which they were sent. Never
-        waits.
+    def send_all(
+        self, messages: Iterable[NewMessage | bytes], *, connection: CallersConnection | None = None
+    ) -> list[int]:
+        """Send up to 10,000 messages in one statement, all or none, and return their ids in the same order.
 
-        No other receiver gets them for `visibility_timeout` seconds. Choose it longer than a batch takes.
+        With `connection`, they are sent when the caller's transaction commits. Over several shards, the messages of
+        each shard are one statement. Raises as `send`.
         """
-        values = {
-            "queue": self.name,
-            "max_messages": check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES),
-            "visibility_timeout": check_seconds("visibility_timeout", visibility_timeout, zero=False),
-        }
-        with self._database.connection() as connection, connection.cursor(row_factory=class_row(Message)) as cursor:
-            return cursor.execute(self._queries("receive"), values, binary=True, prepare=False).fetchall()
+        given = [each if isinstance(each, NewMessage) else NewMessage(each) for each in messages]
+        if len(given) > MAX_MESSAGES:
+            raise ValidationError(f"{len(given)} messages are too many for one call: send up to {MAX_MESSAGES}")
+        tables = self._all()
+        if not given:
+            if connection is not None:
+                self._where(connection, given, tables)
+            return []
+        if len(tables) == 1:
+            return self._for_key(given[0].key, tables).put(given, connection)
+        if connection is not None:
+            return self._where(connection, given, tables).put(given, connection)
+
+        ids = [0] * len(given)
+        grouped: dict[int, tuple[QueueTable, list[int]]] = {}
+        for place, message in enumerate(given):
+            table = self._for_key(message.key, tables)
+            grouped.setdefault(id(table), (table, []))[1].append(place)
+        for table, places in grouped.values():
+            for place, sent in zip(places, table.put([given[each] for each in places], None), strict=True):
+                ids[place] = sent
+        return ids
+
+    def _where(
+        self, connection: CallersConnection, messages: Sequence[NewMessage], tables: Sequence[QueueTable]
+    ) -> QueueTable:
+        """The shard of a caller's connection; in an ordered queue, the keys must belong to it."""
+        for table in tables:
+            try:
+                with table.database.callers(connection):
+                    break
+            except ValidationError:
+                continue
+        else:
+            # Raises the error for a connection to another database.
+            with tables[0].database.callers(connection):
+                table = tables[0]
+        if table.known().ordered:
+            for message in messages:
+                if message.key is not None and (owner := self._for_key(message.key, tables)) is not table:
+                    raise ValidationError(
+                        f"key {message.key!r} belongs to shard {owner.shard!r}, and the connection leads to "
+                        f"{table.shard!r}: take a connection to platform.shard_of(key)"
+                    )
+        return table
+
+    # Receiving
+
+    def receive(
+        self, *, max_messages: int = 1, visibility_timeout: Duration | None = None, wait: Duration = 0.0
+    ) -> list[Message]:
+        """Receive up to `max_messages` (1 to 10,000; in order: 1,000) visible messages.
+
+        If there are none, waits up to `wait` seconds for the first, without an open transaction. No other receiver gets
+        them for `visibility_timeout` seconds, the queue's own by default. Choose it longer than a batch takes.
+        """
+        check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
+        seconds = _seconds("visibility_timeout", visibility_timeout)
+        deadline = time.monotonic() + check_seconds("wait", wait, zero=True)
+        found = self._take(max_messages, seconds)
+        if found or not wait:
+            return found
+
+        wake = threading.Event()
+        with ExitStack() as subscriptions:
+            subscriptions.callback(self.subscribe(wake.set))
+            while True:
+                wake.clear()
+                found = self._take(max_messages, seconds)
+                left = deadline - time.monotonic()
+                if found or left <= 0:
+                    return found
+                wake.wait(min(left, self.pause()))
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` upon new messages, from another thread; gives a function that ends this.
+
+        Messages that are sent in callers' transactions, or become visible by themselves, come without it: see `pause`.
+        """
+        subscriptions = ExitStack()
+        for table in self._all():
+            if table.listener is not None:
+                subscriptions.callback(table.listener.subscribe(QUEUE, self.name, callback))
+        return subscriptions.close
+
+    def pause(self) -> float:
+        """Seconds after which a receiver that waits looks again, even without a notification: 1 at most."""
+        dues = [due for table in self._all() if (due := table.due()) is not None]
+        return max(0.01, min([POLL_SECONDS, *dues]))
+
+    @contextmanager
+    def transaction(self, message: Message) -> Iterator[Connection]:
+        """A transaction on the database of a message, for its effects and its acknowledgement."""
+        with self._of(message).database.transaction() as connection:
+            yield connection
+
+    def _take(self, most: int, seconds: float | None) -> list[Message]:
+        tables = self._all()
+        if len(tables) > 1:
+            random.shuffle(tables)
+        found: list[Message] = []
+        for table in tables:
+            room = most - len(found)
+            if table.known().ordered:
+                room = min(room, MAX_IN_ORDER)
+            if not room:
+                break
+            try:
+                found += table.take(room, seconds)
+            except DatabaseUnavailableError:
+                # Messages that another shard has given must reach their receiver.
+                if not found:
+                    raise
+        return found
+
+    # Settling
 
     def acknowledge(self, message: Message, *, connection: CallersConnection | None = None) -> None:
         """Delete a message whose work is done; with `connection`, when the caller's transaction commits.
 
         After its visibility timeout, a message can still be acknowledged until somebody receives it again. Raises
-        `MessageNotFoundError` after that, or if it was acknowledged or released before.
+        `MessageNotFoundError` after that, or if it was acknowledged or released before. For an ordered queue, raises
+        `ValidationError`, with nothing done, in a transaction above READ COMMITTED.
         """
-        self._settle("acknowledge", message, connection)
+        self._of(message).acknowledge([message], connection)
 
-    def release(self, message: Message) -> None:
-        """Make a message visible again at once, behind all visible messages.
+    def acknowledge_all(self, messages: Iterable[Message], *, connection: CallersConnection | None = None) -> None:
+        """Acknowledge messages together, all or none; over several shards, all of a shard or none.
 
-        Raises `MessageNotFoundError` if this receipt does not hold it any more.
+        Raises as `acknowledge`; `ids` of the `MessageNotFoundError` are the messages that are not held any more.
         """
-        self._settle("release", message, None)
+        grouped = self._by_shard(messages)
+        if not grouped and connection is not None:
+            self._where(connection, [], self._all())
+        for table, held in grouped:
+            table.acknowledge(held, connection)
+
+    def release(self, message: Message, *, delay: Duration = 0.0, reason: str | None = None) -> None:
+        """Give a message back, visible again after `delay` seconds, behind all visible messages.
+
+        In an ordered queue, the later messages of its key go on waiting for it. `reason` goes into its history. Raises
+        `MessageNotFoundError` if this receipt does not hold it any more.
+        """
+        self._of(message).release(message, check_seconds("delay", delay, zero=True), reason)
+
+    def extend(self, message: Message, seconds: Duration) -> None:
+        """Hold a message for `seconds` from now on. Raises `MessageNotFoundError` if it is not held any more."""
+        table = self._of(message)
+        if not table.extend([message], check_seconds("seconds", seconds, zero=False)):
+            raise table.not_found([message.id])
+
+    def extend_all(self, messages: Iterable[Message], seconds: Duration) -> list[Message]:
+        """Hold messages for `seconds` from now on. Gives the messages that are still held."""
+        still: list[Message] = []
+        for table, held in self._by_shard(messages):
+            ids = table.extend(held, check_seconds("seconds", seconds, zero=False))
+            still += [message for message in held if message.id in ids]
+        return still
+
+    # Looking after
+
+    def peek(self, limit: int = 10) -> list[PeekedMessage]:
+        """The next messages of each shard, with their states, without receiving them."""
+        return [message for table in self._all() for message in table.peek(limit)][:limit]
+
+    def purge(self) -> int:
+        """Delete the messages of the queue, also those in flight, and give their number.
+
+        Messages that are sent, received or acknowledged at that moment may stay. Dead letters stay.
+        """
+        return sum(table.purge() for table in self._all())
+
+    def redrive(self, limit: int | None = None, *, ids: Iterable[int] | None = None) -> int:
+        """Move dead letters of this queue back to it, the oldest first, and give their number.
+
+        `limit` is the most of each shard; `ids` chooses messages of the queue of dead letters. Their receives begin
+        anew, and their history goes on. A dead letter that somebody holds stays.
+        """
+        chosen = None if ids is None else list(ids)
+        return sum(table.redrive(limit, chosen) for table in self._all())
+
+    def statistics(self) -> QueueStatistics:
+        """Count the queue's messages by state. This takes longer the more there are."""
+        found = [table.statistics() for table in self._all()]
+        ages = [each.oldest for each in found if each.oldest is not None]
+        waits = [each.waiting for each in found if each.waiting is not None]
+        return QueueStatistics(
+            self.name,
+            visible=sum(each.visible for each in found),
+            in_flight=sum(each.in_flight for each in found),
+            delayed=sum(each.delayed for each in found),
+            blocked=sum(each.blocked for each in found),
+            dead=sum(each.dead for each in found),
+            oldest=max(ages, default=None),
+            waiting=max(waits, default=None),
+        )
+
+    def archived(self, limit: int = 100) -> list[ArchivedMessage]:
+        """The messages that were acknowledged last, the latest first, of a queue with a `retention`."""
+        found = [message for table in self._all() for message in table.archived(limit)]
+        return sorted(found, key=lambda message: message.acknowledged_at, reverse=True)[:limit]
 
     def depth(self) -> QueueDepth:
-        """Count the queue's messages. This takes longer the more there are."""
-        with self._database.connection() as connection, connection.cursor(row_factory=class_row(QueueDepth)) as cursor:
-            counted = cursor.execute(self._queries("depth"), {"queue": self.name}, prepare=False).fetchone()
-            assert counted is not None, "an aggregate without GROUP BY has one row"
-            return counted
+        """Count the messages that can be received now, and the others."""
+        counted = self.statistics()
+        return QueueDepth(counted.visible, counted.depth - counted.visible)
 
-    def _settle(self, statement: str, message: Message, connection: CallersConnection | None) -> None:
-        values = {"queue": self.name, "id": message.id, "receipt": message.receipt}
-        with self._database.joined(connection) as joined:
-            try:
-                settled = joined.execute(self._queries(statement), values, prepare=False).rowcount
-            except SerializationFailure:
-                # Under REPEATABLE READ: somebody has received or settled the message since the transaction began.
-                settled = 0
-        if not settled:
-            raise MessageNotFoundError(
-                f"queue {self.name!r} has no message {message.id} with this receipt: it was acknowledged or released, "
-                "or its visibility timeout ended and another receiver took it"
-            )
+    # Working
+
+    def work(
+        self,
+        handler: Handler,
+        *,
+        workers: int = 1,
+        max_messages: int = 10,
+        visibility_timeout: Duration | None = None,
+        backoff: Backoff = exponential,
+    ) -> QueueWorkers:
+        """Start threads that call `handler(message, connection)` for each message; `stop()` ends them.
+
+        Writes through `connection` commit together with the acknowledgement: exactly once. All other effects happen at
+        least once. If the handler raises, its writes are rolled back, and the message is released for
+        `backoff(receives)` seconds, with the error in its history. The visibility timeout of messages that a worker
+        holds is extended meanwhile. Each worker receives up to `max_messages` at once. Give the queue `max_receives`,
+        or a message whose handler always fails comes back for ever.
+        """
+        check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
+        return QueueWorkers(
+            self, handler, workers=workers, max_messages=max_messages,
+            visibility_timeout=_seconds("visibility_timeout", visibility_timeout), backoff=backoff,
+        ).start()  # fmt: skip
+
+
+def _seconds(what: str, duration: Duration | None) -> float | None:
+    return None if duration is None else check_seconds(what, duration, zero=False)

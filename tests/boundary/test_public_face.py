@@ -58,7 +58,8 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 
 RESULTS = {
     "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "Event",
-    "LogLine", "Message", "QueueDepth", "RecordedChange", "RollupBucket", "Snapshot", "TimelineEntry",
+    "ArchivedMessage", "LogLine", "Message", "PeekedMessage", "QueueDefinition", "QueueDepth", "QueueStatistics",
+    "RecordedChange", "RollupBucket", "Snapshot", "TimelineEntry",
 }  # fmt: skip
 """Classes whose objects only the platform makes; making one checks nothing."""
 
@@ -155,6 +156,7 @@ class Face:
             DeadLetterCause: lambda: DeadLetterCause.of("audit", ValueError("broken"), 1),
             OffsetRange: lambda: OffsetRange("orders", -1, 0, 1),
             Message: lambda: self.queue.receive()[0] if self.queue.send(b"{}") else None,
+            Queue: lambda: self.queue,
             Change: lambda: Change("placed", {}),
             RecordedChange: self.recorded,
             StoreCheckpoint: self.store.newest,

@@ -48,7 +48,7 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     assert names == [
         "init", "dev", "migrate", "doctor", "topic", "consumer", "publish", "capture", "transfer", "consume",
         "tail", "lag", "metrics",
-        "seek", "dlt", "trace", "backfill", "shard", "roles", "server", "completion", "bench",
+        "seek", "dlt", "queue", "trace", "backfill", "shard", "roles", "server", "completion", "bench",
     ]  # fmt: skip
 
 
@@ -59,7 +59,9 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
      "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
      "consumer pause", "consumer resume", "dlt list", "dlt show", "dlt redrive", "seek", "trace",
      "bench stream", "bench all", "backfill run", "backfill list", "backfill delete", "server status", "server url",
-     "server stop", "capture create", "capture list", "capture drop"],
+     "server stop", "capture create", "capture list", "capture drop",
+     "queue create", "queue list", "queue describe", "queue send", "queue receive", "queue peek", "queue purge",
+     "queue redrive", "queue archive", "queue work"],
 )  # fmt: skip
 def test_every_command_has_help_and_needs_nothing_for_it(invoke: Run, directory: Path, command: str) -> None:
     (directory / "eventsql.toml").write_text("not TOML")

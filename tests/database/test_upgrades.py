@@ -146,6 +146,10 @@ def test_the_first_revision_and_the_newest_are_where_they_are_thought_to_be() ->
 def test_no_step_loses_or_changes_a_row(old: str) -> None:
     with psycopg.connect(old, autocommit=True) as connection:
         columns = columns_of(connection)
+        # Revision 0020 names a queue by its number, and takes receipts from before it back.
+        columns["queue_message"] = [
+            name for name in columns["queue_message"] if name not in {"eql_queue", "eql_receipt"}
+        ]
         before = rows_of(connection, columns)
         assert all(before.values()), "a table of the first release has no row to lose"
         for revision in REVISIONS[1:]:

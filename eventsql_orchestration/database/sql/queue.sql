@@ -1,46 +1,140 @@
--- send -- Write one message, visible after its delay. Uses the clock: the transaction may have begun long before.
-INSERT INTO {schema}.queue_message (eql_queue, eql_key, eql_body, eql_metadata, eql_visible_at)
-VALUES (
-    %(queue)s, %(key)s, %(body)s, %(metadata)s::json,
-    clock_timestamp() + make_interval(secs => %(delay)s)
-)
+-- definition -- A queue with its options; of all queues, one after another, without a name.
+SELECT
+    q.eql_id, q.eql_name, q.eql_ordered, q.eql_visibility_timeout, q.eql_max_receives, d.eql_name,
+    q.eql_retention_seconds, q.eql_deduplication_seconds, q.eql_created_at
+FROM {schema}.queue q LEFT JOIN {schema}.queue d ON d.eql_id = q.eql_dead_letters
+WHERE %(name)s::text IS NULL OR q.eql_name = %(name)s
+ORDER BY q.eql_name;
+
+-- create -- A queue, unless there is one of this name; options that were not given have their defaults.
+INSERT INTO {schema}.queue (eql_name, eql_ordered) VALUES (%(name)s, coalesce(%(ordered)s, false))
+ON CONFLICT (eql_name) DO NOTHING;
+
+-- configure -- Changes the options that were given.
+UPDATE {schema}.queue
+SET eql_visibility_timeout = coalesce(%(visibility_timeout)s, eql_visibility_timeout),
+    eql_max_receives = coalesce(%(max_receives)s, eql_max_receives),
+    eql_dead_letters = coalesce(
+        (SELECT d.eql_id FROM {schema}.queue d WHERE d.eql_name = %(dead_letters)s), eql_dead_letters
+    ),
+    eql_retention_seconds = coalesce(%(retention)s, eql_retention_seconds),
+    eql_deduplication_seconds = coalesce(%(deduplication_window)s, eql_deduplication_seconds)
+WHERE eql_name = %(name)s;
+
+-- put -- Writes messages, one after another; gives their ids, or NULL where there is no such queue.
+SELECT {schema}.put_messages(
+    %(queue)s, %(bodies)s::bytea[], %(keys)s::text[], %(metadata)s::text[], %(priorities)s::int[],
+    %(dues)s::timestamptz[], %(delays)s::float8[], %(deduplication_ids)s::text[]
+);
+
+-- take -- Receives messages of a queue without order.
+SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history
+FROM {schema}.take_messages(%(queue)s, %(max_messages)s, %(visibility_timeout)s);
+
+-- take_in_order -- Receives the first message of each key.
+SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history
+FROM {schema}.take_in_order(%(queue)s, %(max_messages)s, %(visibility_timeout)s);
+
+-- acknowledge -- Deletes held messages, all or none; gives the ids that are not held, or NULL in an isolated transaction.
+SELECT {schema}.acknowledge_messages(%(queue)s, %(ids)s::bigint[], %(receipts)s::int[]);
+
+-- release -- Makes a held message visible after a delay, for another receiver.
+UPDATE {schema}.queue_message
+SET eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_receipt = NULL,
+    eql_history = CASE WHEN %(reason)s::text IS NULL THEN eql_history ELSE
+        {schema}.note_of_message(eql_history, eql_receives, clock_timestamp(), %(reason)s) END
+WHERE eql_id = %(id)s AND eql_queue = %(queue)s AND eql_receipt = %(receipt)s
 RETURNING eql_id;
 
--- receive -- Take the messages that have been due longest, hidden under a new receipt until their timeout ends. With an
--- array of ids, the planner cannot read the whole queue for a few rows.
-WITH received AS (
-    UPDATE {schema}.queue_message
-    SET eql_visible_at = clock_timestamp() + make_interval(secs => %(visibility_timeout)s),
-        eql_receives = eql_receives + 1,
-        eql_receipt = gen_random_uuid()
-    WHERE eql_id = ANY (ARRAY(
-        SELECT eql_id
-        FROM {schema}.queue_message
-        WHERE eql_queue = %(queue)s AND eql_visible_at <= now()
-        ORDER BY eql_visible_at, eql_id
-        LIMIT %(max_messages)s
-        FOR UPDATE SKIP LOCKED
-    ))
-    RETURNING eql_id, eql_body, eql_key, eql_metadata, eql_receives, eql_receipt
-)
-SELECT
-    eql_id AS id, eql_body AS body, eql_key AS key, eql_metadata AS metadata, eql_receives AS receives,
-    eql_receipt AS receipt
-FROM received
-ORDER BY eql_id;
-
--- acknowledge -- Deletes a message that is still held under this receipt.
-DELETE FROM {schema}.queue_message
-WHERE eql_id = %(id)s AND eql_queue = %(queue)s AND eql_receipt = %(receipt)s;
-
--- release -- Makes a message that is still held under this receipt visible at once.
+-- extend -- Lets held messages stay invisible for longer; gives those that are held.
 UPDATE {schema}.queue_message
-SET eql_visible_at = clock_timestamp(), eql_receipt = NULL
-WHERE eql_id = %(id)s AND eql_queue = %(queue)s AND eql_receipt = %(receipt)s;
+SET eql_visible_at = clock_timestamp() + make_interval(secs => %(seconds)s)
+FROM (
+    SELECT given.id, given.receipt FROM unnest(%(ids)s::bigint[], %(receipts)s::int[]) AS given (id, receipt)
+    ORDER BY given.id
+) held
+WHERE eql_id = held.id AND eql_queue = %(queue)s AND eql_receipt = held.receipt
+RETURNING eql_id;
 
--- depth -- How many messages are visible, and how many are delayed or held by a receiver.
+-- due -- Seconds until the next message that is not visible yet becomes visible.
+SELECT extract(epoch FROM min(next.eql_visible_at) - clock_timestamp())::float8
+FROM generate_series(0, 9) AS level
+CROSS JOIN LATERAL (
+    SELECT m.eql_visible_at FROM {schema}.queue_message m
+    WHERE m.eql_queue = %(queue)s AND m.eql_priority = level.level AND m.eql_visible_at > now()
+    ORDER BY m.eql_visible_at LIMIT 1
+) next;
+
+-- peek -- The messages of a queue that are first in turn, or one message, with their states.
+SELECT m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_priority, m.eql_created_at,
+       CASE WHEN m.eql_visible_at < 'infinity' THEN m.eql_visible_at END,
+       CASE WHEN m.eql_visible_at = 'infinity' THEN 'blocked' WHEN m.eql_visible_at <= now() THEN 'visible'
+            WHEN m.eql_receipt IS NULL THEN 'delayed' ELSE 'in flight' END,
+       o.eql_name, m.eql_history
+FROM {schema}.queue_message m LEFT JOIN {schema}.queue o ON o.eql_id = m.eql_origin
+WHERE m.eql_queue = %(queue)s
+ORDER BY m.eql_priority DESC, m.eql_visible_at, m.eql_id
+LIMIT %(limit)s;
+
+-- statistics -- The numbers of a queue's messages by state, and their ages in seconds.
 SELECT
-    count(*) FILTER (WHERE eql_visible_at <= now()) AS visible,
-    count(*) FILTER (WHERE eql_visible_at > now()) AS invisible
+    count(*) FILTER (WHERE eql_visible_at <= now()),
+    count(*) FILTER (WHERE eql_visible_at > now() AND eql_visible_at < 'infinity' AND eql_receipt IS NOT NULL),
+    count(*) FILTER (WHERE eql_visible_at > now() AND eql_visible_at < 'infinity' AND eql_receipt IS NULL),
+    count(*) FILTER (WHERE eql_visible_at = 'infinity'),
+    (SELECT count(*) FROM {schema}.queue_message d WHERE d.eql_origin = %(queue)s),
+    extract(epoch FROM now() - min(eql_created_at))::float8,
+    extract(epoch FROM now() - min(eql_visible_at) FILTER (WHERE eql_visible_at <= now()))::float8
 FROM {schema}.queue_message
 WHERE eql_queue = %(queue)s;
+
+-- purge -- Deletes messages, first those that wait behind others; gives how many.
+WITH purged AS (
+    DELETE FROM {schema}.queue_message WHERE eql_id = ANY (ARRAY(
+        SELECT eql_id FROM {schema}.queue_message
+        WHERE eql_queue = %(queue)s AND eql_id <= %(upto)s
+        ORDER BY eql_priority DESC, eql_visible_at DESC, eql_id DESC LIMIT %(limit)s
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING eql_id
+)
+SELECT count(*) FROM purged;
+
+-- newest -- The largest id of a queue's messages.
+SELECT max(eql_id) FROM {schema}.queue_message WHERE eql_queue = %(queue)s;
+
+-- stranded -- The keys of an ordered queue that have messages behind others.
+SELECT {schema}.promote_keys(%(queue)s, ARRAY(
+    SELECT DISTINCT eql_key FROM {schema}.queue_message
+    WHERE eql_queue = %(queue)s AND eql_in_order AND eql_visible_at = 'infinity'
+));
+
+-- redrive -- Moves dead letters of a queue back to it, the oldest first; gives how many.
+WITH moved AS (
+    UPDATE {schema}.queue_message
+    SET eql_id = DEFAULT, eql_queue = %(queue)s, eql_origin = NULL, eql_receives = 0, eql_receipt = NULL,
+        eql_visible_at = clock_timestamp(), eql_in_order = %(ordered)s AND eql_key IS NOT NULL,
+        eql_history = {schema}.note_of_message(eql_history, eql_receives, clock_timestamp(), 'redriven')
+    WHERE eql_id = ANY (ARRAY(
+        SELECT eql_id FROM {schema}.queue_message
+        WHERE eql_origin = %(queue)s AND (%(ids)s::bigint[] IS NULL OR eql_id = ANY (%(ids)s::bigint[]))
+          AND (eql_receipt IS NULL OR eql_visible_at <= now())
+        ORDER BY eql_id LIMIT %(limit)s
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING eql_id
+)
+SELECT count(*) FROM moved;
+
+-- archived -- Messages that were acknowledged, the latest first.
+SELECT eql_id, eql_body, eql_key, eql_metadata::text, eql_receives, eql_priority, eql_created_at, eql_acknowledged_at
+FROM {schema}.queue_archive
+WHERE eql_queue = %(queue)s
+ORDER BY eql_acknowledged_at DESC LIMIT %(limit)s;
+
+-- expired_archives -- The partitions of the archive whose messages have all expired.
+SELECT c.relname
+FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+WHERE i.inhparent = to_regclass(%(archive)s) AND NOT i.inhdetachpending
+  AND c.relname ~ '^queue_archive_[0-9]+$' AND to_date(right(c.relname, 8), 'YYYYMMDD') + 1 < now()
+ORDER BY c.relname;

@@ -1,0 +1,228 @@
+"""Queues: sending, receiving and acknowledging, beside PGMQ in the same run where its SQL is given."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.bench import roles, workload
+from eventsql_orchestration.bench.benchmark import Benchmark, option, workers
+from eventsql_orchestration.bench.figure import Figure
+from eventsql_orchestration.bench.session import Session
+from eventsql_orchestration.bench.worker import Worker
+from eventsql_orchestration.errors import BenchmarkError
+from eventsql_orchestration.queue import NewMessage, Queue
+
+_NAME: Final = "eventsql_bench_queue"
+_PGMQ: Final = "pgmq"
+_UNIT: Final = "messages/s"
+_HELD: Final = 600
+"""The visibility timeout of a benchmark in seconds: longer than any step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueBenchmark(Benchmark):
+    """Send messages to a queue, then receive and acknowledge them, in batches, from several connections.
+
+    Each connection is a process of its own. Steps alternate with the same steps of PGMQ if its SQL is given: the file
+    is run in a schema that the benchmark makes and drops, so no such schema may be there. Messages are those of the
+    other benchmarks: 150 bytes of JSON.
+    """
+
+    name = "queue"
+    summary = "Send, receive and acknowledge messages of a queue, beside PGMQ."
+    hidden: ClassVar[frozenset[str]] = frozenset({"partitions", "raw_events"})
+
+    messages: int = option(40_000, "Messages of each step", quick=400)
+    batch: int = option(100, "Messages of a batch", most=10_000, quick=20)
+    connections: int = workers(4, "Connections that send and receive")
+    backlog: int = option(0, "Messages that wait in the queue meanwhile", least=0, most=10_000_000)
+    keys: int = option(1_000, "Different keys of an ordered queue")
+    ordered: bool = option(False, "Keep the order of keys, beside PGMQ's read_grouped_head")
+    pgmq_sql: str = option("", "PGMQ's SQL, to be measured in the same run", kind=str, metavar="FILE")
+    rounds: int = option(3, "Repetitions of each step; the median counts", quick=1)
+
+    def measure(self, session: Session) -> list[Figure]:
+        text = _read(self.pgmq_sql) if self.pgmq_sql else None
+        figures: dict[str, list[float]] = {}
+        with ExitStack() as opened:
+            queue = opened.enter_context(_own_queue(session, ordered=self.ordered))
+            opened.enter_context(_pgmq(session, text))
+            self._fill(session, queue)
+            kinds = ["", "pgmq_"] if text is not None else [""]
+            for _ in range(self.rounds):
+                for step in ("send", "receive"):
+                    for kind in kinds:
+                        figures.setdefault(f"{kind}{step}", []).append(self._step(session, queue.name, kind, step))
+        return self._figures(figures)
+
+    def _fill(self, session: Session, queue: Queue) -> None:
+        pool = [each.value for each in workload.publications(_NAME, min(self.backlog, 5_000))]
+        for done in range(0, self.backlog, 5_000):
+            batch = pool[: min(5_000, self.backlog - done)]
+            queue.send_all([NewMessage(body, key=f"{done + place}") for place, body in enumerate(batch)])
+            session.report("filling the queue", done, self.backlog)
+
+    def _step(self, session: Session, queue: str, kind: str, step: str) -> float:
+        share = self.messages // self.connections
+        with session.crew() as crew:
+            started = [
+                crew.start(
+                    work, f"connection {number}", queue=queue, kind=kind, step=step, messages=share, batch=self.batch,
+                    ordered=self.ordered, keys=self.keys, number=number,
+                )
+                for number in range(self.connections)
+            ]  # fmt: skip
+            crew.go()
+            outcomes = [crew.outcome(each, limit=600.0) for each in started]
+        done = sum(outcome["messages"] for outcome in outcomes)
+        elapsed = max(outcome["ended"] for outcome in outcomes) - min(outcome["started"] for outcome in outcomes)
+        return float(done / elapsed)
+
+    def _figures(self, figures: dict[str, list[float]]) -> list[Figure]:
+        found: list[Figure] = []
+        details = {"connections": self.connections, "batch": self.batch, "backlog": self.backlog}
+        for name, rates in figures.items():
+            median = sorted(rates)[len(rates) // 2]
+            found.append(Figure(f"queue_{name}", median, _UNIT, details={**details, "rounds": rates}))
+            if (theirs := figures.get(f"pgmq_{name}")) is not None:
+                # Of neighbouring steps: the machine's speed drifts.
+                ratios = sorted(own / other for own, other in zip(rates, theirs, strict=True))
+                ratio = ratios[len(ratios) // 2]
+                found.append(Figure(f"queue_{name}_of_pgmq", ratio, "ratio", details={"rounds": ratios}))
+        return found
+
+
+def _read(path: str) -> str:
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchmarkError(f"{path} cannot be read: {error}") from None
+    # Lines of psql's own, and what only an extension may call.
+    text = re.sub(r"^\\.*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"^SELECT pg_catalog\.pg_extension_config_dump\([^;]*;", "", text, flags=re.MULTILINE)
+
+
+@contextmanager
+def _own_queue(session: Session, *, ordered: bool) -> Iterator[Queue]:
+    queue = Queue(session.platform, f"{_NAME}{'_ordered' if ordered else ''}", ordered=ordered)
+    try:
+        queue.purge()
+        yield queue
+    finally:
+        queue.purge()
+
+
+@contextmanager
+def _pgmq(session: Session, text: str | None) -> Iterator[None]:
+    if text is None:
+        yield
+        return
+    with closing(session.databases[0].dedicated()) as connection:
+        if connection.execute("SELECT pg_catalog.to_regnamespace('pgmq') IS NULL").fetchone() != (True,):
+            raise BenchmarkError(
+                "the database has a schema pgmq, which the benchmark would drop: take another database"
+            )
+        try:
+            connection.execute("CREATE SCHEMA pgmq")
+            connection.execute(text.encode())
+            connection.execute(sql.SQL("SELECT pgmq.create({})").format(sql.Literal(_NAME)))
+            yield
+        except psycopg.Error as error:
+            raise BenchmarkError(f"PGMQ's SQL fails: {' '.join(str(error).split())}") from error
+        finally:
+            connection.execute("DROP SCHEMA IF EXISTS pgmq CASCADE")
+
+
+def work(
+    worker: Worker,
+    *,
+    queue: str,
+    kind: str,
+    step: str,
+    messages: int,
+    batch: int,
+    ordered: bool,
+    keys: int,
+    number: int,
+) -> roles.Outcome:
+    """Send `messages`, or receive and acknowledge until there are no more. Gives the number, the start and the end."""
+    side: _Own | _Pgmq = _Pgmq(ordered) if kind else _Own(queue, ordered)
+    with worker.platform() as platform, ExitStack() as opened:
+        side.open(platform, opened, messages=messages, batch=batch, keys=keys, number=number)
+        worker.ready()
+        started, done = time.monotonic(), 0
+        if step == "send":
+            while done < messages:
+                done += side.send()
+        else:
+            while done < messages and (received := side.receive()):
+                done += received
+        return {"messages": done, "started": started, "ended": time.monotonic()}
+
+
+@dataclass
+class _Own:
+    name: str
+    ordered: bool
+    _queue: Queue = field(init=False)
+    _batch: list[NewMessage] = field(init=False)
+
+    def open(self, platform: Any, _opened: ExitStack, *, messages: int, batch: int, keys: int, number: int) -> None:
+        del messages
+        self._queue = Queue(platform, self.name)
+        self._queue.definition()
+        bodies = [each.value for each in workload.publications(_NAME, batch, seed=number)]
+        names = [f"{number} {place % keys}" if self.ordered else None for place in range(batch)]
+        self._batch = [NewMessage(body, key=key) for body, key in zip(bodies, names, strict=True)]
+
+    def send(self) -> int:
+        return len(self._queue.send_all(self._batch))
+
+    def receive(self) -> int:
+        received = self._queue.receive(max_messages=len(self._batch), visibility_timeout=_HELD)
+        if received:
+            self._queue.acknowledge_all(received)
+        return len(received)
+
+
+@dataclass
+class _Pgmq:
+    ordered: bool
+    _connection: psycopg.Connection[Any] = field(init=False)
+    _batch: list[str] = field(init=False)
+    _headers: list[str] = field(init=False)
+
+    def open(self, platform: Any, opened: ExitStack, *, messages: int, batch: int, keys: int, number: int) -> None:
+        del messages
+        self._connection = opened.enter_context(closing(platform.database.dedicated()))
+        self._batch = [each.value.decode() for each in workload.publications(_NAME, batch, seed=number)]
+        self._headers = [json.dumps({"x-pgmq-group": f"{number} {place % keys}"}) for place in range(batch)]
+
+    def send(self) -> int:
+        if self.ordered:
+            statement = "SELECT * FROM pgmq.send_batch(%s, %s::jsonb[], %s::jsonb[])"
+            self._connection.execute(statement, [_NAME, self._batch, self._headers]).fetchall()
+        elif len(self._batch) == 1:
+            self._connection.execute("SELECT * FROM pgmq.send(%s, %s::jsonb)", [_NAME, self._batch[0]]).fetchall()
+        else:
+            self._connection.execute("SELECT * FROM pgmq.send_batch(%s, %s::jsonb[])", [_NAME, self._batch]).fetchall()
+        return len(self._batch)
+
+    def receive(self) -> int:
+        plain, grouped = "SELECT * FROM pgmq.read(%s, %s, %s)", "SELECT * FROM pgmq.read_grouped_head(%s, %s, %s)"
+        statement = grouped if self.ordered else plain
+        rows = self._connection.execute(statement, [_NAME, _HELD, len(self._batch)]).fetchall()
+        if rows:
+            ids = [row[0] for row in rows]
+            self._connection.execute("SELECT * FROM pgmq.delete(%s, %s::bigint[])", [_NAME, ids]).fetchall()
+        return len(rows)

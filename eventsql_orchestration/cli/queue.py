@@ -1,0 +1,296 @@
+"""`eventsql queue`: create, look at, fill, empty and work off queues."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Annotated, Any, Final
+
+import click
+
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import (
+    Columns,
+    counted,
+    same,
+    say,
+    show_fields,
+    show_items,
+    write_json,
+)
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, argument, command, option
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import EventSQLError, QueueNotFoundError
+from eventsql_orchestration.queue import (
+    Message,
+    NewMessage,
+    PeekedMessage,
+    Queue,
+    QueueDefinition,
+    drop_expired_archives,
+    list_queues,
+)
+from eventsql_orchestration.signals import handling
+
+_SENT_AT_ONCE: Final = 1_000
+
+QueueName = Annotated[str, argument(metavar="QUEUE")]
+Limit = Annotated[int, option("The most messages.", type=POSITIVE, default=10)]
+
+
+class HandlerFailedError(EventSQLError):
+    """The command that handles messages ended with another exit code than 0."""
+
+
+@click.group()
+def queue() -> None:
+    """Create, look at, fill, empty and work off queues."""
+
+
+def _existing(platform: EventSQL, name: str) -> Queue:
+    if name not in {each.name for each in _definitions(platform)}:
+        raise QueueNotFoundError(f"there is no queue {name!r}: create it with `eventsql queue create`")
+    return Queue(platform, name)
+
+
+def _definitions(platform: EventSQL) -> list[QueueDefinition]:
+    platform.open()
+    found = {each.name: each for shard in platform.shards if shard.down is None for each in list_queues(shard.database)}
+    return [found[name] for name in sorted(found)]
+
+
+@command(queue)
+def create(
+    context: CliContext,
+    *,
+    name: QueueName,
+    ordered: Annotated[bool, option("Give out the messages of a key one after another.")],
+    visibility_timeout: Annotated[timedelta | None, option("How long a receiver holds a message.")],
+    max_receives: Annotated[int | None, option("Receives until a message is a dead letter.", type=POSITIVE)],
+    dead_letters: Annotated[
+        str | None, option("The queue of the dead letters  [default: QUEUE_dead].", metavar="NAME")
+    ],
+    retention: Annotated[timedelta | None, option("How long acknowledged messages are kept.")],
+    deduplication_window: Annotated[timedelta | None, option("How long a deduplication id counts.")],
+) -> None:
+    """Create QUEUE, or change its options."""
+    with context.platform() as platform:
+        Queue(
+            platform, name, ordered=ordered or None, visibility_timeout=visibility_timeout, max_receives=max_receives,
+            dead_letters=dead_letters, retention=retention, deduplication_window=deduplication_window,
+        ).definition()  # fmt: skip
+    say(f"queue {name!r} is there")
+
+
+@command(queue, "list")
+def list_all(context: CliContext, as_json: AsJson) -> None:
+    """List the queues with the numbers of their messages."""
+    with context.platform() as platform:
+        found = [Queue(platform, each.name).statistics() for each in _definitions(platform)]
+    if as_json:
+        write_json([asdict(each) for each in found])
+        return
+    columns: Columns = {
+        **same("queue", "visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"),
+        "oldest (s)": "oldest", "waiting (s)": "waiting",
+    }  # fmt: skip
+    show_items(found, columns)
+
+
+@command(queue)
+def describe(context: CliContext, name: QueueName, as_json: AsJson) -> None:
+    """Show the options of QUEUE and the numbers of its messages."""
+    with context.platform() as platform:
+        found = _existing(platform, name)
+        described = {**asdict(found.definition()), **asdict(found.statistics())}
+    del described["queue"]
+    if as_json:
+        write_json(described)
+    else:
+        show_fields({label.replace("_", " "): value for label, value in described.items()})
+
+
+@command(queue)
+def send(
+    context: CliContext,
+    *,
+    name: QueueName,
+    body: Annotated[str | None, argument(required=False)],
+    key: Annotated[str | None, option("The key of the messages.", metavar="KEY")],
+    metadata: Annotated[tuple[tuple[str, str], ...], option("Metadata of the messages; repeat it.")],
+    delay: Annotated[timedelta | None, option("Nobody receives them before.")],
+    priority: Annotated[int, option("0 to 9.", type=click.IntRange(0, 9), default=0)],
+    deduplication_id: Annotated[str | None, option("Send it once within the queue's window.", metavar="ID")],
+) -> None:
+    """Send BODY to QUEUE, or each line of standard input."""
+
+    def message(text: bytes) -> NewMessage:
+        return NewMessage(text, key, dict(metadata), delay or 0.0, priority=priority, deduplication_id=deduplication_id)
+
+    sent = 0
+    with context.platform() as platform:
+        target = Queue(platform, name)
+        if body is not None:
+            target.send_all([message(body.encode())])
+            sent = 1
+        else:
+            batch: list[NewMessage] = []
+            for line in sys.stdin.buffer:
+                batch.append(message(line.rstrip(b"\r\n")))
+                if len(batch) == _SENT_AT_ONCE:
+                    sent += len(target.send_all(batch))
+                    batch = []
+            sent += len(target.send_all(batch))
+    say(f"{counted(sent, 'message')} sent to queue {name!r}")
+
+
+@command(queue)
+def receive(
+    context: CliContext,
+    *,
+    name: QueueName,
+    limit: Limit,
+    wait: Annotated[timedelta | None, option("Wait for the first message.")],
+    acknowledge: Annotated[bool, option("Acknowledge the messages after they are printed.")],
+    as_json: AsJson,
+) -> None:
+    """Receive messages of QUEUE and print them. Without --acknowledge, they are given back at once."""
+    with context.platform() as platform:
+        source = _existing(platform, name)
+        messages = source.receive(max_messages=limit, wait=wait or 0.0)
+        try:
+            _print(messages, as_json=as_json)
+        except BaseException:
+            _give_back(source, messages)
+            raise
+        if acknowledge:
+            source.acknowledge_all(messages)
+        else:
+            _give_back(source, messages)
+
+
+def _give_back(source: Queue, messages: Sequence[Message]) -> None:
+    for message in messages:
+        source.release(message)
+
+
+def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> None:
+    if as_json:
+        write_json([_object(message) for message in messages])
+        return
+    columns: Columns = {
+        **same("id", "key"), "body": lambda message: _text(message.body), **same("priority", "receives"),
+        "sent (UTC)": "sent_at",
+    }  # fmt: skip
+    if any(isinstance(message, PeekedMessage) for message in messages):
+        columns = {**columns, **same("state", "origin")}
+    show_items(messages, columns)
+
+
+def _object(message: Message | PeekedMessage) -> dict[str, Any]:
+    return {**asdict(message), "metadata": dict(message.metadata), "body": _text(message.body)}
+
+
+def _text(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return body.hex()
+
+
+@command(queue)
+def peek(context: CliContext, name: QueueName, limit: Limit, as_json: AsJson) -> None:
+    """Show the next messages of QUEUE without receiving them: hexadecimal digits for a body that is no UTF-8 text."""
+    with context.platform() as platform:
+        _print(_existing(platform, name).peek(limit), as_json=as_json)
+
+
+@command(queue)
+def purge(
+    context: CliContext, name: QueueName, execute: Annotated[bool, option("Delete them; else only count them.")]
+) -> None:
+    """Delete all messages of QUEUE. Its dead letters stay: they are messages of their own queue."""
+    with context.platform() as platform:
+        target = _existing(platform, name)
+        if execute:
+            say(f"{counted(target.purge(), 'message')} of queue {name!r} deleted")
+        else:
+            say(f"{counted(target.statistics().depth, 'message')} would be deleted: add --execute")
+
+
+@command(queue)
+def redrive(
+    context: CliContext,
+    name: QueueName,
+    limit: Annotated[int | None, option("The oldest N.", type=POSITIVE)],
+    ids: Annotated[tuple[int, ...], option("The dead letter with this id; repeat it.", "--id", type=POSITIVE)],
+) -> None:
+    """Move the dead letters of QUEUE back to it. NAME_dead shows them: `eventsql queue peek`."""
+    with context.platform() as platform:
+        redriven = _existing(platform, name).redrive(limit, ids=ids or None)
+    say(f"{counted(redriven, 'dead letter')} moved back to queue {name!r}")
+
+
+@command(queue)
+def archive(
+    context: CliContext,
+    name: Annotated[str | None, argument(metavar="[QUEUE]", required=False)],
+    limit: Limit,
+    drop_expired: Annotated[bool, option("Drop the messages of all queues whose retention has passed.")],
+    as_json: AsJson,
+) -> None:
+    """Show the messages of QUEUE that were acknowledged last, or drop the expired messages of all queues."""
+    if (name is None) != drop_expired:
+        raise click.UsageError("give either QUEUE or --drop-expired")
+    with context.platform() as platform:
+        platform.open()
+        if name is None:
+            dropped = [each for shard in platform.shards for each in drop_expired_archives(shard.database)]
+            say(f"{counted(len(dropped), 'day')} of the archive dropped")
+            return
+        archived = _existing(platform, name).archived(limit)
+    if as_json:
+        write_json([{**asdict(each), "metadata": dict(each.metadata), "body": _text(each.body)} for each in archived])
+        return
+    columns: Columns = {
+        **same("id", "key"), "body": lambda message: _text(message.body), **same("receives"),
+        "sent (UTC)": "sent_at", "acknowledged (UTC)": "acknowledged_at",
+    }  # fmt: skip
+    show_items(archived, columns)
+
+
+@command(queue, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def work(
+    context: CliContext,
+    *,
+    name: QueueName,
+    handler: Annotated[tuple[str, ...], argument(metavar="COMMAND...", nargs=-1, required=True)],
+    workers: Annotated[int, option("Messages that are worked on at once.", type=click.IntRange(1, 64), default=1)],
+    drain: Annotated[bool, option("End when no message is visible, in flight or waiting for its time.")],
+) -> None:
+    """Run COMMAND for each message of QUEUE, with the body on standard input, until Ctrl-C or SIGTERM.
+
+    Exit code 0 acknowledges the message. With another one, it is received again after a pause, and becomes a dead
+    letter after the queue's max receives.
+    """
+    stop = threading.Event()
+
+    def run(message: Message, _connection: Connection) -> None:
+        ended = subprocess.run(handler, input=message.body, check=False)
+        if ended.returncode:
+            raise HandlerFailedError(f"{handler[0]} ended with exit code {ended.returncode}")
+
+    with context.platform() as platform, handling(lambda *_: stop.set(), signal.SIGTERM, signal.SIGINT):
+        source = _existing(platform, name)
+        with source.work(run, workers=workers, max_messages=1) as working:
+            while not stop.wait(0.2):
+                if drain and source.statistics().depth == 0:
+                    break
+            working.stop()
+        say(f"{counted(working.handled, 'message')} of queue {name!r} handled, {working.failed} failed")

@@ -1,0 +1,83 @@
+"""A queue for asyncio: no call waits for the database in the event loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.database import CallersConnection
+from eventsql_orchestration.queue.queue import Queue
+from eventsql_orchestration.queue.values import Message, NewMessage, QueueStatistics
+from eventsql_orchestration.validation import Duration, check_seconds
+
+
+@checked
+class AsyncQueue:
+    """`Queue` for tasks of an event loop. The methods are those of `Queue`; a waiting `receive` takes no thread."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    async def send_all(
+        self, messages: Iterable[NewMessage | bytes], *, connection: CallersConnection | None = None
+    ) -> list[int]:
+        """As `Queue.send_all`."""
+        return await asyncio.to_thread(self.queue.send_all, messages, connection=connection)
+
+    async def send(self, message: NewMessage | bytes, *, connection: CallersConnection | None = None) -> int:
+        """Send one message and return its id. Raises as `Queue.send`."""
+        return (await self.send_all([message], connection=connection))[0]
+
+    async def receive(
+        self, *, max_messages: int = 1, visibility_timeout: Duration | None = None, wait: Duration = 0.0
+    ) -> list[Message]:
+        """As `Queue.receive`. Messages of a receive that was cancelled come back after their timeout."""
+        deadline = time.monotonic() + check_seconds("wait", wait, zero=True)
+        wake, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def notify() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake.set)
+
+        unsubscribe = await asyncio.to_thread(self.queue.subscribe, notify) if wait else lambda: None
+        try:
+            while True:
+                wake.clear()
+                found = await asyncio.to_thread(
+                    self.queue.receive, max_messages=max_messages, visibility_timeout=visibility_timeout
+                )
+                left = deadline - time.monotonic()
+                if found or left <= 0:
+                    return found
+                pause = await asyncio.to_thread(self.queue.pause)
+                try:
+                    async with asyncio.timeout(min(left, pause)):
+                        await wake.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            unsubscribe()
+
+    async def acknowledge(self, message: Message, *, connection: CallersConnection | None = None) -> None:
+        """As `Queue.acknowledge`."""
+        await asyncio.to_thread(self.queue.acknowledge, message, connection=connection)
+
+    async def acknowledge_all(
+        self, messages: Iterable[Message], *, connection: CallersConnection | None = None
+    ) -> None:
+        """As `Queue.acknowledge_all`."""
+        await asyncio.to_thread(self.queue.acknowledge_all, messages, connection=connection)
+
+    async def release(self, message: Message, *, delay: Duration = 0.0, reason: str | None = None) -> None:
+        """As `Queue.release`."""
+        await asyncio.to_thread(self.queue.release, message, delay=delay, reason=reason)
+
+    async def extend(self, message: Message, seconds: Duration) -> None:
+        """As `Queue.extend`."""
+        await asyncio.to_thread(self.queue.extend, message, seconds)
+
+    async def statistics(self) -> QueueStatistics:
+        """As `Queue.statistics`."""
+        return await asyncio.to_thread(self.queue.statistics)

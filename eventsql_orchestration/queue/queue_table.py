@@ -1,0 +1,355 @@
+"""A queue in one database: its definition and the statements on its messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database.notifications import Listener, Notifier
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    MessageNotFoundError,
+    QueueNotFoundError,
+    RedefinitionError,
+    ValidationError,
+)
+from eventsql_orchestration.queue.arrays import adapt_arrays, bytes_array, text_array
+from eventsql_orchestration.queue.values import (
+    ArchivedMessage,
+    Message,
+    NewMessage,
+    PeekedMessage,
+    QueueDefinition,
+    QueueStatistics,
+)
+from eventsql_orchestration.validation import NO_METADATA
+
+QUEUE: Final = "queue"
+"""The kind of a notification of new messages in a queue."""
+
+PURGED_AT_ONCE: Final = 10_000
+"""Messages that one transaction deletes or moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """The options that a caller gave; None leaves an option as it is."""
+
+    ordered: bool | None = None
+    visibility_timeout: float | None = None
+    max_receives: int | None = None
+    dead_letters: str | None = None
+    retention: float | None = None
+    deduplication_window: float | None = None
+
+    def differ(self, found: QueueDefinition) -> bool:
+        """Whether the database has other options than the given ones."""
+        return any(
+            (given := getattr(self, name)) is not None and given != getattr(found, name) for name in self.__slots__
+        )
+
+
+class QueueTable:
+    """One queue in one database. `QueueTable` creates the queue at its first use, with the options that were given."""
+
+    def __init__(
+        self,
+        database: Database,
+        name: str,
+        options: QueueOptions,
+        *,
+        shard: str | None = None,
+        listener: Listener | None = None,
+        notifier: Notifier | None = None,
+    ) -> None:
+        self.database = database
+        self.listener = listener
+        self.shard = shard
+        self._name = name
+        self._options = options
+        self._notifier = notifier
+        self._queries = Queries("queue", database.schema)
+        self._id: int | None = None
+        self._known: QueueDefinition | None = None
+
+    # The definition
+
+    def definition(self) -> QueueDefinition:
+        """The queue's options. Creates the queue, or changes the options that were given and differ.
+
+        Raises `RedefinitionError` if the queue exists and the given `ordered` differs.
+        """
+        with self.database.connection() as connection:
+            found = self._read(connection)
+            if found is None or self._options.differ(found):
+                found = self._define(connection, found)
+        self._known = found
+        return found
+
+    def known(self) -> QueueDefinition:
+        """The definition as it was read last."""
+        return self._known or self.definition()
+
+    def id(self) -> int:
+        """The queue's number in this database."""
+        if self._id is None:
+            self.definition()
+        assert self._id is not None, "reading the definition notes the number"
+        return self._id
+
+    def _read(self, connection: Connection) -> QueueDefinition | None:
+        row = connection.execute(self._queries("definition"), {"name": self._name}).fetchone()
+        if row is None:
+            return None
+        self._id = row[0]
+        return QueueDefinition(*row[1:])
+
+    def _define(self, connection: Connection, found: QueueDefinition | None) -> QueueDefinition:
+        options = self._options
+        if found is not None and options.ordered not in (None, found.ordered):
+            raise RedefinitionError(
+                f"queue {self._name!r} {'keeps' if found.ordered else 'does not keep'} the order of keys, and that "
+                "cannot change: omit `ordered`, or take another name"
+            )
+        if options.max_receives is not None and options.dead_letters is None and not (found and found.dead_letters):
+            options = replace(options, dead_letters=f"{self._name}_dead")
+        if options.dead_letters is not None and not (options.max_receives or (found and found.max_receives)):
+            raise ValidationError("a queue with dead_letters needs max_receives: give the number of receives")
+
+        with connection.transaction():
+            connection.execute(self._queries("create"), {"name": self._name, "ordered": options.ordered})
+            if options.dead_letters is not None:
+                dead = {"name": options.dead_letters, "ordered": None}
+                connection.execute(self._queries("create"), dead)
+            values = {name: getattr(options, name) for name in options.__slots__}
+            connection.execute(self._queries("configure"), {**values, "name": self._name})
+        defined = self._read(connection)
+        assert defined is not None, "it was just created, and queues are not deleted"
+        if options.ordered not in (None, defined.ordered):
+            # Another process was first.
+            return self._define(connection, defined)
+        return defined
+
+    # Sending
+
+    def put(self, messages: Sequence[NewMessage], connection: CallersConnection | None) -> list[int]:
+        """Write messages in one statement, and notify receivers unless the caller commits. Gives the ids in order."""
+        values = {"queue": self.id(), **_columns(messages)}
+        with self.database.joined(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
+            adapt_arrays(cursor)
+            row = cursor.execute(self._queries("put"), values, binary=True).fetchone()
+        if row is None or row[0] is None:
+            raise QueueNotFoundError(f"queue {self._name!r} is not in {self.database} any more")
+        if connection is None and self._notifier is not None:
+            self._notifier.notify(QUEUE, self._name)
+        ids: list[int] = row[0]
+        return ids
+
+    # Receiving
+
+    def take(self, most: int, seconds: float | None) -> list[Message]:
+        """Receive messages, for the queue's own visibility timeout by default. Never waits."""
+        queue = self.id()
+        known = self.known()
+        values = {
+            "queue": queue,
+            "max_messages": most,
+            "visibility_timeout": known.visibility_timeout if seconds is None else seconds,
+        }
+        statement = self._queries("take_in_order" if known.ordered else "take")
+        with self.database.connection() as connection:
+            rows = connection.execute(statement, values, binary=True).fetchall()
+        return [self._message(row) for row in rows]
+
+    def _message(self, row: tuple[Any, ...]) -> Message:
+        id_, body, key, metadata, receives, receipt, priority, sent_at, history = row
+        return Message(
+            id_, body, key, _metadata(metadata), receives, receipt, priority, sent_at, history or (), self.shard
+        )  # fmt: skip
+
+    def due(self) -> float | None:
+        """Seconds until a message becomes visible that is not yet; None if there is none that will by itself."""
+        with self.database.connection() as connection:
+            row = connection.execute(self._queries("due"), {"queue": self.id()}, prepare=False).fetchone()
+        return None if row is None else row[0]
+
+    # Settling
+
+    def acknowledge(self, messages: Collection[Message], connection: CallersConnection | None) -> None:
+        """Delete held messages, or none of them. Raises `MessageNotFoundError`, `ValidationError`."""
+        held = _held(messages)
+        with self.database.joined(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
+            try:
+                row = cursor.execute(self._queries("acknowledge"), {"queue": self.id(), **held}).fetchone()
+            except psycopg.errors.SerializationFailure:
+                # Under REPEATABLE READ: somebody has received or settled a message since the transaction began.
+                row = (held["ids"],)
+        missing: list[int] | None = None if row is None else row[0]
+        if missing is None:
+            raise ValidationError(
+                f"queue {self._name!r} is ordered, and the connection's transaction is not READ COMMITTED, so it may "
+                "miss the message that comes next. Nothing was acknowledged: take READ COMMITTED"
+            )
+        if missing:
+            raise self.not_found(missing)
+
+    def release(self, message: Message, delay: float, reason: str | None) -> None:
+        values = {
+            "queue": self.id(), "id": message.id, "receipt": message.receipt, "delay": delay, "reason": reason,
+        }  # fmt: skip
+        with self.database.connection() as connection:
+            released = connection.execute(self._queries("release"), values, prepare=False).rowcount
+        if not released:
+            raise self.not_found([message.id])
+        if self._notifier is not None and not delay:
+            self._notifier.notify(QUEUE, self._name)
+
+    def extend(self, messages: Collection[Message], seconds: float) -> set[int]:
+        """Hide held messages for `seconds` from now on. Gives the ids of those that are still held."""
+        values = {"queue": self.id(), "seconds": seconds, **_held(messages)}
+        with self.database.connection() as connection:
+            return {row[0] for row in connection.execute(self._queries("extend"), values, prepare=False)}
+
+    def not_found(self, ids: Sequence[int]) -> MessageNotFoundError:
+        many = f"messages {', '.join(map(str, ids))}" if len(ids) > 1 else f"message {ids[0]}"
+        return MessageNotFoundError(
+            f"queue {self._name!r} has no {many} with this receipt: acknowledged or released before, or the visibility "
+            "timeout ended and another receiver took it",
+            ids=ids,
+        )
+
+    # Looking after
+
+    def peek(self, limit: int) -> list[PeekedMessage]:
+        with self.database.connection() as connection:
+            rows = connection.execute(self._queries("peek"), {"queue": self.id(), "limit": limit}, prepare=False)
+            return [_peeked(row, self.shard) for row in rows]
+
+    def statistics(self) -> QueueStatistics:
+        with self.database.connection() as connection:
+            row = connection.execute(self._queries("statistics"), {"queue": self.id()}, prepare=False).fetchone()
+        assert row is not None, "an aggregate without GROUP BY has one row"
+        return QueueStatistics(self._name, *row)
+
+    def purge(self) -> int:
+        """Delete the messages that are there, in transactions of 10,000. Gives their number."""
+        queue, purged = self.id(), 0
+        with self.database.connection() as connection:
+            row = connection.execute(self._queries("newest"), {"queue": queue}, prepare=False).fetchone()
+            values = {"queue": queue, "upto": row[0] if row else None, "limit": PURGED_AT_ONCE}
+            while True:
+                with connection.transaction():
+                    counted = connection.execute(self._queries("purge"), values, prepare=False).fetchone()
+                    if self.known().ordered:
+                        # A message whose first in line was deleted alone is first itself.
+                        connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
+                assert counted is not None, "an aggregate has one row"
+                if not counted[0]:
+                    return purged
+                purged += counted[0]
+
+    def redrive(self, limit: int | None, ids: Sequence[int] | None) -> int:
+        """Move dead letters back, in transactions of 10,000. Gives their number."""
+        values = {"queue": self.id(), "ordered": self.known().ordered, "ids": None if ids is None else list(ids)}
+        redriven = 0
+        with self.database.connection() as connection:
+            while limit is None or redriven < limit:
+                most = PURGED_AT_ONCE if limit is None else min(limit - redriven, PURGED_AT_ONCE)
+                row = connection.execute(self._queries("redrive"), {**values, "limit": most}, prepare=False).fetchone()
+                assert row is not None, "an aggregate has one row"
+                redriven += row[0]
+                if row[0] < most:
+                    break
+        if redriven and self._notifier is not None:
+            self._notifier.notify(QUEUE, self._name)
+        return redriven
+
+    def archived(self, limit: int) -> list[ArchivedMessage]:
+        with self.database.connection() as connection:
+            rows = connection.execute(self._queries("archived"), {"queue": self.id(), "limit": limit}, prepare=False)
+            return [_archived(row, self.shard) for row in rows]
+
+
+def list_queues(database: Database) -> list[QueueDefinition]:
+    """Every queue of a database, by name."""
+    with database.connection() as connection:
+        rows = connection.execute(Queries("queue", database.schema)("definition"), {"name": None}, prepare=False)
+        return [QueueDefinition(*row[1:]) for row in rows]
+
+
+def drop_expired_archives(database: Database) -> list[str]:
+    """Drop the parts of the archive whose messages have all expired. Gives the names of the dropped tables.
+
+    Raises `DatabaseBusyError` if a reader keeps a part for longer than 5 s; the next call continues.
+    """
+    queries = Queries("queue", database.schema)
+    dropped: list[str] = []
+    with database.connection() as connection:
+        archive = {"archive": f'"{database.schema}".queue_archive'}
+        names = [name for (name,) in connection.execute(queries("expired_archives"), archive, prepare=False)]
+        for name in names:
+            try:
+                with connection.transaction():
+                    connection.execute("SET LOCAL lock_timeout = '5s'")
+                    connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(database.schema, name)))
+            except psycopg.errors.LockNotAvailable as error:
+                raise DatabaseBusyError(f"table {name} of the archive is being read: try again") from error
+            dropped.append(name)
+    return dropped
+
+
+def _columns(messages: Sequence[NewMessage]) -> dict[str, Any]:
+    """The columns of messages as arrays. A column with the default in every message is NULL."""
+    return {
+        "bodies": bytes_array(message.body for message in messages),
+        "keys": _texts([message.key for message in messages]),
+        "metadata": _texts(
+            [
+                json.dumps(message.metadata, ensure_ascii=False, separators=(",", ":")) if message.metadata else None
+                for message in messages
+            ]
+        ),
+        "priorities": [message.priority for message in messages]
+        if any(message.priority for message in messages)
+        else None,
+        "dues": [message.due for message in messages] if any(message.due for message in messages) else None,
+        "delays": [message.delay for message in messages] if any(message.delay for message in messages) else None,
+        "deduplication_ids": _texts([message.deduplication_id for message in messages]),
+    }
+
+
+def _texts(values: Sequence[str | None]) -> object:
+    return None if all(value is None for value in values) else text_array(values)
+
+
+def _held(messages: Collection[Message]) -> Mapping[str, list[int]]:
+    held = {message.id: message.receipt for message in messages}
+    return {"ids": list(held), "receipts": list(chain(held.values()))}
+
+
+def _metadata(text: str) -> Mapping[str, str]:
+    if text == "{}":
+        return NO_METADATA
+    metadata: dict[str, str] = json.loads(text)
+    return metadata
+
+
+def _peeked(row: tuple[Any, ...], shard: str | None) -> PeekedMessage:
+    id_, body, key, metadata, receives, priority, sent_at, visible_at, state, origin, history = row
+    return PeekedMessage(
+        id_, body, key, _metadata(metadata), receives, priority, sent_at, visible_at, state, origin, history or (),
+        shard,
+    )  # fmt: skip
+
+
+def _archived(row: tuple[Any, ...], shard: str | None) -> ArchivedMessage:
+    id_, body, key, metadata, receives, priority, sent_at, acknowledged_at = row
+    return ArchivedMessage(id_, body, key, _metadata(metadata), receives, priority, sent_at, acknowledged_at, shard)

@@ -1,0 +1,224 @@
+"""Workers of a queue: threads that receive messages, call a handler and acknowledge, with heartbeats meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from eventsql_orchestration.errors import DatabaseError, EventSQLError, MessageNotFoundError
+from eventsql_orchestration.queue.values import Message
+from eventsql_orchestration.threads import join_all, start_thread
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.queue.queue import Handler, Queue
+
+logger = logging.getLogger(__name__)
+
+Backoff: TypeAlias = Callable[[int], float]
+"""Gives the seconds until a message is received again, from the number of its receives."""
+
+FIRST_PAUSE: Final = 1.0
+LONGEST_PAUSE: Final = 300.0
+"""Seconds that a message waits after its first failure, and at most."""
+
+HEARTBEATS: Final = 3
+"""Extensions of a held message within its visibility timeout: two may fail."""
+
+LONGEST_RETRY: Final = 5.0
+"""The longest pause of a worker while the database is away, in seconds."""
+
+_LONGEST_REASON: Final = 1_000
+"""Characters of an error in a message's history."""
+
+
+def exponential(receives: int) -> float:
+    """1, 2, 4 … seconds, 300 at most, each shortened at random by up to a half."""
+    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(receives - 1, 30))
+    return pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+
+
+class QueueWorkers:
+    """Running workers of a queue; `Queue.work` starts them. A context manager that stops them at its end."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        handler: Handler,
+        *,
+        workers: int,
+        max_messages: int,
+        visibility_timeout: float | None,
+        backoff: Backoff,
+    ) -> None:
+        self._queue = queue
+        self._handler = handler
+        self._workers = workers
+        self._max_messages = max_messages
+        self._visibility_timeout = visibility_timeout
+        self._backoff = backoff
+        self._stop = threading.Event()
+        self._wakes = [threading.Event() for _ in range(workers)]
+        self._threads: list[threading.Thread] = []
+        self._heart: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str | None, int], Message] = {}
+        self._subscriptions = ExitStack()
+        self.handled = 0
+        """The number of messages that were handled and acknowledged."""
+        self.failed = 0
+        """The number of calls of the handler that failed."""
+
+    def start(self) -> QueueWorkers:
+        """Start the threads. Raises the errors of the queue's first use."""
+        self._queue.definition()
+        for wake in self._wakes:
+            self._subscriptions.callback(self._queue.subscribe(wake.set))
+        self._threads = [start_thread(f"queue-{self._queue.name}", self._run, wake) for wake in self._wakes]
+        self._heart = start_thread(f"heartbeat-{self._queue.name}", self._beat)
+        return self
+
+    @property
+    def running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def stop(self, timeout: float = 30.0) -> bool:
+        """Let each worker finish its message and give back the others. Gives False if a handler takes longer.
+
+        A handler that goes on after `timeout` seconds keeps its message, with heartbeats, until it ends.
+        """
+        self._stop.set()
+        for wake in self._wakes:
+            wake.set()
+        deadline = time.monotonic() + timeout
+        join_all(self._threads, deadline)
+        self._subscriptions.close()
+        if self.running:
+            return False
+        if self._heart is not None:
+            self._heart.join(max(0.0, deadline - time.monotonic()))
+        return True
+
+    def __enter__(self) -> QueueWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # The threads
+
+    def _run(self, wake: threading.Event) -> None:
+        failures = 0
+        while not self._stop.is_set():
+            wake.clear()
+            try:
+                messages = self._queue.receive(
+                    max_messages=self._max_messages, visibility_timeout=self._visibility_timeout
+                )
+                pause = 0.0 if messages else self._queue.pause()
+                failures = 0
+            except EventSQLError as error:
+                messages = []
+                failures += 1
+                pause = min(LONGEST_RETRY, 0.1 * 2.0 ** min(failures, 10))
+                if failures == 1:
+                    logger.warning("a worker of queue %r receives nothing, trying again: %s", self._queue.name, error)
+            if messages:
+                self._work_off(messages)
+            elif not self._stop.is_set():
+                wake.wait(pause)
+
+    def _work_off(self, messages: list[Message]) -> None:
+        waiting = deque(messages)
+        with self._lock:
+            self._held |= {(message.shard, message.id): message for message in messages}
+        while waiting:
+            message = waiting.popleft()
+            try:
+                if self._stop.is_set():
+                    self._give_back(message, 0.0, None)
+                elif self._holds(message):
+                    self._handle(message)
+            finally:
+                with self._lock:
+                    self._held.pop((message.shard, message.id), None)
+
+    def _holds(self, message: Message) -> bool:
+        with self._lock:
+            return (message.shard, message.id) in self._held
+
+    def _handle(self, message: Message) -> None:
+        try:
+            with self._queue.transaction(message) as connection:
+                self._handler(message, connection)
+                self._queue.acknowledge(message, connection=connection)
+        except MessageNotFoundError as lost:
+            if message.id not in lost.ids:
+                self._fail(message, lost)
+                return
+            logger.warning("the effects of a message were rolled back: %s", lost)
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything
+            self._fail(message, error)
+        else:
+            with self._lock:
+                self.handled += 1
+
+    def _fail(self, message: Message, error: Exception) -> None:
+        with self._lock:
+            self.failed += 1
+        reason = f"{type(error).__name__}: {error}".replace("\x00", "")
+        reason = reason.encode(errors="replace").decode()[:_LONGEST_REASON]
+        try:
+            pause = float(self._backoff(message.receives))
+        except Exception:
+            logger.exception("the backoff of queue %r failed", self._queue.name)
+            pause = exponential(message.receives)
+        logger.warning(
+            "message %s of queue %r failed at its receive %s, again in %.1f s: %s",
+            message.id, self._queue.name, message.receives, pause, reason,
+            exc_info=None if isinstance(error, DatabaseError) else error,
+        )  # fmt: skip
+        self._give_back(message, pause, reason)
+
+    def _give_back(self, message: Message, delay: float, reason: str | None) -> None:
+        try:
+            self._queue.release(message, delay=delay, reason=reason)
+        except EventSQLError as error:
+            # Its visibility timeout gives it back.
+            logger.info("message %s was not released: %s", message.id, error)
+
+    def _beat(self) -> None:
+        timeout = self._visibility_timeout or self._queue.definition().visibility_timeout
+        every = timeout / HEARTBEATS
+        last = time.monotonic()
+        while self.running:
+            # After `stop`, only handlers that take long are left.
+            if self._stop.is_set():
+                time.sleep(min(0.05, every))
+            else:
+                self._stop.wait(every - (time.monotonic() - last))
+            if time.monotonic() - last >= every:
+                last = time.monotonic()
+                self._extend(timeout)
+
+    def _extend(self, timeout: float) -> None:
+        with self._lock:
+            held = list(self._held.values())
+        if not held:
+            return
+        try:
+            still = {(message.shard, message.id) for message in self._queue.extend_all(held, timeout)}
+        except EventSQLError as error:
+            logger.warning("the messages held from queue %r were not extended: %s", self._queue.name, error)
+            return
+        with self._lock:
+            for message in held:
+                place = message.shard, message.id
+                if place not in still and self._held.get(place) is message:
+                    # Somebody else has it, or it is acknowledged: a message that waits here is not begun.
+                    del self._held[place]

@@ -1,0 +1,66 @@
+"""`eventsql queue`: queues from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.queue import Queue
+
+Run = Callable[..., Result]
+
+
+def shown(run: Run, *arguments: object) -> object:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
+    assert run("queue", "create", "jobs", "--ordered", "--max-receives", 2, "--retention", "7d").exit_code == 0
+    assert run("queue", "send", "jobs", "first", "--key", "a").exit_code == 0
+    assert run("queue", "send", "jobs", "--key", "a", stdin=b"second\nthird\n").exit_code == 0
+    described = shown(run, "queue", "describe", "jobs")
+    assert isinstance(described, dict)
+    assert (described["ordered"], described["dead_letters"], described["visible"], described["blocked"]) == (
+        True, "jobs_dead", 2, 1,
+    )  # fmt: skip
+    assert [each["body"] for each in shown(run, "queue", "peek", "jobs")] == ["first", "second", "third"]  # type: ignore[attr-defined]
+    received = shown(run, "queue", "receive", "jobs", "--acknowledge")
+    assert [each["body"] for each in received] == ["first"]  # type: ignore[attr-defined]
+    assert [each["body"] for each in shown(run, "queue", "archive", "jobs")] == ["first"]  # type: ignore[attr-defined]
+    assert run("queue", "archive", "--drop-expired").exit_code == 0
+    assert "2 messages would be" in run("queue", "purge", "jobs").output
+    assert run("queue", "purge", "jobs", "--execute").exit_code == 0
+    listed = shown(run, "queue", "list")
+    assert [(each["queue"], each["visible"]) for each in listed] == [("jobs", 0), ("jobs_dead", 0)]  # type: ignore[attr-defined]
+
+
+def test_messages_that_are_only_shown_are_given_back(run: Run, database: Database) -> None:
+    run("queue", "send", "jobs", "one")
+    assert run("queue", "receive", "jobs").exit_code == 0
+    assert Queue(database, "jobs").depth().visible == 1
+
+
+def test_a_command_works_a_queue_off_and_its_failures_become_dead_letters(run: Run, database: Database) -> None:
+    queue = Queue(database, "jobs", max_receives=1)
+    queue.send_all([b"good", b"bad", b"good"])
+    code = "import sys; sys.exit(sys.stdin.read() == 'bad')"
+    result = run("queue", "work", "--drain", "jobs", sys.executable, "-c", code)
+    assert result.exit_code == 0, result.output
+    assert "2 messages of queue 'jobs' handled, 1 failed" in result.output
+    assert queue.statistics().dead == 1
+    assert run("queue", "redrive", "jobs").exit_code == 0
+    assert queue.depth().visible == 1
+
+
+@pytest.mark.parametrize("command", ["describe", "receive", "peek", "purge", "redrive"])
+def test_a_queue_that_is_not_there_is_named(run: Run, command: str) -> None:
+    result = run("queue", command, "nothing")
+    assert result.exit_code == 1
+    assert "'nothing'" in result.output

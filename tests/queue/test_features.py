@@ -1,0 +1,244 @@
+"""Priorities, deduplication, dead letters, the archive, waiting, looking and options of a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.errors import MessageNotFoundError, ValidationError
+from eventsql_orchestration.queue import (
+    AsyncQueue,
+    NewMessage,
+    Queue,
+    drop_expired_archives,
+    list_queues,
+)
+from tests.queue.test_ordered import bodies, expire
+
+
+@pytest.fixture
+def queue(database: Database) -> Queue:
+    return Queue(database, "commands")
+
+
+def test_many_messages_are_sent_in_one_statement_and_keep_their_order(queue: Queue) -> None:
+    given = [NewMessage(b"%d" % n, key=None if n % 3 else f"k{n}", metadata={"n": str(n)}) for n in range(50)]
+    sent = queue.send_all([*given, b"bare"])
+    received = queue.receive(max_messages=100)
+    assert [message.id for message in received] == sent == sorted(sent)
+    assert [(message.body, message.key, dict(message.metadata)) for message in received[:50]] == [
+        (each.body, each.key, dict(each.metadata)) for each in given
+    ]
+    assert queue.send_all([]) == []
+
+
+def test_a_message_that_cannot_be_sent_keeps_the_others_back(queue: Queue) -> None:
+    bad: Any = [b"1", "text"]
+    with pytest.raises(ValidationError):
+        queue.send_all(bad)
+    assert queue.depth().visible == 0
+
+
+def test_higher_priorities_come_first(queue: Queue) -> None:
+    queue.send_all([NewMessage(b"%d" % n, priority=n) for n in (0, 5, 9, 1)])
+    assert bodies(queue.receive(max_messages=2)) == [b"9", b"5"]
+    assert bodies(queue.receive(max_messages=2)) == [b"1", b"0"]
+
+
+def test_each_message_of_a_call_has_its_own_delay_or_due_time(queue: Queue) -> None:
+    now = datetime.now(UTC)
+    queue.send_all(
+        [
+            NewMessage(b"now"),
+            NewMessage(b"delayed", delay=60),
+            NewMessage(b"due", due=now + timedelta(hours=1)),
+            NewMessage(b"past", due=now - timedelta(hours=1)),
+        ]
+    )
+    assert sorted(bodies(queue.receive(max_messages=9))) == [b"now", b"past"]
+    states = {message.body: message.state for message in queue.peek()}
+    assert states == {b"now": "in flight", b"past": "in flight", b"delayed": "delayed", b"due": "delayed"}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_repeated_deduplication_id_is_sent_once_within_the_window(database: Database, *, ordered: bool) -> None:
+    queue = Queue(database, "commands", ordered=ordered, deduplication_window=600)
+    first = queue.send(b"1", key="a", deduplication_id="x")
+    ids = queue.send_all(
+        [NewMessage(b"2", key="b", deduplication_id=name) for name in ("y", "x", "y")] + [NewMessage(b"3")]
+    )
+    assert ids[1] == first
+    assert ids[0] == ids[2]
+    assert sorted(bodies(queue.receive(max_messages=9))) == [b"1", b"2", b"3"]
+    with database.connection() as connection:
+        connection.execute("UPDATE eventsql.queue_deduplication SET eql_expires_at = now() - interval '1 s'")
+    assert queue.send(b"4", deduplication_id="x") > ids[3]
+
+
+def test_deduplication_counts_when_the_first_sender_commits(database: Database, queue: Queue) -> None:
+    queue.definition()
+    with ThreadPoolExecutor(1) as other, database.connection() as connection:
+        with connection.transaction(force_rollback=True):
+            queue.send(b"rolled back", deduplication_id="x", connection=connection)
+            second = other.submit(queue.send, b"second", deduplication_id="x")
+        second.result()
+    assert bodies(queue.receive(max_messages=9)) == [b"second"]
+
+
+def test_spent_messages_move_to_the_dead_letters_with_their_history(database: Database) -> None:
+    queue = Queue(database, "commands", max_receives=2, dead_letters="graveyard")
+    queue.send(b"bad", metadata={"a": "b"})
+    (message,) = queue.receive()
+    queue.release(message, reason="first")
+    queue.receive(visibility_timeout=60)
+    expire(database)
+    queue.send(b"good")
+    # The statement that would have given it out again moves it, and gives the next one instead.
+    assert bodies(queue.receive()) == [b"good"]
+    assert queue.statistics().dead == 1
+    (letter,) = Queue(database, "graveyard").peek()
+    assert (letter.body, letter.origin, letter.metadata) == (b"bad", "commands", {"a": "b"})
+    assert [(entry["receive"], entry["reason"]) for entry in letter.history] == [
+        (1, "first"),
+        (2, "the visibility timeout ended"),
+        (2, "moved to the dead letters"),
+    ]
+    assert queue.redrive() == 1
+    (again,) = queue.receive()
+    assert (again.body, again.receives) == (b"bad", 1)
+    assert again.history[-1]["reason"] == "redriven"
+    assert queue.statistics().dead == 0
+
+
+def test_some_dead_letters_are_redriven(database: Database) -> None:
+    queue = Queue(database, "commands", max_receives=1)
+    queue.send_all([b"1", b"2", b"3"])
+    queue.receive(max_messages=3)
+    expire(database)
+    assert queue.receive() == []
+    dead = Queue(database, "commands_dead")
+    second = dead.peek()[1]
+    assert queue.redrive(ids=[second.id]) == 1
+    assert bodies(queue.receive(max_messages=9)) == [b"2"]
+    assert queue.redrive(1) == 1
+    assert bodies(queue.receive(max_messages=9)) == [b"1"]
+
+
+def test_all_messages_are_acknowledged_or_none(queue: Queue) -> None:
+    queue.send_all([b"1", b"2", b"3"])
+    messages = queue.receive(max_messages=3)
+    queue.acknowledge(messages[1])
+    with pytest.raises(MessageNotFoundError) as raised:
+        queue.acknowledge_all(messages)
+    assert raised.value.ids == (messages[1].id,)
+    assert queue.statistics().in_flight == 2
+    queue.acknowledge_all([messages[0], messages[2], messages[0]])
+    assert queue.statistics().depth == 0
+
+
+def test_a_held_message_can_be_extended(database: Database, queue: Queue) -> None:
+    queue.send(b"1")
+    (message,) = queue.receive(visibility_timeout=60)
+    expire(database)
+    queue.extend(message, 60)
+    assert queue.receive() == []
+    assert queue.extend_all([message], 60) == [message]
+    queue.acknowledge(message)
+    with pytest.raises(MessageNotFoundError):
+        queue.extend(message, 60)
+    assert queue.extend_all([message], 60) == []
+
+
+def test_acknowledged_messages_are_archived_until_their_retention_ends(database: Database) -> None:
+    queue = Queue(database, "commands", retention=timedelta(days=3))
+    queue.send_all([b"1", b"2"])
+    queue.acknowledge_all(queue.receive(max_messages=2))
+    assert sorted(each.body for each in queue.archived()) == [b"1", b"2"]
+    assert drop_expired_archives(database) == []
+    with database.connection() as connection:
+        connection.execute(
+            "SELECT eventsql.make_queue_archive(now() - interval '5 days');"
+            "UPDATE eventsql.queue_archive SET eql_expires_at = now() - interval '5 days'"
+        )
+    assert len(drop_expired_archives(database)) == 2
+    assert queue.archived() == []
+
+
+def test_a_receiver_hears_of_a_new_message(platform: EventSQL) -> None:
+    queue = Queue(platform, "commands")
+    queue.definition()
+    with ThreadPoolExecutor(1) as receivers:
+        waiting = receivers.submit(queue.receive, wait=60)
+        Queue(platform, "commands").send(b"x")
+        assert bodies(waiting.result(60)) == [b"x"]
+
+
+def test_a_waiting_receiver_holds_no_transaction_and_gives_up_in_time(database: Database, queue: Queue) -> None:
+    queue.definition()
+    seen = threading.Event()
+
+    def watch() -> None:
+        with database.connection() as connection:
+            row = connection.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' "
+                "AND datname = current_database()"
+            ).fetchone()
+            assert row == (0,)
+        seen.set()
+
+    watcher = threading.Timer(0.1, watch)
+    watcher.start()
+    assert queue.receive(wait=0.4) == []
+    watcher.join()
+    assert seen.is_set()
+
+
+def test_a_task_receives_and_acknowledges(platform: EventSQL) -> None:
+    queue = AsyncQueue(Queue(platform, "commands"))
+
+    async def work() -> list[bytes]:
+        waiting = asyncio.create_task(queue.receive(max_messages=5, wait=60))
+        await asyncio.sleep(0)
+        await queue.send_all([b"1"])
+        messages = await waiting
+        await queue.acknowledge_all(messages)
+        assert await queue.receive() == []
+        return [message.body for message in messages]
+
+    assert asyncio.run(work()) == [b"1"]
+
+
+def test_options_are_kept_in_the_database_and_can_be_changed(database: Database) -> None:
+    Queue(database, "commands", max_receives=3, visibility_timeout=5).definition()
+    found = Queue(database, "commands").definition()
+    assert (found.max_receives, found.dead_letters, found.visibility_timeout) == (3, "commands_dead", 5)
+    assert Queue(database, "commands", retention=60).definition().retention == 60
+    assert [each.name for each in list_queues(database)] == ["commands", "commands_dead"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_receives": 0},
+        {"visibility_timeout": 0},
+        {"retention": -1},
+        {"dead_letters": "commands"},
+        {"deduplication_window": "x"},
+        {"ordered": 1},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(nowhere: Database, options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Queue(nowhere, "commands", **options)
+
+
+def test_dead_letters_need_a_number_of_receives(database: Database) -> None:
+    with pytest.raises(ValidationError):
+        Queue(database, "commands", dead_letters="other").definition()

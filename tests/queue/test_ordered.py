@@ -1,0 +1,220 @@
+"""An ordered queue hands out the messages of a key one after another, whoever sends, receives and dies meanwhile."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.errors import MessageNotFoundError, RedefinitionError, ValidationError
+from eventsql_orchestration.queue import Message, NewMessage, Queue
+
+
+@pytest.fixture
+def queue(database: Database) -> Queue:
+    return Queue(database, "commands", ordered=True)
+
+
+def bodies(messages: list[Message]) -> list[bytes]:
+    return [message.body for message in messages]
+
+
+def expire(database: Database) -> None:
+    """Let every visibility timeout end, and every delay."""
+    with database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 s' "
+            "WHERE eql_visible_at < 'infinity'"
+        )
+
+
+def numbers(queue: Queue) -> tuple[int, int, int, int]:
+    counted = queue.statistics()
+    return counted.visible, counted.in_flight, counted.delayed, counted.blocked
+
+
+def test_only_the_first_message_of_a_key_is_received(queue: Queue) -> None:
+    for body, key in ((b"a1", "a"), (b"a2", "a"), (b"b1", "b"), (b"free", None), (b"b2", "b")):
+        queue.send(body, key=key)
+    first = queue.receive(max_messages=10)
+    assert bodies(first) == [b"a1", b"b1", b"free"]
+    assert queue.receive(max_messages=10) == []
+    queue.acknowledge(first[0])
+    assert bodies(queue.receive(max_messages=10)) == [b"a2"]
+    queue.acknowledge_all(first[1:])
+    assert bodies(queue.receive(max_messages=10)) == [b"b2"]
+
+
+def test_one_call_sends_the_messages_of_a_key_in_their_order(queue: Queue) -> None:
+    sent = queue.send_all([NewMessage(b"%d" % number, key="ab"[number % 2]) for number in range(20)])
+    assert sent == sorted(sent)
+    assert numbers(queue) == (2, 0, 0, 18)
+    received: list[bytes] = []
+    while messages := queue.receive(max_messages=10):
+        received += bodies(messages)
+        queue.acknowledge_all(messages)
+    assert [body for body in received if int(body) % 2 == 0] == [b"%d" % number for number in range(0, 20, 2)]
+    assert [body for body in received if int(body) % 2] == [b"%d" % number for number in range(1, 20, 2)]
+
+
+def test_a_batch_fills_up_with_other_keys_behind_a_long_one(queue: Queue) -> None:
+    for _ in range(300):
+        queue.send(b"long", key="long")
+    queue.send_all([NewMessage(b"other", key=str(number)) for number in range(9)])
+    received = queue.receive(max_messages=10)
+    assert sorted(bodies(received)) == [b"long"] + [b"other"] * 9
+
+
+def test_later_messages_wait_while_the_first_waits_for_its_retry(database: Database, queue: Queue) -> None:
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    (first,) = queue.receive()
+    queue.release(first, delay=60)
+    queue.send(b"3", key="a")
+    assert queue.receive(max_messages=10) == []
+    expire(database)
+    (again,) = queue.receive(max_messages=10)
+    assert (again.body, again.receives) == (b"1", 2)
+
+
+def test_a_delay_counts_for_a_message_that_waits_behind_another(queue: Queue) -> None:
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a", delay=60)])
+    (first,) = queue.receive()
+    queue.acknowledge(first)
+    assert numbers(queue) == (0, 0, 1, 0)
+    assert queue.receive() == []
+
+
+def test_a_dead_letter_lets_the_next_message_go(database: Database) -> None:
+    queue = Queue(database, "commands", ordered=True, max_receives=1)
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    queue.receive()
+    expire(database)
+    assert bodies(queue.receive(max_messages=10)) == [b"2"]
+    assert bodies(Queue(database, "commands_dead").receive()) == [b"1"]
+
+
+def test_a_redriven_message_comes_after_those_that_wait(database: Database) -> None:
+    queue = Queue(database, "commands", ordered=True, max_receives=1)
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    queue.receive()
+    expire(database)
+    (second,) = queue.receive(max_messages=10)
+    assert queue.redrive() == 1
+    assert queue.receive() == []
+    queue.acknowledge(second)
+    assert bodies(queue.receive()) == [b"1"]
+
+
+def test_a_transaction_that_sends_several_times_never_deadlocks(database: Database, queue: Queue) -> None:
+    queue.definition()
+    with database.transaction() as one, database.transaction() as two:
+        two.execute("SET LOCAL lock_timeout = '5s'")
+        queue.send(b"1a", key="a", connection=one)
+        queue.send(b"2b", key="b", connection=two)
+        queue.send(b"1b", key="b", connection=one)
+        queue.send(b"2a", key="a", connection=two)
+    received: list[bytes] = []
+    while messages := queue.receive(max_messages=10):
+        assert len({message.key for message in messages}) == len(messages)
+        received += bodies(messages)
+        queue.acknowledge_all(messages)
+    assert sorted(received) == [b"1a", b"1b", b"2a", b"2b"]
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_message_that_commits_late_does_not_overlap_with_a_later_one(
+    database: Database, queue: Queue, *, parked: bool
+) -> None:
+    queue.definition()
+    with database.transaction() as late:
+        queue.send(b"early id", key="a", connection=late)
+        queue.send(b"late id", key="a")
+        (held,) = queue.receive()
+        assert held.body == b"late id"
+    if parked:
+        assert queue.receive() == []
+    queue.release(held)
+    assert bodies(queue.receive(max_messages=5)) == [b"early id"]
+    assert queue.receive(max_messages=5) == []
+
+
+def test_two_receivers_with_open_transactions_never_have_one_key(database: Database, queue: Queue) -> None:
+    for number in range(8):
+        queue.send(b"%d" % number, key="ab"[number % 2])
+    take = "SELECT key FROM eventsql.take_in_order((SELECT eql_id FROM eventsql.queue), 5, 30)"
+    with database.transaction() as one, database.transaction() as two:
+        two.execute("SET LOCAL lock_timeout = '5s'")
+        assert sorted(one.execute(take).fetchall()) == [("a",), ("b",)]
+        assert two.execute(take).fetchall() == []
+
+
+def test_a_receiver_that_parks_messages_beside_an_open_acknowledgement_strands_none(
+    database: Database, queue: Queue
+) -> None:
+    queue.send(b"1", key="a")
+    (first,) = queue.receive()
+    queue.send(b"2", key="a")
+    with database.transaction() as connection:
+        queue.acknowledge(first, connection=connection)
+        # The first message is locked: it cannot vouch for the second, which stays in sight.
+        assert queue.receive() == []
+        assert numbers(queue)[3] == 0
+    expire(database)
+    assert bodies(queue.receive()) == [b"2"]
+
+
+def test_an_acknowledgement_that_is_rolled_back_promotes_nothing(database: Database, queue: Queue) -> None:
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    (first,) = queue.receive()
+    with database.connection() as connection, connection.transaction(force_rollback=True):
+        queue.acknowledge(first, connection=connection)
+    assert queue.receive() == []
+    queue.acknowledge(first)
+    assert bodies(queue.receive()) == [b"2"]
+
+
+def test_two_late_acknowledgements_of_one_key_at_once_strand_nothing(database: Database, queue: Queue) -> None:
+    queue.definition()
+    with database.transaction() as late:
+        queue.send(b"1", key="a", connection=late)
+        queue.send_all([NewMessage(b"2", key="a"), NewMessage(b"3", key="a")])
+        (second,) = queue.receive()
+    expire(database)
+    (first,) = queue.receive()
+    assert (first.body, second.body) == (b"1", b"2")
+    with psycopg.connect(database.dsn) as one, psycopg.connect(database.dsn) as two:
+        queue.acknowledge(second, connection=one)
+        two.execute("SET LOCAL lock_timeout = '2s'")
+        one.commit()
+        queue.acknowledge(first, connection=two)
+        two.commit()
+    assert bodies(queue.receive()) == [b"3"]
+
+
+def test_purging_leaves_a_queue_that_works(queue: Queue) -> None:
+    queue.send_all([NewMessage(b"%d" % number, key="a") for number in range(5)])
+    (held,) = queue.receive()
+    assert queue.purge() == 5
+    with pytest.raises(MessageNotFoundError):
+        queue.acknowledge(held)
+    queue.send(b"new", key="a")
+    assert bodies(queue.receive()) == [b"new"]
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_an_isolated_transaction_cannot_acknowledge(database: Database, queue: Queue, level: str) -> None:
+    queue.send(b"1", key="a")
+    (message,) = queue.receive()
+    with database.transaction() as connection:
+        connection.execute(f"SET TRANSACTION ISOLATION LEVEL {level}".encode())
+        with pytest.raises(ValidationError):
+            queue.acknowledge(message, connection=connection)
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+    queue.acknowledge(message)
+
+
+def test_the_order_of_a_queue_cannot_change(database: Database, queue: Queue) -> None:
+    queue.send(b"1")
+    with pytest.raises(RedefinitionError):
+        Queue(database, "commands", ordered=False).send(b"2")
+    assert numbers(Queue(database, "commands")) == (1, 0, 0, 0)

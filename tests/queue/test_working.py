@@ -1,0 +1,114 @@
+"""Workers of a queue handle each message once, hold what they work on, and give back the rest when they stop."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.queue import Message, Queue
+from tests.fixtures import Until
+
+
+@pytest.fixture
+def queue(platform: EventSQL) -> Queue:
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE public.effect (body bytea)")
+    return Queue(platform, "commands", max_receives=2)
+
+
+def effects(platform: EventSQL) -> list[bytes]:
+    with platform.database.connection() as connection:
+        return [row[0] for row in connection.execute("SELECT body FROM public.effect ORDER BY body")]
+
+
+def write(message: Message, connection: Connection) -> None:
+    connection.execute("INSERT INTO public.effect VALUES (%s)", [message.body])
+
+
+def test_effects_and_acknowledgements_commit_together(platform: EventSQL, queue: Queue, until: Until) -> None:
+    queue.send_all([b"%02d" % number for number in range(50)])
+    with queue.work(write, workers=4) as workers:
+        until(lambda: workers.handled == 50)
+    assert effects(platform) == [b"%02d" % number for number in range(50)]
+    assert queue.statistics().depth == 0
+
+
+def test_a_failing_message_is_rolled_back_retried_and_set_aside(platform: EventSQL, queue: Queue, until: Until) -> None:
+    def fail(message: Message, connection: Connection) -> None:
+        write(message, connection)
+        if message.body == b"bad":
+            raise ValueError("no\x00pe")
+
+    queue.send_all([b"bad", b"good"])
+    with queue.work(fail, backoff=lambda _: 0.0) as workers:
+        until(lambda: queue.statistics().dead == 1 and workers.handled == 1)
+        assert workers.failed == 2
+    assert effects(platform) == [b"good"]
+    (letter,) = Queue(platform, "commands_dead").peek()
+    assert [entry["reason"] for entry in letter.history][:2] == ["ValueError: nope"] * 2
+
+
+def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
+    platform: EventSQL, queue: Queue, until: Until
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(message: Message, connection: Connection) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        write(message, connection)
+
+    queue.send_all([b"1", b"2"])
+    with queue.work(slow, visibility_timeout=0.6) as workers:
+        assert begun.wait(60)
+        with platform.database.connection() as connection:
+            look = "SELECT min(eql_visible_at) FROM eventsql.queue_message"
+            first = connection.execute(look).fetchone()
+            until(lambda: connection.execute(look).fetchone() != first)
+        # Longer than the first timeout: what is left of it was extended.
+        until(lambda: queue.statistics().in_flight == 2)
+        assert queue.receive(max_messages=5) == []
+        go_on.set()
+        until(lambda: workers.handled == 2)
+    assert effects(platform) == [b"1", b"2"]
+
+
+def test_a_stop_finishes_the_message_at_hand_and_gives_back_the_others(platform: EventSQL, queue: Queue) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(message: Message, connection: Connection) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        write(message, connection)
+
+    queue.send_all([b"1", b"2", b"3"])
+    workers = queue.work(slow, max_messages=3)
+    assert begun.wait(60)
+    assert not workers.stop(timeout=0)
+    go_on.set()
+    assert workers.stop()
+    assert effects(platform) == [b"1"]
+    assert queue.depth().visible == 2
+
+
+def test_a_worker_that_lost_its_message_leaves_no_effects(platform: EventSQL, queue: Queue, until: Until) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(message: Message, connection: Connection) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        write(message, connection)
+
+    queue.send(b"1")
+    with queue.work(slow, visibility_timeout=600) as workers:
+        assert begun.wait(60)
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now()")
+        (mine,) = queue.receive(visibility_timeout=600)
+        go_on.set()
+        until(lambda: not workers._held)
+    assert (workers.handled, effects(platform)) == (0, [])
+    queue.acknowledge(mine)
