@@ -25,6 +25,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.pooled_storage import PooledPostgresStorage
+from tests.dagster.conftest import await_
 
 
 @pytest.fixture
@@ -81,8 +82,8 @@ def test_a_run_uses_one_or_two_connections(instance: dg.DagsterInstance, connect
 def test_a_closed_instance_leaves_no_connection(home: Path, platform: EventSQL) -> None:
     with dg.DagsterInstance.from_config(str(home)) as instance:
         instance.get_runs_count()
-        assert sessions(platform) == 1
-    assert sessions(platform) == 0
+        await_(lambda: sessions(platform) == 1, "the end of the connections of others")
+    await_(lambda: sessions(platform) == 0, "the end of the server's process")
 
 
 def test_threads_get_more_connections_than_are_kept(instance: dg.DagsterInstance, connects: list[object]) -> None:
@@ -144,7 +145,7 @@ def test_tables_are_created_where_they_are_missing(dsn: str, platform: EventSQL)
         connection.execute("CREATE SCHEMA dagster_dev")
     storage = PooledPostgresStorage(storage_url(dsn))
     assert storage.run_storage.get_runs_count() == 0
-    assert sessions(platform) == 1
+    await_(lambda: sessions(platform) == 1, "the end of the connections that created the tables")
     storage.run_storage.dispose()
 
 

@@ -36,6 +36,14 @@ class Work(dg.Config):
     then: str = ""
 
 
+class Cycle:
+    def __init__(self, freed: Path) -> None:
+        self.itself, self.freed = self, freed
+
+    def __del__(self) -> None:
+        self.freed.touch()
+
+
 @dg.op
 def work(context: dg.OpExecutionContext, config: Work) -> None:
     (HERE / context.run_id).write_text(f"{os.getpid()} {os.getppid()} {VERSION} {os.environ.get('OF_LOCATION')}")
@@ -51,6 +59,7 @@ def work(context: dg.OpExecutionContext, config: Work) -> None:
         case "use":
             assert Path(KEPT.name).is_dir()
             atexit.register((HERE / f"{context.run_id}.ended").touch)
+            Cycle(HERE / f"{context.run_id}.freed")
         case "wait":
             while not (HERE / "go").exists():
                 time.sleep(0.01)

@@ -27,6 +27,7 @@ def test_runs_leave_what_the_import_made_to_the_server_and_run_the_exit_handlers
         runs = [deployment.launch("use")]
         assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS
         await_((tmp_path / "first" / f"{runs[0]}.ended").exists, "the run's own exit handler")
+        await_((tmp_path / "first" / f"{runs[0]}.freed").exists, "the deletion of an object that refers to itself")
         runs.append(deployment.launch("use"))
         assert [deployment.ended(run) for run in runs] == [dg.DagsterRunStatus.SUCCESS] * 2
 
