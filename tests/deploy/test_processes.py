@@ -93,7 +93,8 @@ def test_a_backup_under_traffic_restores_each_event_with_its_effect_once(
 
     with psycopg.connect(direct_dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE public.effect (value bytea)")
-    stop, published = threading.Event(), []
+    stop = threading.Event()
+    published: list[int] = []
 
     def publish(platform: EventSQL) -> None:
         while not stop.is_set():
