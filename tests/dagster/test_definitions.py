@@ -28,6 +28,7 @@ from eventsql_orchestration.dagster import (
     consumer_asset,
     range_asset,
     share_runs,
+    table_asset,
     topic_asset,
     topic_key,
 )
@@ -246,6 +247,18 @@ def test_a_topic_is_an_external_asset() -> None:
     assert spec.group_name == "topics"
     assert spec.metadata["partitions"] == 3
     assert not dg.Definitions(assets=[spec]).resolve_asset_graph().get(spec.key).is_executable
+
+
+def test_a_captured_table_is_an_external_asset_upstream_of_its_topic() -> None:
+    table = table_asset("public.ride", columns={"id": "bigint"})
+    topic = topic_asset(TOPIC, deps=[table])
+    assert table.key == dg.AssetKey(["table", "public", "ride"])
+    assert table.metadata["table"] == "public.ride"
+    graph = dg.Definitions(assets=[table, topic]).resolve_asset_graph()
+    assert graph.get(topic.key).parent_keys == {table.key}
+    assert not graph.get(table.key).is_executable
+    with pytest.raises(InvalidNameError):
+        table_asset("ride")
 
 
 def test_a_topic_key_is_a_topic_name() -> None:
