@@ -36,6 +36,7 @@ from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_a
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
+from eventsql_orchestration.dagster.monitoring.topic_page import TopicSample
 from eventsql_orchestration.dagster.resources import EventSQLResource, TopicResource
 from eventsql_orchestration.dagster.tags import DEV_TAG, SPARK_POOL
 from eventsql_orchestration.dagster.topics import table_asset, topic_asset, topic_key, topic_observations
@@ -65,6 +66,7 @@ __all__ = [
     "RunLimits",
     "TickOptions",
     "TopicResource",
+    "TopicSample",
     "build_alert_sensor",
     "build_backfill",
     "build_definitions",

@@ -18,6 +18,7 @@ from eventsql_orchestration.dagster.monitoring.alerts import Notify, build_alert
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
+from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample
 from eventsql_orchestration.dagster.register import REGISTER_JOB
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import DEV_SETUP, DEV_TAG
@@ -48,6 +49,7 @@ def build_definitions(
     platform: bool = True,
     assets: Sequence[dg.AssetsDefinition] = (),
     translator: EventSQLTranslator | None = None,
+    sample: TopicSample = DEFAULT_SAMPLE,
 ) -> dg.Definitions:
     """Everything that a location with these consumers needs, for `defs` of its module.
 
@@ -57,6 +59,7 @@ def build_definitions(
     - The transfer, the lag sensor and housekeeping, and the job `register` (`build_register_job`). Run that job once
       after each deployment that adds topics or consumers.
     - Further `assets`. One whose metadata `topic` names a topic, as the IO manager reads it, has an edge to this topic.
+    - On the page of a topic to which no consumer publishes, a `sample` of its last events.
     - The resource `eventsql`, by default `environment_resource()`, and further `resources`.
 
     A location may merge several of these definitions. Give each one except the first a `name` and `platform=False`. The
@@ -70,6 +73,7 @@ def build_definitions(
     common = common_definitions(
         consumers, checks, topics=topics, eventsql=eventsql, resources=resources, dead_letters=dead_letters,
         prepare=prepare, notify=notify, name=name, platform=platform, assets=assets, translator=translator,
+        sample=sample,
     )  # fmt: skip
     return dg.Definitions.merge(definitions_of(consumers, checks, backfills=backfills), common)
 
@@ -88,6 +92,7 @@ def common_definitions(
     platform: bool = True,
     assets: Sequence[dg.AssetsDefinition] = (),
     translator: EventSQLTranslator | None = None,
+    sample: TopicSample = DEFAULT_SAMPLE,
 ) -> dg.Definitions:
     """What consumers have in common: topics, registration, lag, alerts, and with `platform` the rest of a location."""
     suffix = "" if name is None else f"_{name}"
@@ -98,7 +103,7 @@ def common_definitions(
         consumers, topics=known, dead_letters=dead_letters, prepare=prepare, name=REGISTER_JOB + suffix
     )
     sources = _publishers(assets)
-    sensors = [build_lag_sensor(consumers, checks=checks, topics=external, name=f"lag{suffix}")]
+    sensors = [build_lag_sensor(consumers, checks=checks, topics=external, sample=sample, name=f"lag{suffix}")]
     if notify is not None and checks:
         sensors.append(build_alert_sensor(checks, notify, name=f"alerts{suffix}"))
     return dg.Definitions(

@@ -106,7 +106,7 @@ def test_a_lag_check_turns_red_beyond_its_thresholds(
     for evaluation in (reported, executed(bench, check)):
         assert evaluation.passed is passed
         assert evaluation.severity == dg.AssetCheckSeverity.WARN
-        assert evaluation.metadata["lag events"].value == 5
+        assert evaluation.metadata["Lag events"].value == 5
 
 
 def test_a_red_lag_check_names_the_cause_and_the_limit(bench: Workbench) -> None:
@@ -321,7 +321,7 @@ def test_an_alert_is_sent_when_a_check_turns_red_and_when_it_is_green_again(benc
     watch.at(1_015.0)
     (red,) = tick()
     assert str(red).startswith("check lag of eager is red (WARN): 2 events and ")
-    assert red.metadata["lag events"] == 2
+    assert red.metadata["Lag events"] == 2
     assert red.asset == eager.key
     watch.at(1_015.0 + IDLE_INTERVAL)
     assert tick() == [], "it is told once"

@@ -218,7 +218,7 @@ ledger_check = build_delivered_check(consumer_asset(topic=Topic("orders"), consu
 def report(instance: dg.DagsterInstance, *, passed: bool = True, own: bool = True) -> None:
     """An observation and the result of a check."""
     instance.report_runless_asset_event(
-        dg.AssetObservation(asset_key=ASSET, metadata={"lag events": 1}, tags=INTERNAL_RUN if own else {})
+        dg.AssetObservation(asset_key=ASSET, metadata={"Lag events": 1}, tags=INTERNAL_RUN if own else {})
     )
     instance.report_runless_asset_event(
         dg.AssetCheckEvaluation(asset_key=ASSET, check_name="delivered" if own else "theirs", passed=passed)

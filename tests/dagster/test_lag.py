@@ -12,7 +12,7 @@ import pytest
 
 from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
-from eventsql_orchestration.dagster import RunLimits, build_lag_sensor, consumer_asset, topic_key
+from eventsql_orchestration.dagster import RunLimits, TopicSample, build_lag_sensor, consumer_asset, topic_key
 from eventsql_orchestration.dagster.monitoring.lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
 from eventsql_orchestration.dagster.monitoring.lag_sensor import (
     IDLE_INTERVAL,
@@ -21,6 +21,7 @@ from eventsql_orchestration.dagster.monitoring.lag_sensor import (
     stopped_sensors,
 )
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
+from eventsql_orchestration.errors import ValidationError
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
 
@@ -75,11 +76,11 @@ def test_lag_is_observed_as_numbers_for_the_consumer_and_each_partition(bench: W
     bench.platform.publisher.publish(Publication("orders", b"", partition=1))
     found = observed(observe(bench))["ledger"]
 
-    assert found["lag events"] == 8
-    assert found["lag events [0]"] == 3
-    assert found["lag events [1]"] == 5
-    assert isinstance(found["lag seconds"], float)
-    assert 0 < found["lag seconds"] < 120
+    assert found["Lag events"] == 8
+    assert found["Lag events [0]"] == 3
+    assert found["Lag events [1]"] == 5
+    assert isinstance(found["Lag seconds"], float)
+    assert 0 < found["Lag seconds"] < 120
     assert "[0] waiting: not consumed yet" in found["cause"]
 
 
@@ -90,7 +91,7 @@ def test_the_sensor_reports_observations_to_dagster(bench: Workbench) -> None:
         tick = sensor.evaluate_tick(context)
     (observation,) = tick.asset_events
     assert observation.asset_key == eager.key
-    assert observation.metadata["lag events"].value == 2
+    assert observation.metadata["Lag events"].value == 2
     assert sensor.minimum_interval_seconds == 15
 
 
@@ -110,7 +111,7 @@ def test_the_end_of_a_lag_is_observed_at_once(bench: Workbench) -> None:
     behind = observe(bench, now=1_000.0)
     bench.platform.consumers.consume_once("rides", "eager", record)
     after = observe(bench, cursor=behind.cursor, now=1_015.0)
-    assert observed(after)["eager"]["lag events"] == 0
+    assert observed(after)["eager"]["Lag events"] == 0
 
 
 def test_the_cursor_is_never_empty(bench: Workbench) -> None:
@@ -226,6 +227,37 @@ def test_arrivals_in_an_external_topic_are_reported_once_a_minute(bench: Workben
     assert not arrivals(nothing)
 
 
+@pytest.mark.parametrize("redact", [False, True])
+def test_a_topics_page_has_its_rate_retention_consumers_and_last_events(bench: Workbench, redact: bool) -> None:
+    rides = [Topic("rides")]
+    bench.publish("rides", 1)
+    sample = TopicSample(events=2, redact=redact)
+    first = observe_lag(bench.platform, [eager], topics=rides, sample=sample, cursor=None, now=1_000.0)
+    ids = bench.publish("rides", 6)
+    later = observe_lag(
+        bench.platform, [eager], topics=rides, sample=sample, cursor=first.cursor, now=1_000.0 + TOPIC_INTERVAL
+    )
+    (news,) = arrivals(later)
+    page = {name: value.value for name, value in news.metadata.items()}
+    assert page["events per second"] == 0.1
+    assert (page["events in log, at most"], page["offsets in log"]) == (ids[-1], f"1 to {ids[-1]}")
+    assert page["retention"] == "everything is kept"
+    assert page["consumers"] == "eager"
+    assert [event["offset"] for event in page["last events"]] == ids[-2:]
+    shown = [{name: event.get(name) for name in ("value", "value bytes")} for event in page["last events"]]
+    assert shown == (
+        [{"value": None, "value bytes": 1}] * 2
+        if redact
+        else [{"value": "4", "value bytes": None}, {"value": "5", "value bytes": None}]
+    )
+
+
+@pytest.mark.parametrize("events", [-1, 101])
+def test_a_sample_of_an_impossible_size_is_refused(events: int) -> None:
+    with pytest.raises(ValidationError):
+        TopicSample(events=events)
+
+
 # Hundreds of partitions
 
 PARTITIONS = 300
@@ -253,9 +285,9 @@ def test_an_observation_of_hundreds_of_partitions_stays_small() -> None:
 
 def test_totals_are_of_all_partitions_and_only_the_largest_lags_are_shown() -> None:
     metadata = wide_lag(PARTITIONS).metadata()
-    assert metadata["lag events"] == sum(range(PARTITIONS))
+    assert metadata["Lag events"] == sum(range(PARTITIONS))
     assert metadata["partitions behind"] == PARTITIONS - 1
-    shown = {partition for partition in range(PARTITIONS) if f"lag events [{partition}]" in metadata}
+    shown = {partition for partition in range(PARTITIONS) if f"Lag events [{partition}]" in metadata}
     assert shown == set(range(PARTITIONS - SHOWN_PARTITIONS, PARTITIONS))
     assert f"consumed by [{PARTITIONS - 1}]" in metadata
     assert metadata["cause"].startswith(f"[{PARTITIONS - SHOWN_PARTITIONS}] leased: by run ")
@@ -264,5 +296,5 @@ def test_totals_are_of_all_partitions_and_only_the_largest_lags_are_shown() -> N
 
 def test_few_partitions_are_all_shown() -> None:
     metadata = wide_lag(SHOWN_PARTITIONS).metadata()
-    assert all(f"lag events [{partition}]" in metadata for partition in range(SHOWN_PARTITIONS))
+    assert all(f"Lag events [{partition}]" in metadata for partition in range(SHOWN_PARTITIONS))
     assert "more partitions" not in metadata["cause"]

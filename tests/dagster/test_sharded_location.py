@@ -111,8 +111,8 @@ def test_lag_is_observed_for_each_partition_of_each_shard(platform: EventSQL, sh
     first = observe_lag(platform, [ledger], cursor=None, now=1_000.0)
     (observed,) = first.asset_events
     assert isinstance(observed, dg.AssetObservation)
-    assert observed.metadata["lag events"].value == 5
-    assert observed.metadata["lag events [shard-2/1]"].value == 3
+    assert observed.metadata["Lag events"].value == 5
+    assert observed.metadata["Lag events [shard-2/1]"].value == 3
     assert "[shard-1/1] waiting" in str(observed.metadata["cause"].value)
 
     # Who moves is told by the shard too.
@@ -133,7 +133,7 @@ def test_a_shard_that_is_down_is_behind_by_nobody_knows_how_much_and_the_check_i
         observed, lag, delivered = seen.asset_events
         assert isinstance(observed, dg.AssetObservation)
         assert "[shard-2/0] unreachable" in str(observed.metadata["cause"].value)
-        assert "lag events [shard-2/0]" not in observed.metadata
+        assert "Lag events [shard-2/0]" not in observed.metadata
         assert isinstance(lag, dg.AssetCheckEvaluation)
         assert (lag.passed, str(lag.description).startswith("0 events")) == (False, True)
         assert isinstance(delivered, dg.AssetCheckEvaluation)

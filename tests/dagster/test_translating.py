@@ -95,7 +95,11 @@ def test_a_consumer_under_a_prefix_consumes_and_shows_the_number_of_its_events(
     (request,) = bench.tick(definition.sensors[0])
     result = bench.run(definition, request)
     assert bench.effects() == ids
-    assert metadata(result, dg.AssetKey(["finance", "ledger"]))["dagster/row_count"] == 3
+    shown = metadata(result, dg.AssetKey(["finance", "ledger"]))
+    assert shown["dagster/row_count"] == 3
+    # The plot of the lag, which the UI shows first, has no gap at a materialization.
+    assert [name for name in sorted(shown) if isinstance(shown[name], int | float)][:2] == ["Lag events", "Lag seconds"]
+    assert shown["Lag events"] == 0
 
 
 def test_consumers_under_a_prefix_share_runs_and_are_backfilled(bench: Workbench) -> None:

@@ -62,14 +62,14 @@ def screenshot(browser: webdriver.Chrome, name: str, directory: Path) -> None:
 
 
 def plotted(driver: webdriver.Chrome) -> bool:
-    """Whether the page of an asset shows its plot of `lag events`, with something drawn on it."""
+    """Whether the page of an asset shows its plot of `Lag events`, with something drawn on it."""
     plots = driver.find_elements("xpath", "//button[normalize-space(.)='Plots']")
     if not plots:
         return False
     plots[0].click()
     try:
         title = WebDriverWait(driver, 15).until(
-            lambda page: page.find_element("xpath", "//*[normalize-space(text())='lag events']")
+            lambda page: page.find_element("xpath", "//*[normalize-space(text())='Lag events']")
         )
     except TimeoutException:
         driver.refresh()

@@ -109,7 +109,7 @@ def lags(dev: Dev) -> list[int]:
     with storage(dev) as (_, instance):
         observed = instance.fetch_observations(dg.AssetKey("order_status"), limit=100).records
     metadata = [record.asset_observation.metadata for record in observed if record.asset_observation]
-    return [int(str(entry["lag events"].value)) for entry in metadata]
+    return [int(str(entry["Lag events"].value)) for entry in metadata]
 
 
 @pytest.mark.nightly

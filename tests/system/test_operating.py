@@ -80,7 +80,7 @@ class System:
         with self.dagster.instance() as instance:
             observed = instance.fetch_observations(location.order_status.key, limit=100).records
         metadata = [record.asset_observation.metadata for record in observed if record.asset_observation]
-        return [int(str(entry["lag events"].value)) for entry in metadata if "lag events" in entry]
+        return [int(str(entry["Lag events"].value)) for entry in metadata if "Lag events" in entry]
 
     def was_behind(self, events: int) -> bool:
         return events in self.lags()

@@ -28,6 +28,7 @@ from eventsql_orchestration.dagster.consumers.run import drain
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
+from eventsql_orchestration.dagster.monitoring.lag import AssetLag
 from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import (
@@ -48,7 +49,7 @@ from eventsql_orchestration.dagster.topics import (
     topic_key,
 )
 from eventsql_orchestration.dagster.translator import translated
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.topics.offsets import Start, starting_at
 from eventsql_orchestration.validation import check_kind, check_whole
 
@@ -316,7 +317,17 @@ class _Step:
         if config.claim is None and SHARED_TAG in context.run.tags and not drained.claims:
             return
         for key, metadata in results(self.key, self.consumer, publishes, drained):
-            yield dg.MaterializeResult(asset_key=key, metadata=metadata)
+            lag = self._lag(context, eventsql) if key == self.key else {}
+            yield dg.MaterializeResult(asset_key=key, metadata={**lag, **metadata})
+
+    def _lag(self, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> Mapping[str, int | float]:
+        """The consumer's lag at the end of the run, so that the plot of its lag has no gap there."""
+        try:
+            lags = eventsql.platform.lag(self.topic.name)
+        except EventSQLError as error:
+            context.log.info("the lag is unknown: %s", error)
+            return {}
+        return AssetLag(tuple(lag for lag in lags if lag.consumer == self.consumer.name)).numbers()
 
     def _drain(
         self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any], drained: Drained

@@ -23,8 +23,10 @@ each minute."""
 SHOWN_PARTITIONS: Final = 30
 """The most partitions that an observation shows, those with the largest lag: 300 would take up to 173 kB."""
 
-LAG_EVENTS: Final = "lag events"
-LAG_SECONDS: Final = "lag seconds"
+LAG_EVENTS: Final = "Lag events"
+LAG_SECONDS: Final = "Lag seconds"
+"""Dagster's UI sorts the plots of an asset by their names, capital letters first: these two come first."""
+
 CAUSE: Final = "cause"
 BEHIND: Final = "partitions behind"
 CONSUMED_BY: Final = "consumed by"
@@ -80,6 +82,10 @@ class AssetLag:
             if (run_id := _run_of(lag)) is not None:
                 metadata[f"{CONSUMED_BY} {_where(lag)}".rstrip()] = dg.MetadataValue.dagster_run(run_id)
         return metadata
+
+    def numbers(self) -> dict[str, int | float]:
+        """The numbers of `metadata`. Dagster's UI breaks a plot at each event of the asset that lacks its number."""
+        return {name: value for name, value in self.metadata().items() if isinstance(value, int | float)}
 
     def cause(self) -> str:
         """The causes of the lag, for each partition that is shown."""

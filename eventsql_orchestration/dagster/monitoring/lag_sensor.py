@@ -14,13 +14,21 @@ import dagster as dg
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
+from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look
 from eventsql_orchestration.dagster.monitoring.lag import AssetLag, place_of, read_lags
+from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.dagster.topics import topic_observations
-from eventsql_orchestration.errors import SchemaOutdatedError, ValidationError
+from eventsql_orchestration.errors import (
+    DatabaseUnavailableError,
+    SchemaOutdatedError,
+    TopicNotFoundError,
+    ValidationError,
+)
 
 IDLE_INTERVAL: Final = 300.0
 """Seconds between observations of a consumer without lag, and between reports of a red check that has not changed:
@@ -48,16 +56,18 @@ def build_lag_sensor(
     checks: Sequence[ConsumerCheck] = (),
     topics: Sequence[Topic] = (),
     name: str = "lag",
+    sample: TopicSample = DEFAULT_SAMPLE,
     interval_seconds: int = 15,
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> dg.SensorDefinition:
     """A sensor that observes the lag of each consumer's asset about every `interval_seconds`, and evaluates `checks`.
 
-    Each observation has the numbers `lag events` and `lag seconds`, for the consumer and for every partition, and the
+    Each observation has the numbers `Lag events` and `Lag seconds`, for the consumer and for every partition, and the
     cause in words. A consumer that stays without lag is observed every 5 minutes. A check is evaluated at every tick.
     Its result is reported when it changes; otherwise every 5 minutes while it is red, every hour while it is green, and
     sooner after the asset was materialized. Events that arrived in `topics`, to which no asset publishes, are reported
-    once a minute as materializations, so that Dagster can judge their freshness. No run is started.
+    once a minute as materializations, so that Dagster can judge their freshness. They have the topic's rate, offsets,
+    retention and consumers, and a `sample` of its last events. No run is started.
 
     Raises `ValidationError` for a check of a consumer that is not among `consumers`, and for two definitions of one
     consumer.
@@ -77,7 +87,7 @@ def build_lag_sensor(
     def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
         with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
             return observe_lag(
-                platform, consumers, checks=checks, topics=topics, cursor=context.cursor, now=time.time(),
+                platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor, now=time.time(),
                 stopped=stopped_sensors(context.instance, consumers),
                 materialized=materialized_at(context.instance, consumers),
             )  # fmt: skip
@@ -142,6 +152,7 @@ def observe_lag(
     *,
     checks: Sequence[ConsumerCheck] = (),
     topics: Sequence[Topic] = (),
+    sample: TopicSample = DEFAULT_SAMPLE,
     cursor: str | None,
     now: float,
     stopped: Collection[str] = (),
@@ -159,7 +170,7 @@ def observe_lag(
     tick = _Tick(now, _Cursor.parse(cursor))
     known = [consumer for consumer in consumers if consumer.key in found]
     lags = {each.key: _compared(found[each.key], each, tick.before, stopped) for each in known}
-    events: list[Event] = [*tick.observations(lags), *tick.arrivals(platform, topics)]
+    events: list[Event] = [*tick.observations(lags), *tick.arrivals(platform, topics, sample)]
     for check in checks:
         key = check.consumer.key
         look = Look(platform, lags.get(key, AssetLag(())), now)
@@ -219,14 +230,29 @@ class _Tick:
             self.after.observed[asset] = (lag.events, self.now)
             yield dg.AssetObservation(asset_key=key, metadata=lag.metadata(), tags=INTERNAL_RUN)
 
-    def arrivals(self, platform: EventSQL, topics: Sequence[Topic]) -> Iterable[dg.AssetMaterialization]:
+    def arrivals(
+        self, platform: EventSQL, topics: Sequence[Topic], sample: TopicSample
+    ) -> Iterable[dg.AssetMaterialization]:
         self.after.topics, self.after.topics_at = self.before.topics, self.before.topics_at
         if not topics or self.now - self.before.topics_at < TOPIC_INTERVAL:
             return
         news = topic_observations(platform, topics, seen=self.before.topics)
         self.after.topics, self.after.topics_at = dict(news.seen), self.now
+        shards = {shard.name: shard for shard in shards_of(platform)} if news.materializations else {}
         for arrival in news.materializations:
-            yield dg.AssetMaterialization(arrival.asset_key, arrival.description, arrival.metadata, tags=INTERNAL_RUN)
+            found: dict[str, Any] = {name: value.value for name, value in arrival.metadata.items()}
+            try:
+                page = topic_page(
+                    shards[found.get(keys.INPUT_SHARD)], found[keys.PUBLISHED_TOPIC], sample=sample,
+                    arrived=found.get(keys.PUBLISHED_EVENTS), seconds=self.now - self.before.topics_at,
+                    end=found[keys.PUBLISHED_LAST],
+                )  # fmt: skip
+            except (TopicNotFoundError, DatabaseUnavailableError):
+                # It went between the two looks.
+                page = {}
+            yield dg.AssetMaterialization(
+                arrival.asset_key, arrival.description, {**arrival.metadata, **page}, tags=INTERNAL_RUN
+            )
 
     def evaluations(self, check: ConsumerCheck, look: Look, materialized: float) -> Iterable[dg.AssetCheckEvaluation]:
         name = check.key.to_user_string()

@@ -1,0 +1,82 @@
+"""What the page of a topic's asset shows: its offsets, its rate, its retention, its consumers and its last events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import dagster as dg
+
+from eventsql_orchestration import Event, Shard
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.storage.ranges import LogRanges
+
+RATE: Final = "events per second"
+IN_LOG: Final = "events in log, at most"
+OFFSETS: Final = "offsets in log"
+RETENTION: Final = "retention"
+CONSUMERS: Final = "consumers"
+LAST_EVENTS: Final = "last events"
+
+SHOWN_CHARACTERS: Final = 200
+"""The most characters of a key or a value in a sample."""
+
+LOOK_BACK: Final = 1_000
+"""Offsets before the end of a log in which the sample is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopicSample:
+    """The last events that a topic's page shows: their number, and whether keys and values are left out.
+
+    Dagster's storage keeps the sample as long as the report. With `redact`, a sample has sizes instead of contents.
+    Raises `ValidationError` for a number below 0 or above 100.
+    """
+
+    events: int = 3
+    redact: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.events <= 100:
+            raise ValidationError(f"a sample has 0 to 100 events, not {self.events}")
+
+
+DEFAULT_SAMPLE: Final = TopicSample()
+
+
+def topic_page(
+    shard: Shard, topic: str, *, arrived: int | None, seconds: float, end: int, sample: TopicSample
+) -> Mapping[str, Any]:
+    """Metadata of a topic on one shard whose log ends at offset `end`. `arrived` events came in `seconds` seconds.
+
+    Without a scan of the log, its events are at most as many as its offsets. Raises `TopicNotFoundError`.
+    """
+    registered = shard.registry.topic(topic)
+    with shard.database.connection() as connection:
+        first = LogRanges(shard.database.schema).first(connection, topic, after=0, upto=end)
+    names = sorted({state.name for state in shard.registry.consumers(topic)})
+    page: dict[str, Any] = {
+        RETENTION: "everything is kept" if registered.retention is None else str(registered.retention),
+        CONSUMERS: ", ".join(names) or "none",
+    }
+    if first is not None:
+        page |= {IN_LOG: end - first + 1, OFFSETS: f"{first} to {end}"}
+    if arrived is not None and seconds > 0:
+        page[RATE] = round(arrived / seconds, 3)
+    if sample.events:
+        events = shard.reader.read(topic, after=max(0, end - LOOK_BACK), upto=end)[-sample.events :]
+        page[LAST_EVENTS] = dg.MetadataValue.json([_shown(event, sample) for event in events])
+    return page
+
+
+def _shown(event: Event, sample: TopicSample) -> Mapping[str, Any]:
+    about = {"offset": event.id, "partition": event.partition, "published": event.buffered_at.isoformat()}
+    if sample.redact:
+        return {**about, "key bytes": len((event.key or "").encode()), "value bytes": len(event.value)}
+    key = None if event.key is None else _cut(event.key)
+    return {**about, "key": key, "value": _cut(event.value.decode(errors="replace"))}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
