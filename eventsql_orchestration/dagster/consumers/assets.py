@@ -323,11 +323,13 @@ class _Step:
     def _lag(self, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> Mapping[str, int | float]:
         """The consumer's lag at the end of the run, so that the plot of its lag has no gap there."""
         try:
-            lags = eventsql.platform.lag(self.topic.name)
+            # `platform.lag` also releases consumers on added shards, which is not this run's matter.
+            found = [(shard.name, lag) for shard in eventsql.shards for lag in shard.lag(self.topic.name)]
         except EventSQLError as error:
             context.log.info("the lag is unknown: %s", error)
             return {}
-        return AssetLag(tuple(lag for lag in lags if lag.consumer == self.consumer.name)).numbers()
+        own = (replace(lag, shard=name) for name, lag in found if lag.consumer == self.consumer.name)
+        return AssetLag(tuple(own)).numbers()
 
     def _drain(
         self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any], drained: Drained

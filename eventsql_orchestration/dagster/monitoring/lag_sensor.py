@@ -87,7 +87,8 @@ def build_lag_sensor(
     def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
         with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
             return observe_lag(
-                platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor, now=time.time(),
+                platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor,
+                now=time.time(),
                 stopped=stopped_sensors(context.instance, consumers),
                 materialized=materialized_at(context.instance, consumers),
             )  # fmt: skip
