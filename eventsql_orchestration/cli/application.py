@@ -20,11 +20,12 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     OutputClosedError,
     OutputFailedError,
+    be_quiet,
     begin_with,
+    complain,
     discard_output,
     keep_secret,
     redact,
-    say,
 )
 from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, command, option, urls_of_file
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
@@ -85,7 +86,7 @@ class Application(click.Group):
             error.show()
             code = WRONG_USAGE
         except click.ClickException as error:
-            say(_usage(error))
+            complain(_usage(error))
             code = error.exit_code
         except click.Abort:
             code = INTERRUPTED
@@ -102,14 +103,14 @@ class Application(click.Group):
             discard_output()
             if isinstance(error, OutputClosedError):
                 ctx.exit(DONE)
-            say(str(error))
+            complain(str(error))
             ctx.exit(FAILED)
         except Exception as error:  # noqa: BLE001 - for every error, the user gets one line and the exit code
             if ctx.params["debug"]:
                 with suppress(EventSQLError):
                     keep_secret(*ctx.obj.settings.dsns)
                 click.echo(redact("".join(traceback.format_exception(error))), err=True, nl=False)
-            say(lazy.message_of(error))
+            complain(lazy.message_of(error))
             wrong = isinstance(error, ValidationError | ConfigurationError) and not isinstance(error, MissingExtraError)
             ctx.exit(WRONG_USAGE if wrong else FAILED)
 
@@ -129,7 +130,7 @@ class _Messages(logging.Handler):
     """Shows the library's log records as lines of the program."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"{record.levelname.lower()}: {record.getMessage()}")
+        complain(f"{record.levelname.lower()}: {record.getMessage()}")
         if record.exc_info and self.level <= logging.DEBUG:
             click.echo(redact("".join(traceback.format_exception(*record.exc_info))), err=True, nl=False)
 
@@ -181,9 +182,12 @@ def _program(
     shard: Annotated[str | None, option("Use only the shard of this name.", metavar="NAME")],
     schema: Annotated[str | None, option(_SCHEMA, metavar="NAME")],
     home: Annotated[Path | None, option(_HOME, type=click.Path(path_type=Path, file_okay=False))],
+    quiet: Annotated[bool, option("Say nothing but what is wrong; data is printed all the same.", "-q", "--quiet")],
     debug: Annotated[bool, option("Show the traceback of an error, and the log of the library.")],
 ) -> None:
     """Events over the SQL database that you already run."""
+    if quiet:
+        be_quiet()
     if dsn and dsn_file is not None:
         raise click.UsageError("--dsn and --dsn-file both name the database: give one of them")
     if dsn:

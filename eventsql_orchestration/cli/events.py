@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -9,10 +10,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
+import click
+
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import counted, say, write_events
-from eventsql_orchestration.cli.parameters import ConsumerName, Follow, MaxEvents, Partition, TopicName, command, option
+from eventsql_orchestration.cli.output import EVENT_FORMATS, EventWriter, counted, say, write_events
+from eventsql_orchestration.cli.parameters import (
+    ConsumerName,
+    Follow,
+    MaxEvents,
+    Partition,
+    Pattern,
+    TopicName,
+    command,
+    option,
+)
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
 from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
@@ -52,11 +64,21 @@ def tail(
     max_events: MaxEvents,
     follow: Follow,
     partition: Partition,
+    key: Annotated[str | None, option("Only events with this key.", metavar="KEY")],
+    grep: Annotated[
+        re.Pattern[bytes] | None, option("Only events whose value matches this regular expression.", type=Pattern())
+    ],
+    form: Annotated[
+        str, option("How an event is printed.", "--format", type=click.Choice([*EVENT_FORMATS]), default="json")
+    ],
 ) -> None:
     """Print the events of TOPIC as JSON lines. Nothing is committed.
 
-    A value that is not UTF-8 text is printed as base64, with "encoding": "base64".
+    A value that is not UTF-8 text is printed as base64, with "encoding": "base64". --format csv prints a header and
+    the columns of the JSON; --format value prints each value as it is, and a line feed. --max counts the events that
+    are printed.
     """
+    chosen = EventWriter(form)
     with context.platform() as platform:
         found = platform.registry.topic(topic)
         if partition is not None:
@@ -66,27 +88,35 @@ def tail(
         if len(platform.shards) > 1 and isinstance(start, AtOffset):
             raise ValidationError("each shard has its own offsets: choose a shard with --shard NAME")
         after = {shard: _before(shard, topic, start) for shard in platform.shards}
-        left = max_events
+        left, chooses = max_events, key is not None or grep is not None
         wake = _woken_by(platform, topic, follow=follow)
         while left is None or left > 0:
-            printed = 0
+            printed, read = 0, False
             for shard in platform.shards:
                 limit = _BATCH if left is None else min(_BATCH, left - printed)
                 if not limit:
                     break
-                events = shard.reader.read(topic, after=after[shard], partition=partition, limit=limit)
+                events = shard.reader.read(
+                    topic, after=after[shard], partition=partition, limit=_BATCH if chooses else limit
+                )
                 if events:
-                    write_events(events, shard=context.shard or shard.name)
+                    matching = [event for event in events if _matches(event, key, grep)][:limit]
+                    chosen.write(matching, shard=context.shard or shard.name)
                     after[shard] = events[-1].id
-                printed += len(events)
+                    printed += len(matching)
+                    read = True
 
             left = None if left is None else left - printed
-            if printed:
+            if read:
                 continue
             if not follow:
                 return
             wake.wait(_FOLLOW_DELAY)
             wake.clear()
+
+
+def _matches(event: Event, key: str | None, grep: re.Pattern[bytes] | None) -> bool:
+    return key in (None, event.key) and (grep is None or grep.search(event.value) is not None)
 
 
 def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Event:

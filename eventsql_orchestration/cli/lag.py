@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     Columns,
     partition_of,
+    picked,
     same,
     show,
     stdout_is_terminal,
     table_of,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import AsJson, Number, OptionalTopicName, command, option
+from eventsql_orchestration.cli.parameters import CONSUMER, AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
+from eventsql_orchestration.errors import ConsumerNotFoundError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
+_ORDERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "topic": lambda lag: (lag.topic, lag.consumer),
+    "events": lambda lag: -lag.events,
+    "seconds": lambda lag: -lag.seconds,
+}
+
+_SAMPLES: Final = 20
+"""Refreshes that the trend of --watch shows."""
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
+
+
 @command(short_help="Show how far consumers are behind, and why.")
 def lag(
     context: CliContext,
+    *,
     topic: OptionalTopicName,
+    consumer: Annotated[str | None, option("Only consumers of this name.", type=CONSUMER, metavar="NAME")],
+    totals: Annotated[bool, option("One row for each consumer, over its partitions and shards.")],
+    sort: Annotated[
+        str, option("What comes first; most events or seconds.", type=click.Choice([*_ORDERS]), default="topic")
+    ],
     watch: Annotated[bool, option("Refresh it until Ctrl-C.")],
     interval: Annotated[
         float, option("How often --watch refreshes.", type=Number(0.1, 86_400), default=2.0, metavar="SECONDS")
@@ -38,27 +62,106 @@ def lag(
 
     Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
     transferred yet; seconds is the age of the oldest; offset is the last consumed event, end the newest event, and why
-    the cause. With --json, --watch prints a line for each refresh.
+    the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal, trend shows
+    the events of the last refreshes. With --json, --watch prints a line for each refresh.
     """
+
+    def rows() -> list[Any]:
+        found = [lag for lag in platform.lag(topic) if consumer in (None, lag.consumer)]
+        if consumer is not None and not found:
+            raise ConsumerNotFoundError(
+                f"there is no consumer {consumer!r}" + (f" of topic {topic!r}" if topic else "")
+            )
+        unsorted: list[Any] = [*_totals(found)] if totals else [*found]
+        shown = sorted(unsorted, key=_ORDERS[sort])
+        trend.add(shown)
+        return shown
+
+    trend = _Trend(totals=totals)
     with context.platform() as platform:
         if not watch:
-            _show(context, platform.lag(topic), as_json=as_json)
+            _show(context, rows(), as_json=as_json, totals=totals)
         elif as_json or not stdout_is_terminal():
             while True:
-                _show(context, platform.lag(topic), as_json=as_json, indent=None)
+                _show(context, rows(), as_json=as_json, totals=totals, indent=None)
                 time.sleep(interval)
         else:
-            with lazy.Live(lag_table(platform.lag(topic)), console=lazy.Console(), auto_refresh=False) as live:
+            with lazy.Live(trend.table(rows()), console=lazy.Console(), auto_refresh=False) as live:
                 while True:
                     time.sleep(interval)
-                    live.update(lag_table(platform.lag(topic)), refresh=True)
+                    live.update(trend.table(rows()), refresh=True)
 
 
-def _show(context: CliContext, lags: list[ConsumerLag], *, as_json: bool, indent: int | None = 2) -> None:
-    if as_json:
-        write_json([{**context.on_shard(each.shard), **_object(each)} for each in lags], indent=indent)
+@dataclass(frozen=True, slots=True)
+class ConsumerTotal:
+    """The lag of a consumer over its partitions and shards. `behind` are the partitions with events to consume."""
+
+    topic: str
+    consumer: str
+    partitions: int
+    behind: int
+    events: int
+    seconds: float
+    buffered: int
+    causes: str
+
+
+def _totals(lags: list[ConsumerLag]) -> list[ConsumerTotal]:
+    groups: dict[tuple[str, str], list[ConsumerLag]] = {}
+    for each in lags:
+        groups.setdefault((each.topic, each.consumer), []).append(each)
+    return [
+        ConsumerTotal(
+            topic, consumer, len(group),
+            behind=sum(1 for each in group if each.events),
+            events=sum(each.events for each in group),
+            seconds=max(each.seconds for each in group),
+            buffered=sum(each.buffered for each in group),
+            causes=", ".join(sorted({str(each.cause) for each in group if each.cause is not LagCause.NONE})),
+        )
+        for (topic, consumer), group in groups.items()
+    ]  # fmt: skip
+
+
+_TOTAL: Final[Columns] = {
+    **same("topic", "consumer"), "partitions": lambda each: f"{each.behind} of {each.partitions}",
+    **same("events", "seconds", "buffered"), "why": lambda each: each.causes or None,
+}  # fmt: skip
+
+
+class _Trend:
+    """The events of each row at the last refreshes."""
+
+    def __init__(self, *, totals: bool) -> None:
+        self._columns = _TOTAL if totals else _LAG
+        self._events: dict[object, deque[int]] = {}
+
+    def add(self, rows: list[Any]) -> None:
+        for row in rows:
+            self._events.setdefault(_row(row), deque(maxlen=_SAMPLES)).append(row.events)
+
+    def table(self, rows: list[Any]) -> Table:
+        return table_of(rows, {**self._columns, "trend": lambda row: sparkline(self._events[_row(row)])})
+
+
+def _row(each: Any) -> object:
+    return each.topic, each.consumer, getattr(each, "partition", None), getattr(each, "shard", None)
+
+
+def sparkline(numbers: Sequence[float]) -> str:
+    """Numbers as bars between 0 and the largest."""
+    most = max(numbers, default=0) or 1
+    return "".join(_BARS[round(number / most * (len(_BARS) - 1))] for number in numbers)
+
+
+def _show(context: CliContext, rows: list[Any], *, as_json: bool, totals: bool, indent: int | None = 2) -> None:
+    if as_json and totals:
+        json = {**_TOTAL, **same("partitions", "behind")}
+        write_json([picked(each, json) for each in rows], indent=indent)
+    elif as_json:
+        write_json([{**context.on_shard(each.shard), **_object(each)} for each in rows], indent=indent)
     else:
-        show(lag_table(lags))
+        show(table_of(rows, _TOTAL) if totals else lag_table(rows))
 
 
 def _object(lag: ConsumerLag) -> dict[str, object]:
@@ -77,10 +180,12 @@ def _why(lag: ConsumerLag) -> str | None:
             return f"{lag.cause.value}, {lag.detail}"
 
 
+_LAG: Final[Columns] = {
+    **same("topic", "consumer", "shard"), "partition": partition_of, **same("events", "seconds"),
+    "offset": "last_event_id", **same("end", "buffered"), "why": _why,
+}  # fmt: skip
+
+
 def lag_table(lags: list[ConsumerLag]) -> Table:
     """A table of the lag for people, with a row for each consumer partition."""
-    columns: Columns = {
-        **same("topic", "consumer", "shard"), "partition": partition_of, **same("events", "seconds"),
-        "offset": "last_event_id", **same("end", "buffered"), "why": _why,
-    }  # fmt: skip
-    return table_of(lags, columns)
+    return table_of(lags, _LAG)

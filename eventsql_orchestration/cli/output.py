@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import errno
 import io
 import json
@@ -57,8 +58,9 @@ _urls: Final[list[str]] = []
 
 
 def begin_with(urls: Iterable[str]) -> None:
-    """Forget the URLs of an earlier invocation, and keep the passwords of these URLs secret."""
+    """Forget the URLs and options of an earlier invocation, and keep the passwords of these URLs secret."""
     _urls[:] = urls
+    _quiet[:] = [False]
 
 
 def keep_secret(*urls: str) -> None:
@@ -74,8 +76,23 @@ def redact(text: str) -> str:
     return text
 
 
+_quiet: Final[list[bool]] = [False]
+"""Whether this invocation says nothing but what is wrong."""
+
+
+def be_quiet() -> None:
+    """Say nothing from now on but what is wrong."""
+    _quiet[:] = [True]
+
+
 def say(message: str) -> None:
-    """One line for the user, on standard error."""
+    """One line for the user, on standard error; with --quiet nothing."""
+    if not _quiet[0]:
+        complain(message)
+
+
+def complain(message: str) -> None:
+    """One line about what is wrong, on standard error."""
     click.echo(f"eventsql: {' '.join(redact(message).split())}", err=True)
 
 
@@ -84,9 +101,14 @@ def write(text: str) -> None:
 
     Raises `OutputClosedError` or `OutputFailedError`.
     """
+    write_bytes(text.encode())
+
+
+def write_bytes(data: bytes) -> None:
+    """As `write`, for data that may be no text."""
     if sys.stdout is None:
         raise OutputFailedError("standard output is closed")
-    left = memoryview(text.encode())
+    left = memoryview(data)
     try:
         while left:
             # An unbuffered stream writes as much as a pipe takes, and returns the amount.
@@ -109,7 +131,11 @@ def discard_output() -> None:
         os.close(nowhere)
 
 
-_CONTROLS: Final = re.compile("[\x7f-\x9f]")
+_CONTROLS: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def write_json(value: object, *, indent: int | None = 2) -> None:
@@ -119,8 +145,8 @@ def write_json(value: object, *, indent: int | None = 2) -> None:
 
 def _json(value: object, *, indent: int | None = None) -> str:
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=_as_json)
-    # JSON escapes only characters below U+0020, and a terminal obeys these too.
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    # JSON escapes only characters below U+0020, and a terminal obeys those from U+007F on too.
+    return _CONTROLS.sub(lambda found: found[0] if found[0] == "\n" else _escaped(found), text)
 
 
 def _as_json(value: object) -> object:
@@ -157,6 +183,40 @@ def write_events(events: Iterable[Event], *, shard: str | None = None) -> None:
     """Write events as JSON lines."""
     if lines := [f"{_json(event_object(event, shard=shard))}\n" for event in events]:
         write("".join(lines))
+
+
+EVENT_FORMATS: Final = ("json", "csv", "value")
+
+
+class EventWriter:
+    """Writes events in a format of EVENT_FORMATS."""
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+        self._begun = False
+
+    def write(self, events: Sequence[Event], *, shard: str | None) -> None:
+        """Write events, and before the first ones of CSV the header."""
+        if self._form == "json" or not events:
+            write_events(events, shard=shard)
+        elif self._form == "value":
+            write_bytes(b"".join(event.value + b"\n" for event in events))
+        else:
+            self._write_csv([event_object(event, shard=shard) for event in events])
+
+    def _write_csv(self, events: Sequence[dict[str, Any]]) -> None:
+        text = io.StringIO()
+        lines = csv.writer(text, lineterminator="\n")
+        if not self._begun:
+            lines.writerow([*({"shard": None} if "shard" in events[0] else {}), *_CSV])
+        self._begun = True
+        for event in events:
+            event["metadata"] = _json(event["metadata"])
+            lines.writerow([*([event["shard"]] if "shard" in event else []), *(event.get(name) for name in _CSV)])
+        write(text.getvalue())
+
+
+_CSV: Final = ("topic", "offset", "partition", "key", "value", "encoding", "timestamp", "metadata")
 
 
 def timestamp(value: datetime) -> str:
@@ -217,7 +277,8 @@ def _cell(value: object) -> str:
         case datetime():
             return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
         case _:
-            return str(value)
+            # A row is one line: a text of several lines, such as an error, is written on. A terminal obeys the others.
+            return _CONTROLS.sub(_escaped, " ".join(str(value).splitlines()))
 
 
 def show(renderable: RenderableType) -> None:

@@ -181,6 +181,18 @@ class LogPlace(click.ParamType[Place]):
         return AtTime(Time().convert(text, param, ctx))
 
 
+class Pattern(click.ParamType[re.Pattern[bytes]]):
+    """A regular expression of Python, for values."""
+
+    name = "regex"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> re.Pattern[bytes]:
+        try:
+            return re.compile(str(value).encode())
+        except re.error as error:
+            self.fail(f"{value!r} is not a regular expression: {error}", param, ctx)
+
+
 class Size(click.ParamType[int]):
     """A number of bytes: `10GiB`, `500MB`, `4096`."""
 

@@ -1,0 +1,155 @@
+"""What a person or a pipe sees of lag and of events: chosen rows, totals, formats, trends, and quiet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.cli.lag import sparkline
+from eventsql_orchestration.cli.output import _cell
+from tests.cli.conftest import PROGRAM
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def rides(platform: EventSQL) -> EventSQL:
+    """Topics `prices` with 1 event and `rides` with 5 in two partitions, each with a consumer `ledger`."""
+    for topic, partitions in (("prices", 1), ("rides", 2)):
+        platform.registry.register_topic(Topic(topic, partitions=partitions))
+        platform.registry.register_consumer(Consumer(topic, "ledger", partitioned=True))
+    platform.registry.register_consumer(Consumer("rides", "payout"))
+    events = [Publication("rides", b'{"fare": %d}' % number, key=f"k{number % 2}", partition=0) for number in range(4)]
+    platform.publisher.publish_all([*events, Publication("rides", b"\xff", partition=1), Publication("prices", b"1")])
+    platform.transfer.run_once()
+    return platform
+
+
+def rows(result: Result) -> list[list[str]]:
+    assert result.exit_code == 0, result.stderr
+    return [line.split() for line in result.stdout.splitlines()[1:]]
+
+
+def test_lag_of_one_consumer(run: Run, rides: EventSQL) -> None:
+    found = json.loads(run("lag", "--consumer", "payout", "--json").stdout)
+    assert [(each["topic"], each["consumer"], each["events"]) for each in found] == [("rides", "payout", 5)]
+    missing = run("lag", "prices", "--consumer", "payout")
+    assert missing.exit_code == 1
+    assert missing.stderr == "eventsql: there is no consumer 'payout' of topic 'prices'\n"
+
+
+def test_lag_in_order_of_events(run: Run, rides: EventSQL) -> None:
+    assert [(row[0], row[2], row[3]) for row in rows(run("lag", "--sort", "events"))] == [
+        ("rides", "all", "5"),
+        ("rides", "0", "4"),
+        ("prices", "0", "1"),
+        ("rides", "1", "1"),
+    ]
+
+
+def test_totals_are_over_the_partitions_of_a_consumer(run: Run, rides: EventSQL) -> None:
+    rides.consumers.consume_once("rides", "ledger", lambda *_: None, partition=1)
+    shown = rows(run("lag", "--totals"))
+    # Topic, consumer, the partitions behind, events.
+    assert [row[:6] for row in shown] == [
+        ["prices", "ledger", "1", "of", "1", "1"],
+        ["rides", "ledger", "1", "of", "2", "4"],
+        ["rides", "payout", "1", "of", "1", "5"],
+    ]
+    found = json.loads(run("lag", "rides", "--totals", "--json").stdout)
+    assert (found[0]["partitions"], found[0]["behind"], found[0]["why"]) == (2, 1, "waiting")
+
+
+def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, dsn: str) -> None:
+    master, slave = pty.openpty()
+    environment = {**os.environ, "EVENTSQL_DSN": dsn, "TERM": "xterm", "COLUMNS": "120"}
+    command = [str(PROGRAM), "lag", "--consumer", "payout", "--watch", "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    shown = ""
+    try:
+        # The bar of five events, seen three times.
+        while "███" not in shown:
+            shown += os.read(master, 65_536).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    assert re.search(r"topic +consumer +partition +events .*trend", plain)
+
+
+def test_a_trend_is_drawn_between_nothing_and_the_most() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0, 0]) == "▁▁"
+    assert sparkline([0, 7, 14]) == "▁▅█"
+
+
+def values(result: Result) -> list[str]:
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line)["value"] for line in result.stdout.splitlines()]
+
+
+def test_events_are_chosen_by_key_and_value(run: Run, rides: EventSQL) -> None:
+    assert values(run("tail", "rides", "--key", "k1")) == ['{"fare": 1}', '{"fare": 3}']
+    assert values(run("tail", "rides", "--grep", r"fare.*[23]")) == ['{"fare": 2}', '{"fare": 3}']
+    assert values(run("tail", "rides", "--grep", "fare", "--key", "k0", "--max", "1")) == ['{"fare": 0}']
+    assert run("tail", "rides", "--key", "nobody").stdout == ""
+    refused = run("tail", "rides", "--grep", "(")
+    assert refused.exit_code == 2
+    assert "is not a regular expression" in refused.stderr
+
+
+def test_events_beyond_one_batch_are_chosen_too(run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eventsql_orchestration.cli.events._BATCH", 3)
+    platform.registry.register_topic(Topic("many"))
+    platform.publisher.publish_all([Publication("many", b"%d" % number) for number in range(20)])
+    platform.transfer.run_once()
+    assert values(run("tail", "many", "--grep", "^1[0-9]$")) == [str(number) for number in range(10, 20)]
+    assert values(run("tail", "many", "--grep", "9$", "--max", "2")) == ["9", "19"]
+
+
+def test_events_as_csv_and_as_values(run: Run, rides: EventSQL, dsn: str) -> None:
+    read = list(csv.DictReader(io.StringIO(run("tail", "rides", "--format", "csv").stdout)))
+    assert [(each["offset"], each["key"], each["value"], each["encoding"]) for each in read[-2:]] == [
+        (str(json.loads(line)["offset"]), json.loads(line)["key"] or "", json.loads(line)["value"], encoding)
+        for line, encoding in zip(run("tail", "rides").stdout.splitlines()[-2:], ["", "base64"], strict=True)
+    ]
+    written = subprocess.run(
+        [PROGRAM, "--dsn", dsn, "tail", "rides", "--format", "value"], capture_output=True, check=True
+    ).stdout
+    assert written == b'{"fare": 0}\n{"fare": 1}\n{"fare": 2}\n{"fare": 3}\n\xff\n'
+
+
+def test_a_row_is_one_line_and_obeys_no_text() -> None:
+    assert _cell("first\nsecond\r\nthird\tend") == "first second third\\u0009end"
+    assert _cell("\x1b[31mred\x9b") == "\\u001b[31mred\\u009b"
+
+
+def test_the_failure_of_several_lines_stays_in_its_row(run: Run, rides: EventSQL) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("first\nsecond")
+
+    rides.consumers.consume_once("prices", "ledger", fail)
+    (row,) = [line for line in run("lag", "prices").stdout.splitlines() if line.startswith("prices")]
+    assert "first second" in row
+
+
+def test_quiet_says_only_what_is_wrong(run: Run, rides: EventSQL) -> None:
+    assert run("--quiet", "topic", "create", "orders").stderr == ""
+    assert run("-q", "topic", "list", "--json").stdout.count('"topic"') == 3
+    assert run("--quiet", "topic", "describe", "nowhere").stderr.startswith("eventsql: topic 'nowhere' does not exist")
+    assert run("topic", "create", "orders").stderr != ""
